@@ -50,8 +50,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     pp_degree: Annotated[int, Meta(ge=1, description="pipeline stages")] = 1
 
     precision: Annotated[
-        Literal["fp64", "fp32", "tf32", "bf16", "fp16"],
-        Meta(description="arithmetic of forward and backward"),
+        Literal["fp64", "fp32", "tf32", "bf16", "fp16", "bf16_params"],
+        Meta(description="arithmetic of forward and backward; bf16_params: weights too, with fp32 master weights"),
     ] = "fp32"
     compile: Annotated[bool, Meta(description="torch.compile the model")] = False
     activation_checkpointing: Annotated[bool, Meta(description="recompute activations in the backward pass")] = False
@@ -96,6 +96,11 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     def devices(self) -> int:
         """Devices of the run: the product of all degrees."""
         return self.ranks * self.devices_per_task
+
+    @property
+    def compute_precision(self) -> str:
+        """Precision of products, by which devices' peaks and measured kernels are listed."""
+        return "bf16" if self.precision == "bf16_params" else self.precision
 
     @property
     def global_batch_size(self) -> int:

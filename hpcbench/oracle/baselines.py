@@ -33,7 +33,7 @@ from hpcbench.oracle.published_formulas import (
 )
 from hpcbench.oracle.step_time import StepBreakdown
 from hpcbench.oracle.strategies.base import resolve_cost
-from hpcbench.oracle.tensor_sizes import FP32_BYTES, activation_number_bytes, parameter_bytes
+from hpcbench.oracle.tensor_sizes import FP32_BYTES, activation_number_bytes, parameter_bytes, parameter_number_bytes
 from hpcbench.parallel import layer_table
 from hpcbench.parallel.catalog import options_with_defaults
 from hpcbench.parallel.gradient_buckets import MIB
@@ -131,7 +131,9 @@ def _paradl_job(request: BaselineRequest, split: Sequence[bool] | None = None) -
                 weight_items=row.parameters,
                 forward_s=cost_model.kernel_s(passes.forward) / samples,
                 backward_s=cost_model.kernel_s(passes.backward) / samples,
-                update_s=sum(map(cost_model.kernel_s, update_kernels(spec, [row.parameters * FP32_BYTES]))),
+                update_s=sum(
+                    map(cost_model.kernel_s, update_kernels(spec, [row.parameters * parameter_number_bytes(spec)]))
+                ),
                 halo_items=halo_items(row),
                 is_split=is_split,
             )

@@ -51,7 +51,7 @@ def row_kernels(spec: RunSpec, layer: LayerRow, samples: float, share: RowShare 
 
     def kernel(direction: str, flops: float, moved_bytes: float) -> Kernel:
         computed, moved = flops * samples * share.flops, moved_bytes * moved_share
-        return Kernel(layer.kind, direction, spec.precision, computed, moved, weights, inputs, outputs)
+        return Kernel(layer.kind, direction, spec.compute_precision, computed, moved, weights, inputs, outputs)
 
     return RowKernels(
         kernel(FORWARD, layer.forward_flops, layer.forward_moved_bytes),
@@ -86,7 +86,7 @@ def update_kernels(spec: RunSpec, parameter_bytes: Iterable[float]) -> Iterator[
     moved = optimizer_tensors(spec).moved
     for size in parameter_bytes:
         if size:
-            yield Kernel(spec.optimizer, UPDATE, spec.precision, 0.0, moved * size, size, 0.0, 0.0)
+            yield Kernel(spec.optimizer, UPDATE, spec.compute_precision, 0.0, moved * size, size, 0.0, 0.0)
 
 
 def apply_measured_collectives(

@@ -10,7 +10,7 @@ import msgspec
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.row_cost import RowCost, unsharded_rows
-from hpcbench.oracle.tensor_sizes import buffer_bytes, optimizer_tensors
+from hpcbench.oracle.tensor_sizes import buffer_bytes, optimizer_tensors, update_temporary_bytes
 from hpcbench.parallel.gradient_buckets import first_use_rows
 from hpcbench.parallel.layer_table import LayerTable
 
@@ -50,6 +50,8 @@ class PersistentMemory(NamedTuple):
     """Bytes of every tensor that this rank updates, in the order of the table."""
     communication: int = 0
     """Buckets that are never given back."""
+    update_spec: RunSpec | None = None
+    """The run as the update of ``owned`` sees it; the run itself by default."""
 
 
 def gradient_rows(spec: RunSpec, table: LayerTable) -> list[int]:
@@ -92,8 +94,8 @@ def peak_memory(
         buffers: bytes of the rank's buffers; all of them by default.
     """
     activations = _activation_bytes(spec, table, unsharded_rows(spec, table) if rows is None else rows)
-    tensors, owned = optimizer_tensors(spec), persistent.owned
-    states = sum(owned) * tensors.states
+    update_spec, owned = persistent.update_spec or spec, persistent.owned
+    states = sum(owned) * optimizer_tensors(update_spec).states
     allocated = [0] * (len(table.layers) + 1)
     # New gradients that are added to those that are there from the start.
     accumulated = [0] * len(table.layers)
@@ -108,7 +110,7 @@ def peak_memory(
         saved, received = activations[number]
         communication = persistent.communication + received + (in_flight[number] if in_flight else 0)
         moments.append((saved, gradients + accumulated[number], states, communication))
-    temporaries = max(owned, default=0) * tensors.temporaries
+    temporaries = update_temporary_bytes(update_spec, owned)
     moments.append((0, sum(persistent.gradients), states + temporaries, persistent.communication))
     saved, gradients, optimizer, communication = max(moments, key=sum)
     return MemoryBreakdown(

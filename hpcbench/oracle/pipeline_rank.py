@@ -18,9 +18,11 @@ from hpcbench.oracle.peak_memory import MemoryBreakdown
 from hpcbench.oracle.tensor_rank import TensorParallelRank
 from hpcbench.oracle.tensor_sizes import (
     FP32_BYTES,
+    one_buffer_bytes,
     optimizer_tensors,
     parameter_bytes,
     parameter_number_bytes,
+    row_number_bytes,
     tensor_bytes,
 )
 from hpcbench.parallel.catalog import options_with_defaults
@@ -122,8 +124,8 @@ class PipelineRank:
         left out."""
         self.micro_batch_sizes = [len(part) for part in even_ranges(spec.batch_size, spec.micro_batches)]
         self.tensor_rank = TensorParallelRank(spec, table, rank) if spec.tp_degree > 1 else None
-        self._scale = parameter_number_bytes(spec) // FP32_BYTES
-        """Bytes over the table's, which are of fp32: lower precisions are counted as fp32."""
+        self._number_bytes = parameter_number_bytes(spec)
+        """Bytes of a number between chunks: what autocast lowers is counted as fp32."""
 
     @cached_property
     def actions(self) -> list[Action]:
@@ -132,7 +134,7 @@ class PipelineRank:
 
     def boundary_bytes(self, chunk: int) -> int:
         """Return the size of a chunk's output per sample: that of the last row of its last block."""
-        return self._scale * self.table.layers[self.rows[chunk][-1]].output_bytes
+        return self.table.layers[self.rows[chunk][-1]].output_bytes * self._number_bytes // FP32_BYTES
 
     def message_bytes(self, action: Action) -> int:
         """Return the activations behind the action's chunk, or the gradient of its input."""
@@ -203,7 +205,9 @@ class PipelineRank:
     def memory(self) -> MemoryBreakdown:
         """Return the stage's weights, and the activations of the micro-batches that are alive together at the peak."""
         parameters = sum(sum(self.parameter_bytes(chunk)) for chunk in self.chunks) + sum(self.tied_bytes(self.index))
-        buffers = [tensor_bytes(self.spec, buffer) for chunk in self.chunks for buffer in self._slices.buffers[chunk]]
+        buffers = [
+            one_buffer_bytes(self.spec, buffer) for chunk in self.chunks for buffer in self._slices.buffers[chunk]
+        ]
         return MemoryBreakdown(
             parameters_bytes=parameters,
             gradients_bytes=parameters + self._added_gradient_bytes(),
@@ -268,7 +272,7 @@ class PipelineRank:
 
     def _activation_bytes(self, chunk: int, samples: int) -> int:
         per_sample, per_batch = self._chunk_activations[chunk]
-        return self._scale * (samples * per_sample + per_batch)
+        return samples * per_sample + per_batch
 
     @cached_property
     def _chunk_activations(self) -> list[tuple[int, int]]:
@@ -276,9 +280,12 @@ class PipelineRank:
         sums = []
         for numbers in self.rows:
             layers = [self.table.layers[number] for number in numbers]
-            per_sample = [layer.activation_bytes for layer in layers]
+            number_bytes = [row_number_bytes(self.spec, layer) for layer in layers]
+            scaled = list(zip(layers, number_bytes, strict=True))
+            per_sample = [layer.activation_bytes * size // FP32_BYTES for layer, size in scaled]
             if self.tensor_rank is not None:
                 fractions = [self.tensor_rank.fractions(layer).saved for layer in layers]
                 per_sample = [size * part // total for size, (part, total) in zip(per_sample, fractions, strict=True)]
-            sums.append((sum(per_sample), sum(layer.activation_fixed_bytes for layer in layers)))
+            fixed = sum(layer.activation_fixed_bytes * size // FP32_BYTES for layer, size in scaled)
+            sums.append((sum(per_sample), fixed))
         return sums

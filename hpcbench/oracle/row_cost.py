@@ -19,7 +19,7 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.cost_model import CostModel, unsharded_row_kernels
 from hpcbench.oracle.placement import GroupPlacement
 from hpcbench.oracle.stream_simulator import ComputeEvent, StreamEvent, WaitEvent
-from hpcbench.oracle.tensor_sizes import FP32_BYTES, input_bytes, parameter_number_bytes, weight_layout_copies
+from hpcbench.oracle.tensor_sizes import FP32_BYTES, input_bytes, row_number_bytes, weight_layout_copies
 from hpcbench.parallel.layer_table import LayerTable, cached_by_run_fields
 from hpcbench.parallel.roofline import FORWARD, Kernel
 from hpcbench.parallel.traffic import Traffic
@@ -80,7 +80,9 @@ class RowCost(NamedTuple):
 
 def copy_op(spec: RunSpec, size_bytes: float) -> ComputeOp:
     """Return the kernel that reads so many bytes and writes them again."""
-    return ComputeOp(Kernel(COPY_KIND, FORWARD, spec.precision, 0.0, 2.0 * size_bytes, 0.0, size_bytes, size_bytes))
+    return ComputeOp(
+        Kernel(COPY_KIND, FORWARD, spec.compute_precision, 0.0, 2.0 * size_bytes, 0.0, size_bytes, size_bytes)
+    )
 
 
 @cached_by_run_fields("batch_size", "micro_batches", "precision")
@@ -89,18 +91,21 @@ def unsharded_rows(spec: RunSpec, table: LayerTable) -> list[RowCost]:
 
     A row works with the gradients of its output and input, and a convolution with its weight in the library's layout.
     """
-    samples, scale = spec.batch_size // spec.micro_batches, parameter_number_bytes(spec) // FP32_BYTES
+    samples = spec.batch_size // spec.micro_batches
     rows = []
     for layer, kernels in zip(table.layers, unsharded_row_kernels(spec, table), strict=True):
+        number_bytes = row_number_bytes(spec, layer)
         gradients = (layer.output_bytes + input_bytes(layer)) * samples
         weight_copies = layer.parameters * FP32_BYTES * weight_layout_copies(layer)
         rows.append(
             RowCost(
                 [ComputeOp(kernels.forward)],
                 [ComputeOp(kernels.backward)],
-                saved_bytes=(layer.activation_bytes * samples + layer.activation_fixed_bytes) * scale,
-                working_bytes=(gradients + weight_copies) * scale,
-                block_input_bytes=input_bytes(layer) * samples * scale,
+                saved_bytes=(layer.activation_bytes * samples + layer.activation_fixed_bytes)
+                * number_bytes
+                // FP32_BYTES,
+                working_bytes=(gradients + weight_copies) * number_bytes // FP32_BYTES,
+                block_input_bytes=input_bytes(layer) * samples * number_bytes // FP32_BYTES,
             )
         )
     return rows

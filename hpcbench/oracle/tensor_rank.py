@@ -24,7 +24,9 @@ from hpcbench.oracle.tensor_sizes import (
     activation_number_bytes,
     input_bytes,
     parameter_number_bytes,
+    row_number_bytes,
     weight_layout_copies,
+    wide_number_bytes,
 )
 from hpcbench.parallel.catalog import options_with_defaults
 from hpcbench.parallel.layer_table import LOSS_ROW_NAME, LayerRow, LayerTable
@@ -140,7 +142,7 @@ class TensorParallelRank:
             forward, backward = [*forward, masked], [*entering, *backward, masked]
             is_repeated = self.rows["0.dropout"].attributes["p"] > 0
         elif layer.name == LOSS_ROW_NAME:
-            positions = self.samples * self.tokens * self.number_bytes
+            positions = self.samples * self.tokens * wide_number_bytes(self.spec)
             after_forward = [self._call("all_reduce", size) for size in (positions, 2 * positions)]
         recompute = [*forward, *(after_forward if is_repeated else ())]
         return RowCost([*forward, *after_forward], backward, after_backward, recompute)
@@ -161,7 +163,7 @@ class TensorParallelRank:
     def _with_memory(self, operations: RowCost, layer: LayerRow) -> RowCost:
         fractions = self.fractions(layer)
         inputs, outputs = fractions.inputs, fractions.outputs
-        number_bytes = self.sent_bytes if layer.kind.startswith(_AUTOCAST_KINDS) else self.number_bytes
+        number_bytes = self.sent_bytes if layer.kind.startswith(_AUTOCAST_KINDS) else row_number_bytes(self.spec, layer)
         whole_in, whole_out = (size * self.samples // FP32_BYTES for size in (input_bytes(layer), layer.output_bytes))
         gradients = whole_in * inputs.part * outputs.total + whole_out * outputs.part * inputs.total
         # Activations parted by tokens without an embedding that parts them are parted within the first block.
@@ -187,7 +189,7 @@ class TensorParallelRank:
         return saved
 
     def _row_saved_bytes(self, layer: LayerRow) -> int:
-        per_sample = layer.activation_bytes * self.number_bytes // FP32_BYTES
+        per_sample = layer.activation_bytes * row_number_bytes(self.spec, layer) // FP32_BYTES
         if self.spec.precision == "bf16" and layer.kind.startswith(_AUTOCAST_KINDS):
             per_sample //= 2
         fraction = self.fractions(layer).saved

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.layer_table import LayerRow, LayerTable, TensorShape, cached_by_run_fields
+from hpcbench.parallel.gradient_buckets import MASTER_UPDATE_CAP_BYTES, fill_buckets, sum_bytes_at
+from hpcbench.parallel.layer_table import LOSS_ROW_NAME, LayerRow, LayerTable, TensorShape, cached_by_run_fields
 
 FP32_BYTES = 4
 FP64_BYTES = 8
@@ -15,12 +17,22 @@ HALF_BYTES = 2
 
 def parameter_number_bytes(spec: RunSpec) -> int:
     """Return the bytes of one number of a parameter or of a sum: autocast leaves weights in fp32."""
-    return FP64_BYTES if spec.precision == "fp64" else FP32_BYTES
+    return {"fp64": FP64_BYTES, "bf16_params": HALF_BYTES}.get(spec.precision, FP32_BYTES)
+
+
+def wide_number_bytes(spec: RunSpec) -> int:
+    """Return the bytes of one number of the loss and of BatchNorm's statistics: fp32 at least."""
+    return max(parameter_number_bytes(spec), FP32_BYTES)
+
+
+def row_number_bytes(spec: RunSpec, layer: LayerRow) -> int:
+    """Return the bytes of one number that a row keeps."""
+    return wide_number_bytes(spec) if layer.name == LOSS_ROW_NAME else parameter_number_bytes(spec)
 
 
 def activation_number_bytes(spec: RunSpec) -> int:
     """Return the bytes of one number of an activation."""
-    return HALF_BYTES if spec.precision in ("bf16", "fp16") else parameter_number_bytes(spec)
+    return HALF_BYTES if spec.compute_precision in ("bf16", "fp16") else parameter_number_bytes(spec)
 
 
 def element_bytes(spec: RunSpec, tensor: TensorShape) -> int:
@@ -33,7 +45,7 @@ def element_count(tensor: TensorShape) -> int:
 
 
 def tensor_bytes(spec: RunSpec, tensor: TensorShape) -> int:
-    """Return the size of one parameter or buffer in the run."""
+    """Return the size of one parameter in the run."""
     return element_count(tensor) * element_bytes(spec, tensor)
 
 
@@ -46,7 +58,13 @@ def parameter_bytes(spec: RunSpec, table: LayerTable) -> list[int]:
 @cached_by_run_fields("precision")
 def buffer_bytes(spec: RunSpec, table: LayerTable) -> list[int]:
     """Return the sizes of the table's ``buffers``."""
-    return [tensor_bytes(spec, tensor) for tensor in table.buffers]
+    return [one_buffer_bytes(spec, tensor) for tensor in table.buffers]
+
+
+def one_buffer_bytes(spec: RunSpec, tensor: TensorShape) -> int:
+    """Return the size of a buffer in the run."""
+    is_floating = tensor.bytes_per_element == FP32_BYTES
+    return element_count(tensor) * (wide_number_bytes(spec) if is_floating else tensor.bytes_per_element)
 
 
 def input_bytes(layer: LayerRow) -> int:
@@ -71,7 +89,25 @@ class OptimizerTensors(NamedTuple):
 
 
 def optimizer_tensors(spec: RunSpec) -> OptimizerTensors:
-    """Return the tensors of the run's optimizer."""
+    """Return the tensors of the run's optimizer, as many of a parameter's size.
+
+    An fp32 tensor of master weights is two of a bf16 parameter.
+    """
     if spec.optimizer in ("adam", "adamw"):
-        return OptimizerTensors(2, 2, 7)
-    return OptimizerTensors(1, 0, 5) if spec.momentum else OptimizerTensors(0, 0, 3)
+        tensors = OptimizerTensors(2, 2, 7)
+    else:
+        tensors = OptimizerTensors(1, 0, 5) if spec.momentum else OptimizerTensors(0, 0, 3)
+    if spec.precision != "bf16_params":
+        return tensors
+    # Casting reads and writes a gradient, and reads the master weight and writes the parameter.
+    return OptimizerTensors(*(2 * count for count in (tensors.states + 1, tensors.temporaries, tensors.moved + 3)))
+
+
+def update_temporary_bytes(spec: RunSpec, owned: Sequence[int]) -> int:
+    """Return the bytes alive during an update of parameters of ``owned`` bytes beside what is kept."""
+    temporaries = max(owned, default=0) * optimizer_tensors(spec).temporaries
+    if spec.precision != "bf16_params":
+        return temporaries
+    fp32_bytes = [size // HALF_BYTES * FP32_BYTES for size in owned]
+    parts = fill_buckets(fp32_bytes, MASTER_UPDATE_CAP_BYTES, MASTER_UPDATE_CAP_BYTES)
+    return temporaries + max((sum_bytes_at(fp32_bytes, places) for places in parts), default=0)

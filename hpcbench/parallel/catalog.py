@@ -75,8 +75,10 @@ def options_with_defaults(spec: RunSpec) -> dict[str, Any]:
 
 def exclusion_reason(spec: RunSpec) -> str | None:
     """Return the reason why the run's strategy cannot execute it, as far as integers and names determine it."""
-    exclusion = get_strategy(spec.strategy).exclusion
-    return None if exclusion is None else exclusion(spec)
+    entry = get_strategy(spec.strategy)
+    if spec.precision == "bf16_params" and entry.without_bf16_params is not None:
+        return f"{spec.strategy} with bf16_params: {entry.without_bf16_params}; use bf16, ddp or fsdp"
+    return None if entry.exclusion is None else entry.exclusion(spec)
 
 
 def load_object(reference: str) -> object:

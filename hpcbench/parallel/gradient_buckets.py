@@ -13,6 +13,8 @@ MIB = 2**20
 DEFAULT_BUCKET_CAP_MB = 25.0
 FIRST_BUCKET_CAP_BYTES = MIB
 """The first bucket is small, so that communication begins early (Li et al. 2020, section 3.2.3)."""
+MASTER_UPDATE_CAP_BYTES = 64 * MIB
+"""fp32 gradients that an update of master weights makes at a time; a larger tensor is updated alone."""
 
 
 def fill_buckets(

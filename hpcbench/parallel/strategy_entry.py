@@ -113,6 +113,8 @@ class StrategyEntry(NamedTuple):
     """The reason why a run is infeasible by its integers and names alone, or ``None``."""
     table_exclusion: Callable[[RunSpec, LayerTable], str | None] | None = None
     """The reason why the strategy cannot split the model of a layer table, or ``None``."""
+    without_bf16_params: str | None = None
+    """The reason why the strategy cannot train with ``precision = "bf16_params"``; ``None``: it can."""
     hybrid: tuple[str, ...] = ()
     """Further degrees that may be above 1: the strategy is then a hybrid with those."""
     drives_several_devices: bool = False

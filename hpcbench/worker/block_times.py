@@ -29,6 +29,7 @@ from hpcbench.parallel.resolve import InfeasiblePoint, single_device_run
 from hpcbench.parallel.workloads import is_custom_model
 from hpcbench.paths import cache_folder
 from hpcbench.worker.layers import zero_batch
+from hpcbench.worker.master_weights import storage_dtype
 from hpcbench.worker.measure.clocks import synchronize
 from hpcbench.worker.measure.environment_record import cpu_model
 from hpcbench.worker.measure.host import keep_freed_memory
@@ -98,7 +99,7 @@ def _measure_blocks(
         raise unsupported(message, "put what it does into a block")
     inputs, targets = zero_batch(spec, request.micro_batch_size)
     if inputs.is_floating_point():
-        inputs = torch.randn_like(inputs).to(torch.float64 if spec.precision == "fp64" else torch.float32)
+        inputs = torch.randn_like(inputs).to(storage_dtype(spec.precision))
     if targets.is_floating_point():
         targets = targets.to(inputs.dtype)
     bench = _BlockTimer(device, MixedPrecision(spec.precision, device), targets.to(device))

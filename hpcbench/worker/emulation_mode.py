@@ -247,7 +247,7 @@ def apply_emulation(
     if spec.rehearse not in header.rehearsed:
         raise WorkerError(f"the task file says nothing of {spec.rehearse}, which the run rehearses")
     emulated = msgspec.convert(header.rehearsed[spec.rehearse], EmulatedDevice)
-    mode, whole_step = EmulationMode(emulated.compute, spec.precision, spec.model, device), strategy.step
+    mode, whole_step = EmulationMode(emulated.compute, spec.compute_precision, spec.model, device), strategy.step
 
     def emulated_step(feed: DataFeed, step: int) -> Tensor:
         with mode:

@@ -47,7 +47,10 @@ def compute_metrics(
     timed_s = max(intervals_s.values(), default=0.0) if is_whole else 0.0
     if timed_s > 0:
         rate = sum(global_step_samples(ranks)[skipped : len(slowest)]) / timed_s
-    flops_per_sample, peak = _first_known(ranks, "flops_per_sample"), header.peak_flops_per_s.get(spec.precision)
+    flops_per_sample, peak = (
+        _first_known(ranks, "flops_per_sample"),
+        header.peak_flops_per_s.get(spec.compute_precision),
+    )
     recomputed = _first_known(ranks, "recomputed_flops_per_sample")
     if rate is not None and flops_per_sample is not None:
         flops_per_s = flops_per_sample * rate

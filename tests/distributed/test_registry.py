@@ -76,6 +76,32 @@ def test_a_strategy_passes_what_its_cost_predicts(pool: Pool, key: str, parity: 
         assert [total_payload_bytes(calls) for calls in recorded] == [total_payload_bytes(calls) for calls in predicted]
 
 
+BF16_CASES = [case for case in CASES if STRATEGIES[str(case.values[0])].without_bf16_params is None]
+
+
+@pytest.mark.parametrize(("key", "parity"), BF16_CASES)
+def test_bf16_parameters_train_what_one_device_does(pool: Pool, key: str, parity: ParityCase) -> None:
+    narrow = parity.model in ("vgg11", "resnet18")
+    case = training(key, parity, precision="bf16_params", steps=2, narrow=narrow)
+    check_rounding(lambda one: pool.run(one) if parity.ranks > 1 else [run_parallel(one, None)], case)
+
+
+@pytest.mark.parametrize(("key", "parity"), BF16_CASES)
+def test_bf16_parameters_pass_what_the_cost_predicts(pool: Pool, key: str, parity: ParityCase) -> None:
+    spec = training(key, parity, precision="bf16_params").spec
+    recorded = pool.call(spec.ranks, steady, spec) if spec.ranks > 1 else [steady(spec, None)]
+    assert recorded == [expected(spec, rank) for rank in range(spec.ranks)]
+
+
+@pytest.mark.parametrize(("key", "parity"), BF16_CASES)
+def test_bf16_parameters_hold_the_memory_that_the_cost_predicts(key: str, parity: ParityCase) -> None:
+    spec = msgspec.structs.replace(memory_spec(key, parity), precision="bf16_params", optimizer="adam")
+    predicted_bytes = resolve_cost(key).memory(spec, table_of(spec), spec.ranks - 1).total_bytes
+    measured_bytes = peak_bytes(spec, spec.ranks - 1)
+    print(key, parity.model, predicted_bytes / measured_bytes)
+    assert 0.9 * measured_bytes <= predicted_bytes <= 1.2 * measured_bytes
+
+
 MEMORY_BATCH = 64
 """Samples a replica: activations count beside weights."""
 

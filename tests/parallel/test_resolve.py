@@ -120,6 +120,17 @@ def test_a_global_batch_is_shared_by_the_replicas() -> None:
         ({"strategy": "fairscale_fsdp", "precision": "fp64"}, "takes fp32 parameters"),
         ({"strategy": "fairscale_fsdp", "activation_checkpointing": True}, "cannot compute a sharded block again"),
         ({"strategy": "fairscale_fsdp", "compile": True}, "torch.compile cannot trace"),
+        ({"strategy": "zero1", "precision": "bf16_params"}, "no fp32 master weights of bf16 parameters"),
+        ({"strategy": "horovod", "precision": "bf16_params"}, "Horovod's optimizer reduces the gradients"),
+        ({"strategy": "spatial", "precision": "bf16_params"}, "its split layers take fp32 weights"),
+        (
+            {"strategy": "ddp", "precision": "bf16_params", "options": {"compression": "powersgd"}},
+            "gradients of bf16_params are bf16 already, none is right",
+        ),
+        (
+            {"strategy": "fsdp", "precision": "bf16_params", "options": {"mixed_precision": True}},
+            "gathered in bf16 with either",
+        ),
     ],
 )
 def test_an_infeasible_point_names_the_limit_of_its_strategy(point: dict[str, Any], text: str) -> None:

@@ -13,6 +13,8 @@ from functools import partial
 from math import prod
 from typing import NamedTuple
 
+import msgspec
+
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.cost_model import CostModel
 from hpcbench.oracle.peak_memory import MemoryBreakdown, PersistentMemory, peak_memory
@@ -125,7 +127,8 @@ def _sharded_memory(
         sizes[row] = max(sizes[row], gathered[number] + unit_bytes[number] + sum_bytes_at(reduced, unit))
         for place in unit:
             gradient_rows[place] = row
-    return peak_memory(spec, table, PersistentMemory(sum(shards), shards, gradient_rows, shards), sizes)
+    persistent = PersistentMemory(sum(shards), shards, gradient_rows, shards, update_spec=_shard_spec(spec))
+    return peak_memory(spec, table, persistent, sizes)
 
 
 class _ShardedStep:
@@ -147,7 +150,7 @@ class _ShardedStep:
             yield RepeatEvent(last - 1, list(self._micro_batch(is_first=False, is_last=False)))
         yield from self._micro_batch(is_first=not last, is_last=True)
         yield WAIT_FOR_ALL
-        yield from update_events(self.cost_model, self.spec, self.plan.updated)
+        yield from update_events(self.cost_model, _shard_spec(self.spec), self.plan.updated)
 
     def _micro_batch(self, is_first: bool, is_last: bool) -> Iterator[StreamEvent]:
         gathers = is_first or self.plan.every_micro_batch
@@ -215,7 +218,7 @@ class FsdpCost(ShardedCost):
                 )
             )
         regathers = bool(options_with_defaults(spec)["reshard_after_forward"])
-        updated = [shard_elements(tensor, degree) * element_bytes(spec, tensor) for tensor in tensors]
+        updated = [shard_elements(tensor, degree) * element_bytes(_shard_spec(spec), tensor) for tensor in tensors]
         return ShardingPlan(units, within, across, regathers, True, True, updated)
 
     def memory(self, spec: RunSpec, table: LayerTable, rank: int) -> MemoryBreakdown:
@@ -268,6 +271,11 @@ class FairscaleFsdpCost(ShardedCost):
 def shard_degree(spec: RunSpec) -> int:
     """Return the number of ranks that hold one copy of the parameters together."""
     return int(options_with_defaults(spec)["shard_degree"]) or spec.dp_degree
+
+
+def _shard_spec(spec: RunSpec) -> RunSpec:
+    """Return the run as the update of its shards sees it: those of ``bf16_params`` are the fp32 master weights."""
+    return msgspec.structs.replace(spec, precision="fp32") if spec.precision == "bf16_params" else spec
 
 
 def _mixed_number_bytes(spec: RunSpec, table: LayerTable) -> tuple[int, int]:

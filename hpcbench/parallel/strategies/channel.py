@@ -281,6 +281,7 @@ def _channel_entry(class_prefix: str, description: str, style: PlotStyle) -> Str
         description=description,
         options=_CHANNEL_OPTIONS,
         exclusion=channel_exclusion,
+        without_bf16_params="its split layers take fp32 weights",
         table_exclusion=channel_table_exclusion,
         hybrid=("dp_degree",),
         parity_cases=_CHANNEL_PARITY_CASES,

@@ -17,6 +17,8 @@ POWERSGD_FIRST_STEP_TOLERANCE = 1e-2
 
 def ddp_exclusion(spec: RunSpec) -> str | None:
     """torch's reducer fails in the first backward pass without synchronisation."""
+    if spec.precision == "bf16_params" and (kind := spec.options.get("compression", "none")) != "none":
+        return f"ddp with compression {kind}: gradients of bf16_params are bf16 already, none is right"
     if spec.options.get("static_graph") and spec.micro_batches > 1:
         return f"ddp with static_graph cannot accumulate gradients: micro_batches {spec.micro_batches}, 1 is right"
     return None
@@ -29,6 +31,8 @@ def fsdp_exclusion(spec: RunSpec) -> str | None:
         return (
             f"fsdp with shard_degree {degree}: {spec.dp_degree} replicas cannot be shared evenly by groups of as many"
         )
+    if spec.precision == "bf16_params" and spec.options.get("mixed_precision"):
+        return "fsdp with mixed_precision and bf16_params: shards are fp32 and gathered in bf16 with either, choose one"
     return _fp16_exclusion(spec)
 
 
@@ -62,6 +66,8 @@ _BUCKET_OPTIONS = {
     "gradient_as_bucket_view": Option(False, "gradients are views of the buckets"),
 }
 _RESHARD_OPTION = Option(True, "a block's parameters are let go between forward and backward")
+
+_NO_MASTER_WEIGHTS = "its sharded optimizer has no fp32 master weights of bf16 parameters"
 
 _data_parallel_entry = partial(StrategyEntry, own_degree="dp_degree", calibration=CalibrationRuns())
 
@@ -99,6 +105,7 @@ STRATEGIES = {
     "zero1": _data_parallel_entry(
         runtime="hpcbench.worker.strategies.data:Zero1Strategy",
         cost="hpcbench.oracle.strategies.data:Zero1Cost",
+        without_bf16_params=_NO_MASTER_WEIGHTS,
         description="torch ZeroRedundancyOptimizer over DDP: optimizer state sharded (ZeRO-1)",
         options={
             **_BUCKET_OPTIONS,
@@ -126,6 +133,7 @@ STRATEGIES = {
     "fairscale_oss": _data_parallel_entry(
         runtime="hpcbench.worker.strategies.data:FairscaleOssStrategy",
         cost="hpcbench.oracle.strategies.data:FairscaleOssCost",
+        without_bf16_params=_NO_MASTER_WEIGHTS,
         description="fairscale OSS over DDP: optimizer state sharded (ZeRO-1)",
         options={
             **_BUCKET_OPTIONS,
@@ -138,6 +146,7 @@ STRATEGIES = {
     "fairscale_sddp": _data_parallel_entry(
         runtime="hpcbench.worker.strategies.data:FairscaleSddpStrategy",
         cost="hpcbench.oracle.strategies.data:FairscaleSddpCost",
+        without_bf16_params=_NO_MASTER_WEIGHTS,
         description="fairscale ShardedDataParallel: optimizer state and gradients sharded (ZeRO-2)",
         options={
             "reduce_buffer_mb": Option(32.0, "size of a gradient bucket in MiB, 0 for none"),
@@ -151,6 +160,7 @@ STRATEGIES = {
     "fairscale_fsdp": _data_parallel_entry(
         runtime="hpcbench.worker.strategies.data:FairscaleFsdpStrategy",
         cost="hpcbench.oracle.strategies.sharded:FairscaleFsdpCost",
+        without_bf16_params=_NO_MASTER_WEIGHTS,
         description="fairscale FullyShardedDataParallel: everything sharded (ZeRO-3)",
         options={
             "reshard_after_forward": _RESHARD_OPTION,
@@ -166,6 +176,7 @@ STRATEGIES = {
         rehearsable=False,
         runtime="hpcbench.worker.strategies.horovod:HorovodStrategy",
         cost="hpcbench.oracle.strategies.data:HorovodCost",
+        without_bf16_params="Horovod's optimizer reduces the gradients of the tensors that it updates: fp32 masters",
         description="Horovod: replicas, gradients fused and all_reduced by a background thread",
         options={
             "fusion_threshold_mb": Option(128.0, "gradients are fused up to this many MiB; 0 fuses none"),

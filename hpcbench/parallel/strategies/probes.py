@@ -62,6 +62,7 @@ PROBES = {
             "budget_s": _BUDGET_OPTION,
         },
         exclusion=probe_layers_exclusion,
+        without_bf16_params="kernels are measured with fp32 weights",
     ),
     "probe_collectives": StrategyEntry(
         own_degree="dp_degree",
@@ -73,6 +74,7 @@ PROBES = {
             "budget_s": _BUDGET_OPTION,
         },
         exclusion=probe_collectives_exclusion,
+        without_bf16_params="kernels are measured with fp32 weights",
     ),
     "probe_loops": StrategyEntry(
         own_degree=None,

@@ -289,6 +289,7 @@ STRATEGIES = {
             "bucket_cap_mb": Option(DEFAULT_BUCKET_CAP_MB, "size of a gradient bucket in MiB"),
         },
         exclusion=spatial_exclusion,
+        without_bf16_params="its split layers take fp32 weights",
         hybrid=("dp_degree",),
         cost="hpcbench.oracle.strategies.spatial:SpatialCost",
         table_exclusion=spatial_table_exclusion,

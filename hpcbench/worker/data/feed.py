@@ -24,6 +24,7 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import unsupported
 from hpcbench.parallel.mesh import dropped_samples, even_ranges, micro_batch_ranges, steps_per_epoch
 from hpcbench.parallel.workloads import DATASETS, sample_shape
+from hpcbench.worker.master_weights import storage_dtype
 
 Batch = tuple[Tensor, Tensor]
 """Inputs [n, *sample shape] and targets [n], [n, values] or [n, length], on the run's device."""
@@ -77,7 +78,7 @@ class DataFeed(ABC):
         self.global_batch_size = spec.global_batch_size
         self.seed = spec.seed + spec.repeat
         self.device = device
-        self.dtype = torch.float64 if spec.precision == "fp64" else torch.float32
+        self.dtype = storage_dtype(spec.precision)
         self.channels_last = spec.channels_last
         # Planning excludes a batch larger than the data set; the files may hold fewer samples than that.
         if self.samples < dataset.samples and self.global_batch_size > self.samples:
@@ -151,7 +152,8 @@ class DataFeed(ABC):
         if not inputs.is_floating_point():
             return inputs.to(target, non_blocking=True)
         layout = _CHANNELS_LAST.get(inputs.dim()) if self.channels_last else None
-        moved = inputs.to(target, self.dtype, non_blocking=True)
+        # In two steps: the host would convert into memory that is not pinned.
+        moved = inputs.to(target, non_blocking=True).to(self.dtype)
         return moved.contiguous(memory_format=layout or torch.contiguous_format)
 
 

@@ -18,6 +18,7 @@ from hpcbench.errors import HpcbenchError, WorkerError, unsupported
 from hpcbench.parallel.catalog import get_model
 from hpcbench.parallel.workloads import DATASETS, sample_shape
 from hpcbench.worker.failure import is_out_of_memory
+from hpcbench.worker.master_weights import use_bf16_parameters
 
 SMALL_IMAGE_EDGE = 64
 """Images with a shorter edge get a model's MNIST/CIFAR form."""
@@ -157,6 +158,8 @@ def _build_from_spec(spec: RunSpec, model_folder: str | None) -> nn.Sequential:
         model = getattr(importlib.import_module(module), function)(spec.model, shape, outputs, options)
     if spec.precision == "fp64":
         model = model.double()
+    elif spec.precision == "bf16_params":
+        use_bf16_parameters(model)
     if spec.channels_last:
         layout = torch.channels_last_3d if len(shape) == 4 else torch.channels_last
         model = model.to(memory_format=layout)  # type: ignore[call-overload]

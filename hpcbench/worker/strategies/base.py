@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +18,7 @@ from hpcbench.parallel import catalog
 from hpcbench.results.schema import PipelinePrediction, ProbeResults, TimelineSpan
 from hpcbench.worker.data.feed import Batch, DataFeed
 from hpcbench.worker.distributed.process_groups import RankContext
+from hpcbench.worker.master_weights import MasterWeights
 from hpcbench.worker.measure.clocks import PhaseMarker, no_marker
 from hpcbench.worker.model_execution import MixedPrecision, compile_in_place, summed_loss
 
@@ -140,12 +142,17 @@ def optimizer_class_and_arguments(
 
 
 def make_optimizer(spec: RunSpec, module: nn.Module, *, without: Sequence[str] = ()) -> torch.optim.Optimizer:
-    """Create the run's optimizer over the parameters of ``module``, without the arguments of these names."""
+    """Create the run's optimizer over the parameters of ``module``, without the arguments of these names.
+
+    With ``bf16_params`` it updates fp32 master weights.
+    """
     parameters = list(module.parameters())
     device = parameters[0].device if parameters else torch.device("cpu")
     optimizer_class, arguments = optimizer_class_and_arguments(spec, device)
-    make: Callable[..., torch.optim.Optimizer] = optimizer_class
-    return make(parameters, **{name: value for name, value in arguments.items() if name not in without})
+    make = partial(optimizer_class, **{name: value for name, value in arguments.items() if name not in without})
+    # Those of fsdp are shards in fp32.
+    has_masters = spec.precision == "bf16_params" and any(one.dtype == torch.bfloat16 for one in parameters)
+    return MasterWeights(parameters, make) if has_masters else make(parameters)
 
 
 class DataParallelStrategy(Strategy):

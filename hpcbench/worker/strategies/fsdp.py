@@ -43,6 +43,10 @@ class FsdpStrategy(DataParallelStrategy):
         if self.options["mixed_precision"]:
             refuse_batch_norm(module)
             arguments["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        elif spec.precision == "bf16_params":
+            # The shards are the master weights.
+            module.float()
+            arguments["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         untied = {id(block) for block in untied_blocks(module)}
         for block in list(module.children()):
             # One after the other: the device holds the shards and one whole block.
@@ -65,7 +69,11 @@ class FsdpStrategy(DataParallelStrategy):
             self.runner.set_requires_gradient_sync(True)
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: full_tensor(tensor) for name, tensor in self.module.state_dict().items()}
+        whole = {name: full_tensor(tensor) for name, tensor in self.module.state_dict().items()}
+        if self.spec.precision == "bf16_params":
+            # As the forward pass uses them.
+            whole |= {name: whole[name].bfloat16() for name, _ in self.module.named_parameters(remove_duplicate=False)}
+        return whole
 
     def gradients(self) -> dict[str, Tensor]:
         named = self.module.named_parameters()

@@ -29,7 +29,7 @@ LEAST = 1e-3
 """A tensor counts as at least this part of the largest one of its kind. The gradient of a bias before BatchNorm is 0:
 what is computed of it is rounding alone."""
 
-UNIT = {"fp32": 2.0**-23, "tf32": 2.0**-15, "fp16": 2.0**-15, "bf16": 2.0**-12}
+UNIT = {"fp32": 2.0**-23, "tf32": 2.0**-15, "fp16": 2.0**-15, "bf16": 2.0**-12, "bf16_params": 2.0**-12}
 """No tensor is taken to be nearer to fp64: one device may hit the exact loss by chance. In fp32 the distance of 1 from
 the next number; a loss in a lower precision is the mean of what some hundred numbers, 32 times as far apart, give."""
 

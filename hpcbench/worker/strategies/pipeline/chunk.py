@@ -27,6 +27,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import HpcbenchError, unsupported
 from hpcbench.worker.layers import allocate_fake_storage, zero_batch
+from hpcbench.worker.master_weights import storage_dtype
 from hpcbench.worker.model_execution import MixedPrecision, checkpoint_block, disable_inplace_first_op
 from hpcbench.worker.models.build import copy_to_meta
 from hpcbench.worker.strategies.model_parallel import ConvolutionOperation, cast_for_autocast
@@ -121,7 +122,7 @@ class ActivationMetaCache:
 
 def in_run_format(inputs: Tensor, spec: RunSpec) -> Tensor:
     """Return ``inputs`` [n, *sample shape] in the dtype and memory format in which the run's feed hands them out."""
-    x = inputs.double() if inputs.is_floating_point() and spec.precision == "fp64" else inputs
+    x = inputs.to(storage_dtype(spec.precision)) if inputs.is_floating_point() else inputs
     if spec.channels_last and x.dim() in (4, 5):
         x = x.contiguous(memory_format=_MEMORY_FORMATS[x.dim() - 3])
     return x
