@@ -298,7 +298,7 @@ class PlanForecast:
     unpriced: Counter[str] = field(default_factory=Counter)
     """Number of runs without a prediction, by the reason."""
     operators: dict[str, int] = field(default_factory=dict)
-    """Of the predicted runs on cuda that are not compiled, as ``count_operators``."""
+    """Of the predicted runs on cuda that are neither compiled nor graphs, as ``count_operators``."""
 
     def node_hours(self, runs: dict[str, RunSpec]) -> float | None:
         """Node-hours of those of ``runs`` that are predicted; ``None`` if none is."""
@@ -399,7 +399,8 @@ def forecast_plan(plan: SweepPlan, tree: ClusterTree) -> PlanForecast:
             continue
         plan_forecast.predictions[key] = prediction
         table = forecast.table(spec)
-        if plan.profile.device == "cuda" and not spec.compile and not isinstance(table, NotPredicted):
+        is_eager = not (spec.compile or spec.cuda_graph)
+        if plan.profile.device == "cuda" and is_eager and not isinstance(table, NotPredicted):
             plan_forecast.operators[key] = count_operators(spec, table)
         plan_forecast.run_time_s[key] = min(forecast.launch_s(spec, prediction), plan.shape(spec).time_limit_s)
     return plan_forecast

@@ -31,6 +31,8 @@ class PartitionLimits:
     time_steps: tuple[tuple[int, float], ...] = ()
     """Largest number of nodes, and the minutes that jobs up to it may take."""
     max_node_hours: float | None = None
+    is_cpu: bool = False
+    """The profile's device is a cpu."""
     all_devices_across_nodes: bool = False
     """Runs over several nodes must take all devices of each."""
 
@@ -81,6 +83,8 @@ def resolve_point(point: dict[str, Any], limits: PartitionLimits) -> RunSpec | I
         _check_target(spec)
         _check_rehearsal(spec)
         _check_limits(spec, limits)
+        if spec.cuda_graph and (reason := cuda_graph_exclusion(spec, limits.is_cpu)):
+            raise _InfeasibleError(reason)
         if reason := exclusion_reason(spec):
             raise _InfeasibleError(reason)
     except _InfeasibleError as reason:
@@ -198,9 +202,31 @@ def _check_rehearsal(spec: RunSpec) -> None:
         return
     if not get_strategy(spec.strategy).rehearsable:
         raise _InfeasibleError(f"{spec.strategy} talks past torch's operators: it cannot be rehearsed")
-    for name in ("verify", "compile", "target_accuracy"):
+    for name in ("verify", "compile", "target_accuracy", "cuda_graph"):
         if getattr(spec, name):
             raise _InfeasibleError(f"a rehearsal computes nothing: it excludes {name}")
+
+
+def cuda_graph_exclusion(spec: RunSpec, is_cpu: bool) -> str | None:
+    """Return the reason why the run's step cannot be one CUDA graph, or ``None``."""
+    eager_steps = get_strategy(spec.strategy).eager_steps_before_graph
+    if is_cpu:
+        return "cuda_graph needs a cuda device, and the profile's is cpu"
+    if eager_steps is None:
+        return f"cuda_graph: the step of {spec.strategy} is not static; single and ddp have one"
+    conflicts = {
+        "drop_last = false: a partial batch has other shapes, true is right": not spec.drop_last,
+        "precision fp16: its loss scaling reads from the device, use bf16": spec.precision == "fp16",
+        "compile: torch.compile makes graphs of its own": spec.compile,
+        "activation_checkpointing: it reads the state of random numbers from the device": spec.activation_checkpointing,
+        "compression: its hooks are not captured": spec.options.get("compression", "none") != "none",
+        "verify: the compared steps come before the capture": spec.verify,
+        f"profile_steps {spec.profile_steps}: a graph has no phases, 0 is right": spec.profile_steps > 0,
+        f"warmup_steps {spec.warmup_steps}: {eager_steps} run before the capture, {eager_steps + 1} or more is right": (
+            spec.warmup_steps <= eager_steps
+        ),
+    }
+    return next((f"cuda_graph with {text}" for text, is_so in conflicts.items() if is_so), None)
 
 
 def _check_limits(spec: RunSpec, limits: PartitionLimits) -> None:

@@ -113,6 +113,8 @@ class StrategyEntry(NamedTuple):
     """The reason why a run is infeasible by its integers and names alone, or ``None``."""
     table_exclusion: Callable[[RunSpec, LayerTable], str | None] | None = None
     """The reason why the strategy cannot split the model of a layer table, or ``None``."""
+    eager_steps_before_graph: int | None = None
+    """Steps that must run before one is captured as a CUDA graph; ``None``: the step is not static."""
     without_bf16_params: str | None = None
     """The reason why the strategy cannot train with ``precision = "bf16_params"``; ``None``: it can."""
     hybrid: tuple[str, ...] = ()

@@ -29,7 +29,7 @@ class _Fp32StatisticsMixin(nn.modules.batchnorm._BatchNorm):
     """BatchNorm of bf16 activations with bf16 weights and fp32 running statistics, whose kernel takes fp32 weights."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name for it
-        """As torch's BatchNorm, with the weights cast."""
+        """Normalise as torch's BatchNorm does, with the weights cast."""
         self._check_input_dim(input)
         is_counted = self.training and self.track_running_stats
         if is_counted and self.num_batches_tracked is not None:

@@ -74,6 +74,7 @@ _data_parallel_entry = partial(StrategyEntry, own_degree="dp_degree", calibratio
 STRATEGIES = {
     "single": StrategyEntry(
         own_degree=None,
+        eager_steps_before_graph=3,
         runtime="hpcbench.worker.strategies.base:SingleStrategy",
         cost="hpcbench.oracle.strategies.data:SingleCost",
         description="one device, no parallelism: the reference of every speed-up",
@@ -81,6 +82,7 @@ STRATEGIES = {
     ),
     "ddp": _data_parallel_entry(
         alike_replicas=True,
+        eager_steps_before_graph=11,
         runtime="hpcbench.worker.strategies.data:DdpStrategy",
         cost="hpcbench.oracle.strategies.data:DdpCost",
         description="torch DistributedDataParallel: replicas, gradients all_reduced in buckets",

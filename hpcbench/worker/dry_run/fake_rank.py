@@ -16,7 +16,7 @@ import importlib
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -283,6 +283,8 @@ def _own_replacements(task: DryRunTask, recorder: StepRecorder) -> dict[str, Any
     replacements: dict[str, Any] = {
         f"{strategies}.data:DistributedDataParallel": noted("reducer", ModelledDdp),
         f"{strategies}.base:compile_in_place": noted("eager", lambda *_module: None),
+        f"{strategies}.base:graphed_step": noted("eager", lambda compute, _spec: compute),
+        f"{strategies}.base:graph_stream_context": lambda _device: nullcontext(),
         f"{strategies}.fsdp:make_shard_mesh": None,
         "torch.distributed.fsdp._fully_shard._fully_shard:_get_device_from_mesh": lambda _mesh: recorder.device,
         "hpcbench.worker.distributed.process_groups:_new_process_group": None,
