@@ -24,6 +24,7 @@ from hpcbench.oracle.tensor_sizes import (
     parameter_number_bytes,
     row_number_bytes,
     tensor_bytes,
+    update_temporary_bytes,
 )
 from hpcbench.parallel.catalog import options_with_defaults
 from hpcbench.parallel.gradient_buckets import DEFAULT_BUCKET_CAP_MB, MIB, bucket_payload_bytes
@@ -203,19 +204,27 @@ class PipelineRank:
         return [Traffic(operation="all_reduce", group_size=self.spec.tp_degree, payload_bytes=payload, count=count)]
 
     def memory(self) -> MemoryBreakdown:
-        """Return the stage's weights, and the activations of the micro-batches that are alive together at the peak."""
+        """Return the stage's weights, and beside them the activations alive together at their peak, or the update's."""
         parameters = sum(sum(self.parameter_bytes(chunk)) for chunk in self.chunks) + sum(self.tied_bytes(self.index))
         buffers = [
             one_buffer_bytes(self.spec, buffer) for chunk in self.chunks for buffer in self._slices.buffers[chunk]
         ]
+        activations, update = self.alive_bytes(self.actions) + self.recomputed_bytes(), self.update_bytes()
         return MemoryBreakdown(
             parameters_bytes=parameters,
             gradients_bytes=parameters + self._added_gradient_bytes(),
-            optimizer_bytes=optimizer_tensors(self.spec).states * parameters,
-            activations_bytes=self.alive_bytes(self.actions) + self.recomputed_bytes(),
+            optimizer_bytes=optimizer_tensors(self.spec).states * parameters + (update if update > activations else 0),
+            activations_bytes=0 if update > activations else activations,
             buffers_bytes=sum(buffers),
             communication_bytes=self.receive_buffer_bytes(),
         )
+
+    def update_bytes(self) -> int:
+        """Return the bytes of an update of master weights beside what is kept; 0 without master weights."""
+        if self.spec.precision != "bf16_params":
+            return 0
+        untied = [size for chunk in self.chunks for size in self.parameter_bytes(chunk)]
+        return update_temporary_bytes(self.spec, [*untied, *self.tied_bytes(self.index)])
 
     def _saved_bytes(self, chunk: int, micro_batch: int) -> int:
         """Return the bytes of one micro-batch between its forward and its backward pass."""

@@ -76,7 +76,12 @@ def test_a_strategy_passes_what_its_cost_predicts(pool: Pool, key: str, parity: 
         assert [total_payload_bytes(calls) for calls in recorded] == [total_payload_bytes(calls) for calls in predicted]
 
 
-BF16_CASES = [case for case in CASES if STRATEGIES[str(case.values[0])].without_bf16_params is None]
+BF16_CASES = [
+    pytest.param(key, parity_cases(key)[-1], id=key)
+    for key, entry in STRATEGIES.items()
+    if entry.without_bf16_params is None
+]
+"""One case of every strategy that has them; of data parallelism the network with BatchNorm."""
 
 
 @pytest.mark.parametrize(("key", "parity"), BF16_CASES)
@@ -93,12 +98,15 @@ def test_bf16_parameters_pass_what_the_cost_predicts(pool: Pool, key: str, parit
     assert recorded == [expected(spec, rank) for rank in range(spec.ranks)]
 
 
-@pytest.mark.parametrize(("key", "parity"), BF16_CASES)
+@pytest.mark.parametrize(
+    ("key", "parity"),
+    # On a cpu the process of fairscale_pipe holds the parts of all devices.
+    [case for case in BF16_CASES if not STRATEGIES[str(case.values[0])].drives_several_devices],
+)
 def test_bf16_parameters_hold_the_memory_that_the_cost_predicts(key: str, parity: ParityCase) -> None:
     spec = msgspec.structs.replace(memory_spec(key, parity), precision="bf16_params", optimizer="adam")
     predicted_bytes = resolve_cost(key).memory(spec, table_of(spec), spec.ranks - 1).total_bytes
     measured_bytes = peak_bytes(spec, spec.ranks - 1)
-    print(key, parity.model, predicted_bytes / measured_bytes)
     assert 0.9 * measured_bytes <= predicted_bytes <= 1.2 * measured_bytes
 
 

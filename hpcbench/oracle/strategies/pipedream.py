@@ -12,6 +12,7 @@ from hpcbench.oracle.pipeline_step import PipelineStep, RankStepTimes, step_from
 from hpcbench.oracle.row_cost import copy_op
 from hpcbench.oracle.step_time import StepBreakdown
 from hpcbench.oracle.strategies.base import Cost
+from hpcbench.oracle.tensor_sizes import optimizer_tensors
 from hpcbench.parallel.layer_table import LayerTable
 from hpcbench.parallel.pipeline.schedule_simulator import StageTimes, steady_step_time_s
 from hpcbench.parallel.pipeline.schedules import BACKWARD, FORWARD, UPDATE, message_after
@@ -52,6 +53,8 @@ class PipedreamCost(Cost):
         return msgspec.structs.replace(
             memory,
             gradients_bytes=memory.parameters_bytes * (2 if staleness.double_buffered and count > 1 else 1),
+            # Minibatches are in flight during an update.
+            optimizer_bytes=optimizer_tensors(spec).states * memory.parameters_bytes + pipeline.update_bytes(),
             activations_bytes=pipeline.alive_bytes(actions) + pipeline.recomputed_bytes(),
             communication_bytes=pipeline.receive_buffer_bytes() + early,
             stashed_bytes=(staleness.versions_held(pipeline.index) - 1) * memory.parameters_bytes,
