@@ -33,7 +33,7 @@ from hpcbench.oracle.prediction import (
     peak_rank_memory,
     predict,
 )
-from hpcbench.parallel.catalog import STRATEGIES, shipped_model_entries
+from hpcbench.parallel.catalog import STRATEGIES, options_with_defaults, shipped_model_entries
 from hpcbench.parallel.check_names import custom_model_folder
 from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest, cached_by_identity
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point, table_exclusion_reason
@@ -377,14 +377,15 @@ def _operators_of_table(table: LayerTable) -> _PassOperators:
 def count_operators(spec: RunSpec, table: LayerTable) -> int:
     """Estimate the operators that the host of a rank launches in one step, from below.
 
-    Each row of the table is one operator forward and, with weights, two backward; replicas copy each gradient into a
-    bucket and back. Further communication, sums of gradients and the update are left out.
+    Each row of the table is one operator forward and, with weights, two backward; DDP copies each gradient into a
+    bucket and back unless gradients are views. Further communication, sums of gradients and the update are left out.
     """
     forward, backward, casts = _operators_of_table(table)
     operators = forward * (2 if spec.activation_checkpointing else 1) + backward
     operators += casts if spec.precision in ("bf16", "fp16") else 0
     stages = 1 if STRATEGIES[spec.strategy].drives_several_devices else spec.pp_degree
-    copies = 2 * len(table.parameter_tensors) if spec.dp_degree > 1 else 0
+    copies_gradients = options_with_defaults(spec).get("gradient_as_bucket_view") is False and spec.dp_degree > 1
+    copies = 2 * len(table.parameter_tensors) if copies_gradients else 0
     return (spec.micro_batches * operators + copies) // stages
 
 

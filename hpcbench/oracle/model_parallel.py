@@ -12,7 +12,7 @@ from hpcbench.oracle.cost_model import CostModel
 from hpcbench.oracle.peak_memory import (
     MemoryBreakdown,
     PersistentMemory,
-    bucket_bytes_in_flight,
+    filled_bucket_bytes,
     gradient_rows,
     peak_memory,
 )
@@ -20,7 +20,7 @@ from hpcbench.oracle.placement import GroupPlacement, place_group
 from hpcbench.oracle.row_cost import RowCost, copy_op, micro_batch_events, row_events, row_traffic
 from hpcbench.oracle.step_time import StepBreakdown, step_from_events, update_events
 from hpcbench.oracle.strategies.base import Cost
-from hpcbench.oracle.stream_simulator import ComputeEvent, RepeatEvent, StreamEvent, WaitEvent
+from hpcbench.oracle.stream_simulator import RepeatEvent, StreamEvent, WaitEvent
 from hpcbench.parallel.gradient_buckets import DEFAULT_BUCKET_CAP_MB, MIB, fill_buckets, first_use_rows, sum_bytes_at
 from hpcbench.parallel.layer_table import LayerTable
 from hpcbench.parallel.traffic import Traffic, merge_calls
@@ -76,8 +76,8 @@ class ModelParallelCost(Cost):
         persistent = PersistentMemory(sum(sizes), sizes, gradient_rows(spec, table), sizes)
         in_flight = [0] * len(table.layers)
         for reduction in description.reductions:
-            for row, size in enumerate(bucket_bytes_in_flight(table, sizes, reduction.buckets)):
-                in_flight[row] += size
+            filled = filled_bucket_bytes(table, sizes, reduction.buckets)
+            in_flight = [max(one, other) for one, other in zip(in_flight, filled, strict=True)]
         return peak_memory(spec, table, persistent, in_flight, description.rows, description.buffer_bytes)
 
     def step(self, spec: RunSpec, table: LayerTable, cost_model: CostModel) -> StepBreakdown:
@@ -92,11 +92,9 @@ def _step_events(cost_model: CostModel, table: LayerTable, description: RankCost
         yield RepeatEvent(spec.micro_batches - 1, list(micro_batch_events(cost_model, spec, table, rows)))
     sends = _bucket_events(cost_model, table, description)
     yield from micro_batch_events(cost_model, spec, table, rows, after_backward=lambda number: sends.get(number, ()))
-    copies_s = {size: cost_model.kernel_s(copy_op(spec, size).kernel) for size in set(sizes)} if reductions else {}
     for reduction in reductions:
-        for number, places in enumerate(reduction.buckets):
+        for number in range(len(reduction.buckets)):
             yield WaitEvent(reduction.key(number))
-            yield ComputeEvent(sum(copies_s[sizes[place]] for place in places))
     yield from update_events(cost_model, spec, sizes)
 
 

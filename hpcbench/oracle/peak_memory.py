@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import msgspec
@@ -64,8 +63,10 @@ def preallocated_gradient_rows(table: LayerTable) -> list[int]:
     return [len(table.layers)] * len(table.parameter_tensors)
 
 
-def bucket_bytes_in_flight(table: LayerTable, sizes: Sequence[int], buckets: Iterable[Sequence[int]]) -> list[int]:
-    """Return, for each row while it runs backwards, the bytes of the filled buckets until their step ends.
+def filled_bucket_bytes(table: LayerTable, sizes: Sequence[int], buckets: Iterable[Sequence[int]]) -> list[int]:
+    """Return, for each row while it runs backwards, the bytes of the largest bucket that it fills.
+
+    While a bucket is filled it exists beside its gradients, which are views of it from then on.
 
     Args:
         sizes: bytes of every tensor of the table.
@@ -74,8 +75,8 @@ def bucket_bytes_in_flight(table: LayerTable, sizes: Sequence[int], buckets: Ite
     ready_rows, filled, row = first_use_rows(table), [0] * len(table.layers), len(table.layers) - 1
     for bucket in buckets:
         row = min([row, *(ready_rows[place] for place in bucket if sizes[place])])
-        filled[row] += sum(sizes[place] for place in bucket)
-    return list(accumulate(reversed(filled)))[::-1]
+        filled[row] = max(filled[row], sum(sizes[place] for place in bucket))
+    return filled
 
 
 def peak_memory(

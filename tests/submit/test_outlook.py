@@ -141,6 +141,10 @@ def test_operators_are_those_of_the_micro_batches_of_a_stage() -> None:
     assert count_operators(staged, table) == 8 * one // 4
     replicas = msgspec.structs.replace(alone, dp_degree=2)
     assert count_operators(replicas, table) == one + 2 * len(table.parameter_tensors)
+    views = msgspec.structs.replace(replicas, options={"gradient_as_bucket_view": True})
+    assert count_operators(views, table) == one
+    hybrid = msgspec.structs.replace(replicas, strategy="filter", tp_degree=2, tasks_per_node=4)
+    assert count_operators(hybrid, table) == one
     assert count_operators(msgspec.structs.replace(alone, precision="bf16"), table) > one
     assert count_operators(msgspec.structs.replace(alone, activation_checkpointing=True), table) > one
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,22 +13,47 @@ from torch import Tensor, nn
 from hpcbench.parallel.gradient_buckets import DEFAULT_BUCKET_CAP_MB, MIB, fill_buckets
 
 
+class BucketMember(NamedTuple):
+    """A parameter of a bucket, and the strides of its gradient there."""
+
+    parameter: nn.Parameter
+    strides: tuple[int, ...]
+    """Those of a tensor without gaps in the memory format of the parameter, such as channels_last."""
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> BucketMember:
+        return cls(parameter, torch.empty_like(parameter, device="meta").stride())
+
+
 class GradientReducer:
     """Adds up the gradients of ``parameters``, which every rank of ``group`` holds in the same order.
 
     DDP does the same for a whole module that all ranks of one group replicate; where layers are shared between ranks,
     some parameters have one set of replicas and some another. Buckets are sent in one order on all ranks, whatever
     order their gradients are ready in.
+
+    A bucket is a new tensor of each step into which one operator copies its gradients; from then on ``grad`` of its
+    parameters are views of it, so that nothing is copied back::
+
+        backward pass   | grad | grad | grad |  --cat-->  | bucket       |  --all_reduce-->  sums
+        parameter.grad                                    |    |    |    |  views
     """
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, bucket_cap_mb: float = DEFAULT_BUCKET_CAP_MB
     ) -> None:
         self._group = group
-        sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
-        filled = fill_buckets(sizes, max(int(bucket_cap_mb * MIB), 1))
-        self._buckets = [[parameters[index] for index in bucket] for bucket in filled]
-        self._bucket_of = {id(member): number for number, bucket in enumerate(self._buckets) for member in bucket}
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        self._buckets: list[list[BucketMember]] = []
+        for alike in by_dtype.values():
+            sizes = [parameter.numel() * parameter.element_size() for parameter in alike]
+            filled = fill_buckets(sizes, max(int(bucket_cap_mb * MIB), 1))
+            self._buckets += [[BucketMember.of(alike[index]) for index in bucket] for bucket in filled]
+        self._bucket_of = {
+            id(member.parameter): number for number, bucket in enumerate(self._buckets) for member in bucket
+        }
         self.is_paused = False
         """Gradients stay unsent, to be sent with those of a later backward pass."""
         for parameter in parameters:
@@ -46,13 +72,8 @@ class GradientReducer:
     def finish(self) -> None:
         """Send what is left, and wait for all."""
         self.send_rest()
-        for bucket, (flat, work) in zip(self._buckets, self._under_way, strict=True):
+        for work in self._under_way:
             work.wait()
-            parts = torch.split(flat, [parameter.numel() for parameter in bucket])
-            for parameter, part in zip(bucket, parts, strict=True):
-                if parameter.grad is None:
-                    parameter.grad = torch.empty_like(parameter)
-                parameter.grad.copy_(part.view_as(parameter))
         self._begin()
 
     def send_rest(self) -> None:
@@ -63,7 +84,7 @@ class GradientReducer:
     def _begin(self) -> None:
         self._missing = [len(bucket) for bucket in self._buckets]
         self._next = 0
-        self._under_way: list[tuple[Tensor, dist.Work]] = []
+        self._under_way: list[dist.Work] = []
 
     def _ready(self, parameter: Tensor) -> None:
         if self.is_paused:
@@ -74,9 +95,27 @@ class GradientReducer:
 
     def _send(self) -> None:
         bucket = self._buckets[self._next]
-        gradients = [torch.zeros_like(member) if member.grad is None else member.grad for member in bucket]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        gradients = [flatten_gradient(member.parameter, member.strides) for member in bucket]
+        flat = torch.cat(gradients)
+        parts = flat.split([len(gradient) for gradient in gradients])
+        for (parameter, strides), part in zip(bucket, parts, strict=True):
+            parameter.grad = part.as_strided(parameter.shape, strides)
         work = dist.all_reduce(flat, group=self._group, async_op=True)
         assert work is not None, "an asynchronous collective of a rank outside its group"
-        self._under_way.append((flat, work))
+        self._under_way.append(work)
         self._next += 1
+
+
+def flatten_gradient(parameter: nn.Parameter, strides: tuple[int, ...]) -> Tensor:
+    """Return the gradient of ``parameter`` [numel] in the order in which memory of ``strides``, without gaps, holds it.
+
+    A parameter without a gradient has zeros. Only a gradient that lies otherwise is copied.
+    """
+    gradient = parameter.grad
+    if gradient is None:
+        return parameter.new_zeros(parameter.numel())
+    lengths = zip(gradient.shape, gradient.stride(), strides, strict=True)
+    if any(size > 1 and own != wanted for size, own, wanted in lengths):
+        gradient = torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype, device=gradient.device)
+        gradient.copy_(parameter.grad)
+    return gradient.as_strided((gradient.numel(),), (1,))
