@@ -33,6 +33,8 @@ _PEER_LOST_MESSAGE = re.compile(
     re.IGNORECASE,
 )
 _NO_COMPILER_MESSAGE = re.compile(r"No working C\+\+ compiler|working triton|Failed to find C compiler", re.IGNORECASE)
+_SHARED_GPU_MESSAGE = re.compile(r"Duplicate GPU detected")
+"""NCCL's, for two ranks on one GPU or on MIG instances of one (its issue 418)."""
 _PEER_LOST_TYPES = {"DistNetworkError", "DistBackendError", "DistStoreError", "PeerEnded"}
 _POSSIBLY_PEER_LOST_TYPES = {"RuntimeError", "OSError", "TimeoutError", "ConnectionError", "ConnectionResetError",
                      "ConnectionRefusedError", "ConnectionAbortedError", "BrokenPipeError",
@@ -61,6 +63,8 @@ def describe_error(error: BaseException) -> tuple[str, FailureRecord]:
             status = "unsupported"
             hint = "compile = true needs a C++ compiler on the nodes (on GPUs triton too); set CXX to it"
         message = _first_lines(message)
+    if _SHARED_GPU_MESSAGE.search(message):
+        hint = "NCCL takes one rank per GPU, and MIG instances of one GPU are one: give each rank a GPU of its own"
     if status == "oom" and "CUDA" not in message:
         # The framework says itself what an accelerator has.
         message = f"{message or type(error).__name__} ({describe_own_job_memory()})"
@@ -105,6 +109,8 @@ def is_peer_lost(error: BaseException) -> bool:
 
 def is_peer_lost_message(kind: str, message: str) -> bool:
     """Return ``is_peer_lost`` for the recorded type and message of an exception."""
+    if _SHARED_GPU_MESSAGE.search(message):
+        return False
     return kind in _PEER_LOST_TYPES or (kind in _POSSIBLY_PEER_LOST_TYPES and bool(_PEER_LOST_MESSAGE.search(message)))
 
 

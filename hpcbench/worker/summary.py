@@ -253,6 +253,7 @@ def summarize_run(
             *warnings,
             *_batch_warnings(spec, len(slowest), samples),
             *interference_warnings(spec, ranks),
+            *_energy_warnings(ranks),
             *_rank_warnings(ranks),
         ],
         probe=_first_known(ranks, "probe"),
@@ -262,6 +263,27 @@ def summarize_run(
         environment_digest=provenance.pop("environment_digest", None),
         error=None if status == schema.STATUS_OK else error,
     )
+
+
+_NVML_UPDATE_S = 0.1
+"""Seconds between updates of a GPU's energy counter: 0.02 to 0.1 (manual of PETSc's PetscLogGpuEnergyMeter; Zeus)."""
+_MAX_ENERGY_ERROR = 0.05
+
+
+def _energy_warnings(ranks: Mapping[int, schema.RankResult]) -> list[str]:
+    """Warn where late updates of NVML's counter may be more than 5 % of the energy. It is read around evaluations."""
+    errors = [
+        (_NVML_UPDATE_S * max(1, len(result.evaluations)) / result.watched.wall_s, result.watched.wall_s)
+        for result in ranks.values()
+        if result.energy_source == "nvml" and result.watched is not None and result.watched.wall_s > 0
+    ]
+    error, wall_s = max(errors, default=(0.0, 0.0))
+    if error <= _MAX_ENERGY_ERROR:
+        return []
+    return [
+        f"the energy is coarse: GPUs update its counter about every {_NVML_UPDATE_S:g} s, and the timed steps took "
+        f"{wall_s:.2f} s, so it may be off by {error:.0%}"
+    ]
 
 
 def _batch_warnings(spec: RunSpec, timed: int, samples: int) -> list[str]:

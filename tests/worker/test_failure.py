@@ -49,6 +49,18 @@ def test_hints() -> None:
     assert describe_error(WorkerError("message", hint="mend"))[1].message == "message"
 
 
+DUPLICATE_GPU = (
+    "NCCL error in: NCCLUtils.cpp:77, invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.27.3\n"
+    "Last error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"
+)
+
+
+def test_two_ranks_on_mig_instances_of_one_gpu_get_a_hint() -> None:
+    status, record = describe_error(torch.distributed.DistBackendError(DUPLICATE_GPU))
+    assert status == "failed"
+    assert "MIG instances of one GPU" in str(record.hint)
+
+
 def test_a_message_cannot_steer_a_terminal() -> None:
     record = describe_error(ValueError("\x1b[31mred"))[1]
     assert "\x1b" not in record.message + (record.traceback_tail or "")
@@ -61,6 +73,7 @@ def test_a_message_cannot_steer_a_terminal() -> None:
         (RuntimeError("[pair.cc] Connection closed by peer [10.0.0.1]:5"), True),
         (RuntimeError("[unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete"), True),
         (torch.distributed.DistBackendError("NCCL error: remote process exited or there was a network error"), True),
+        (torch.distributed.DistBackendError(DUPLICATE_GPU), False),
         (PeerEnded("x"), True),
         (RuntimeError("shape mismatch"), False),
         (ValueError("connection reset by peer"), False),

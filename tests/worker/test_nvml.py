@@ -135,6 +135,18 @@ def test_a_gpu_over_two_regions(use: Any) -> None:
     assert watch.energy_j is None, "a part is not the whole"
 
 
+def test_a_counter_that_has_not_moved_gives_no_energy(use: Any) -> None:
+    """Between two updates of the counter, some 100 ms apart, a run would have used nothing."""
+    fake = use(FakeNvml())
+    watch = watch_between(fake)
+    assert watch.energy_j is None
+    assert watch.energy_source is None
+    watch.begin()
+    fake.values["energy"] = 6000
+    watch.end()
+    assert watch.energy_j == 1.0, "an update in any part of the steps counts"
+
+
 def test_a_clock_of_an_idle_gpu_means_nothing(use: Any) -> None:
     watch = watch_between(use(FakeNvml(reasons=1, clock=345)))
     assert watch.watched is not None

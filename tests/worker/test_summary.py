@@ -8,7 +8,15 @@ import msgspec
 import pytest
 
 from hpcbench.parallel.traffic import Traffic
-from hpcbench.results.schema import EvaluationPoint, PipelinePrediction, RankResult, RankTraffic, RunResult, StepPhases
+from hpcbench.results.schema import (
+    EvaluationPoint,
+    HostActivity,
+    PipelinePrediction,
+    RankResult,
+    RankTraffic,
+    RunResult,
+    StepPhases,
+)
 from hpcbench.results.timing_statistics import slowest_rank_times_s
 from hpcbench.worker.summary import global_step_samples, samples_per_epoch, summarize_run
 from tests.worker.helpers import failure, make_header, make_rank, make_spec, make_task
@@ -101,6 +109,18 @@ def test_energy_is_that_of_all_devices_or_none() -> None:
     assert summary(ranks).metrics.energy_j is None, "one GPU's is not the run's"
     ranks[0].energy_j, ranks[0].energy_source = 1.5, "nvml"
     assert (summary(ranks).metrics.energy_j, summary(ranks).metrics.energy_source) == (4.0, "nvml")
+
+
+@pytest.mark.parametrize(("wall_s", "evaluations", "error"), [(0.5, 0, "20%"), (4.0, 0, None), (4.0, 4, "10%")])
+def test_energy_of_a_short_run_is_doubted(wall_s: float, evaluations: int, error: str | None) -> None:
+    ranks = two_ranks()
+    for rank in ranks.values():
+        rank.energy_j, rank.energy_source, rank.watched = 9.0, "nvml", HostActivity(wall_s=wall_s)
+        rank.evaluations = [EvaluationPoint(step=step, train_time_s=1.0, accuracy=0.5) for step in range(evaluations)]
+    coarse = [text for text in summary(ranks).warnings if text.startswith("the energy is coarse")]
+    assert [text.rpartition(" ")[2] for text in coarse] == ([error] if error else [])
+    ranks[0].energy_source = ranks[1].energy_source = "rapl package, whole node"
+    assert not [text for text in summary(ranks).warnings if "coarse" in text]
 
 
 def test_energy_per_sample_is_over_all_timed_samples_and_states_what_it_includes() -> None:

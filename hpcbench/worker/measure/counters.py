@@ -218,9 +218,9 @@ class RegionCounters:
 
     @property
     def energy_j(self) -> float | None:
-        """Energy of the device or the node; ``None`` unless it could be read at every edge."""
+        """Energy of the device or the node; ``None`` unless its counter was read at every edge, and has moved."""
         known = [joules for joules in self._joules if joules is not None]
-        return sum(known) if known and len(known) == len(self._joules) else None
+        return sum(known) or None if len(known) == len(self._joules) else None
 
     @property
     def energy_source(self) -> str | None:

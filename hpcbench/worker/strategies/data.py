@@ -30,6 +30,7 @@ from hpcbench.worker.strategies.base import (
     untied_blocks,
 )
 from hpcbench.worker.strategies.fairscale_library import import_fairscale
+from hpcbench.worker.strategies.model_parallel import all_gather_single
 
 
 class DdpStrategy(WrapperStrategy):
@@ -259,9 +260,9 @@ class FairscaleFsdpStrategy(WrapperStrategy):
         """
         if parameter.grad is None:
             return {}
-        shards = [torch.empty_like(parameter.grad) for _ in range(self._group.size())]
-        dist.all_gather(shards, parameter.grad.detach().contiguous(), group=self._group)
-        flat = torch.cat([shard.flatten() for shard in shards])[: parameter._orig_size.numel()]
+        shards = parameter.grad.new_empty(self._group.size() * parameter.grad.numel())
+        all_gather_single(shards, parameter.grad.detach().flatten(), group=self._group)
+        flat = shards[: parameter._orig_size.numel()]
         if not hasattr(parameter, "get_param_views"):
             return {prefix + names[0]: flat.view(parameter._orig_size)}
         parts = torch.split(flat, parameter._param_numels)
