@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -272,13 +272,26 @@ def make_build_environment(target: BuildTarget, parts: BuildFeatures, folder: Pa
     )
     env |= {f"HOROVOD_{name}": "1" for name in with_or_without.split()}
     if parts.nccl:
-        env |= {
-            "HOROVOD_GPU_OPERATIONS": "NCCL",
-            "HOROVOD_NCCL_LINK": "SHARED",
-            "HOROVOD_CUDA_HOME": target.cuda_home or "",
-            "HOROVOD_NCCL_HOME": str(_linkable_nccl(Path(parts.nccl), folder)),
-        }
+        env |= cuda_build_variables(target.cuda_home or "", _linkable_nccl(Path(parts.nccl), folder), os.environ)
     return env
+
+
+def cuda_build_variables(cuda_home: str, nccl_home: Path, user_environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a build with CUDA in ``cuda_home`` and NCCL in ``nccl_home``.
+
+    cmake's FindCUDA looks at ``CUDA_PATH``. Horovod builds for all architectures that the first ``nvcc`` of ``PATH``
+    lists, or for those in the user's ``HOROVOD_BUILD_CUDA_CC_LIST`` (such as "80,90").
+    """
+    variables = {
+        "HOROVOD_GPU_OPERATIONS": "NCCL",
+        "HOROVOD_NCCL_LINK": "SHARED",
+        "HOROVOD_CUDA_HOME": cuda_home,
+        "HOROVOD_NCCL_HOME": str(nccl_home),
+        "CUDA_PATH": cuda_home,
+        "PATH": f"{cuda_home}/bin{os.pathsep}{user_environment.get('PATH', os.defpath)}",
+    }
+    kept = "HOROVOD_BUILD_CUDA_CC_LIST"
+    return variables | ({kept: user_environment[kept]} if kept in user_environment else {})
 
 
 def _linkable_nccl(home: Path, folder: Path) -> Path:

@@ -16,6 +16,7 @@ from hpcbench.tools.build_horovod import (
     BuildFeatures,
     BuildTarget,
     compile_error,
+    cuda_build_variables,
     examine_target,
     find_cached_wheel,
     main,
@@ -80,6 +81,17 @@ def test_the_wheel_cache_follows_xdg_cache_home(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/me")
     assert wheel_cache_folder() == Path("/home/me/.cache/hpcbench/wheels")
+
+
+def test_a_build_with_cuda_takes_torchs_toolkit_before_others_and_keeps_the_users_architectures() -> None:
+    """Horovod's cmake/build_utils.py asks the first nvcc of PATH for its architectures."""
+    variables = cuda_build_variables("/opt/cuda-13", Path("/nccl"), {"PATH": "/usr/local/cuda-12/bin:/usr/bin"})
+    assert variables["PATH"] == "/opt/cuda-13/bin:/usr/local/cuda-12/bin:/usr/bin"
+    assert variables["HOROVOD_CUDA_HOME"] == variables["CUDA_PATH"] == "/opt/cuda-13"
+    assert (variables["HOROVOD_NCCL_HOME"], variables["HOROVOD_NCCL_LINK"]) == ("/nccl", "SHARED")
+    assert "HOROVOD_BUILD_CUDA_CC_LIST" not in variables
+    restricted = cuda_build_variables("/opt/cuda-13", Path("/nccl"), {"HOROVOD_BUILD_CUDA_CC_LIST": "80,90"})
+    assert restricted["HOROVOD_BUILD_CUDA_CC_LIST"] == "80,90"
 
 
 SOURCE = {
