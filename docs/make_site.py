@@ -30,6 +30,7 @@ SECTIONS = {
         "warnings",
         "provenance",
         "figures",
+        "gpu-status",
         "reruns",
         "megatron",
         "peers",
