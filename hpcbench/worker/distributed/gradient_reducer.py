@@ -116,6 +116,6 @@ def flatten_gradient(parameter: nn.Parameter, strides: tuple[int, ...]) -> Tenso
         return parameter.new_zeros(parameter.numel())
     lengths = zip(gradient.shape, gradient.stride(), strides, strict=True)
     if any(size > 1 and own != wanted for size, own, wanted in lengths):
-        gradient = torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype, device=gradient.device)
-        gradient.copy_(parameter.grad)
+        laid_out = torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype, device=gradient.device)
+        gradient = laid_out.copy_(gradient)
     return gradient.as_strided((gradient.numel(),), (1,))
