@@ -159,11 +159,11 @@ def run_strided(model: nn.Sequential, rank: int) -> None:
     model[4](features.double()).square().sum().backward()
 
 
-class OperatorNames(TorchDispatchMode):
+class OperatorNames(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Names of the operators that run in here."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -174,7 +174,7 @@ def test_counters_of_a_whole_gpu_are_not_used_for_a_mig_partition(use: Any, mig:
 def test_only_unsupported_counters_are_absent(use: Any, name: str) -> None:
     fake = use(FakeNvml())
     fake.values[name] = NVMLError("Not Supported")
-    watch = watch_between(fake)
+    watch = watch_between(fake, **({} if name == "energy" else {"energy": 9000}))
     seen = watch.watched
     assert seen is not None
     given = {"energy": watch.energy_j is not None, "clock": bool(seen.gpu_sm_hz), "processes": seen.gpu_others is not None,

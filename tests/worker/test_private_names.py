@@ -70,7 +70,7 @@ NAMES = frozenset({
 def _profiler_event() -> Any:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
         torch.ones(1).add(1)
-    return profiled.profiler.kineto_results.events()[0]  # type: ignore[union-attr]
+    return profiled.profiler.kineto_results.events()[0]
 
 
 MEMBERS: dict[str, Callable[[], Any]] = {
@@ -149,9 +149,9 @@ def torch_names(file: str, tree: ast.Module) -> Iterator[Use]:
     inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and id(node) not in inner:
-            name = dotted_name(node, stands_for)
-            if name is not None and is_private(name):
-                yield Use(name, file)
+            full_name = dotted_name(node, stands_for)
+            if full_name is not None and is_private(full_name):
+                yield Use(full_name, file)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             for text in re.findall(r"\btorch(?:[.:]\w+)+", node.value):
                 if is_private(text.replace(":", ".")):

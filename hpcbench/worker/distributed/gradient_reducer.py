@@ -97,7 +97,7 @@ class GradientReducer:
         bucket = self._buckets[self._next]
         gradients = [flatten_gradient(member.parameter, member.strides) for member in bucket]
         flat = torch.cat(gradients)
-        parts = flat.split([len(gradient) for gradient in gradients])
+        parts = torch.split(flat, [len(gradient) for gradient in gradients])
         for (parameter, strides), part in zip(bucket, parts, strict=True):
             parameter.grad = part.as_strided(parameter.shape, strides)
         work = dist.all_reduce(flat, group=self._group, async_op=True)
