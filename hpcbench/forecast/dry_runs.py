@@ -32,6 +32,8 @@ _INSTALL_HINT = (
     "python -m pip install torch --index-url https://download.pytorch.org/whl/cpu\n"
     "  the build for CPUs is enough; or run the command where torch is installed, for instance in a job"
 )
+_PIECES_PER_PROCESS = 4
+"""At least: processes are busy for about as long as each other."""
 _OOM_HINT = "a smaller batch_size or more micro_batches need less memory"
 _FIGURES = (
     "peak_memory_bytes", "peak_layer", "operators", "collectives", "host_syncs", "host_sync_sites", "modelled",
@@ -150,10 +152,18 @@ def _answers(tasks: Sequence[DryRunTask], on_answer: Callable[[DryRunAnswer], No
             on_answer(answer)
 
     with ThreadPoolExecutor(processes) as pool:
-        parts = pool.map(
-            lambda part: _answers_of_process(part, notify), [tasks[n::processes] for n in range(processes)]
-        )
+        parts = pool.map(lambda part: _answers_of_process(part, notify), shares_of_processes(tasks, processes))
         return [answer for part in parts for answer in part]
+
+
+def shares_of_processes(tasks: Sequence[DryRunTask], processes: int) -> list[list[DryRunTask]]:
+    """Deal ``tasks`` out in pieces of one model and data set, which share what a process keeps of them."""
+    groups: dict[tuple[str, str], list[DryRunTask]] = {}
+    for task in tasks:
+        groups.setdefault((task.spec.model, task.spec.dataset), []).append(task)
+    longest = max(1, len(tasks) // (_PIECES_PER_PROCESS * processes))
+    pieces = [group[first : first + longest] for group in groups.values() for first in range(0, len(group), longest)]
+    return [[task for piece in pieces[number::processes] for task in piece] for number in range(processes)]
 
 
 def _answers_of_process(tasks: Sequence[DryRunTask], on_answer: Callable[[DryRunAnswer], None]) -> list[DryRunAnswer]:

@@ -15,7 +15,8 @@ from hpcbench.cli import run_commands
 from hpcbench.cli.dry_run_command import dry_run
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError, WorkerError
-from hpcbench.forecast.dry_runs import step_key
+from hpcbench.forecast.dry_runs import shares_of_processes, step_key
+from hpcbench.results.dry_run_record import DryRunTask
 
 GIB = 2**30
 FIELDS = {
@@ -166,6 +167,22 @@ def submit(folder: Path, monkeypatch: pytest.MonkeyPatch, block: str, *options: 
     done = CliRunner().invoke(run_commands.submit, arguments, catch_exceptions=False)
     assert not (folder / "results").exists()
     return done.exit_code, done.stdout
+
+
+@pytest.mark.parametrize("counts", [[1], [7], [20] * 24, [3, 50, 1]])
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_processes_get_steps_of_one_model_together_and_about_as_many(counts: list[int], processes: int) -> None:
+    models = [f"model{number}" for number, count in enumerate(counts) for _ in range(count)]
+    tasks = [
+        DryRunTask(index=index, spec=RunSpec(model=model, dataset="digits", strategy="ddp", batch_size=2), device="cpu")
+        for index, model in enumerate(models)
+    ]
+    shares = shares_of_processes(tasks, processes)
+    assert sorted(task.index for share in shares for task in share) == list(range(len(tasks)))
+    sizes = [len(share) for share in shares]
+    assert max(sizes) - min(sizes) <= max(1, len(tasks) // (2 * processes))
+    if len(counts) == 24:
+        assert all(len({task.spec.model for task in share}) == 24 // processes for share in shares)
 
 
 @pytest.mark.parametrize(("block", "code"), [("Keeper", 0), ("Wrong", 1)])

@@ -9,6 +9,7 @@ import pytest
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.results.dry_run_record import DryRunTask
+from hpcbench.worker.dry_run import repeated_passes
 from hpcbench.worker.dry_run.fake_rank import record_step
 from hpcbench.worker.strategies.pipeline.chunk import ModelChunk
 
@@ -67,6 +68,40 @@ def test_repeated_passes_are_exact(
         stepped.clear()
         assert repeated == figures(spec, rank, repeats=False)
         assert strategy == "zero_bubble" or few < len(stepped)
+
+
+@pytest.mark.parametrize("more", [{}, {"optimizer": "adam", "precision": "bf16"}])
+def test_schedules_that_cut_a_model_alike_share_their_passes(
+    monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(repeated_passes, "_shared_records", {})
+    values: dict[str, Any] = {
+        "batch_size": 16,
+        "micro_batches": 8,
+        "tasks_per_node": 2,
+        "pp_degree": 2,
+        **PLAIN,
+        **more,
+    }
+    for rank in range(2):
+        figures(RunSpec(strategy="gpipe", **values), rank, repeats=True)
+    monkeypatch.setattr(ModelChunk, "forward", lambda *_: pytest.fail("gpipe has stepped this pass"))
+    shared = [figures(RunSpec(strategy="1f1b", **values), rank, repeats=True) for rank in range(2)]
+    monkeypatch.undo()
+    assert shared == [figures(RunSpec(strategy="1f1b", **values), rank, repeats=False) for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    "change", [{"batch_size": 24}, {"precision": "bf16"}, {"options": {"cuts": "3"}}, {"data": "host"}]
+)
+def test_other_passes_are_not_shared(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]) -> None:
+    monkeypatch.setattr(repeated_passes, "_shared_records", {})
+    values: dict[str, Any] = {
+        "model": "vgg11", "dataset": "cifar10", "batch_size": 16, "micro_batches": 8, "tasks_per_node": 2, "pp_degree": 2,
+    }  # fmt: skip
+    figures(RunSpec(strategy="gpipe", **values), 0, repeats=True)
+    other = RunSpec(strategy="1f1b", **{**values, **change})
+    assert figures(other, 0, repeats=True) == figures(other, 0, repeats=False)
 
 
 def test_statistics_of_the_whole_batch_are_stepped() -> None:

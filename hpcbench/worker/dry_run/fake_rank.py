@@ -43,12 +43,13 @@ from hpcbench.worker.dry_run.repeated_passes import RepeatedPasses
 from hpcbench.worker.dry_run.shared_models import shared_meta_model, trace_once
 from hpcbench.worker.dry_run.step_recorder import StepRecorder
 from hpcbench.worker.model_execution import MixedPrecision, wrap_blocks
-from hpcbench.worker.strategies.base import Strategy, resolve_runtime
+from hpcbench.worker.strategies.base import SingleStrategy, Strategy, resolve_runtime
 from hpcbench.worker.strategies.data import DdpStrategy
 from hpcbench.worker.strategies.pipeline import stage_assignment
 from hpcbench.worker.strategies.pipeline.fairscale_pipe import FairscalePipeStrategy
 from hpcbench.worker.strategies.pipeline.p2p import P2PTransport
 from hpcbench.worker.strategies.pipeline.pipeline_runtime import PipelineRuntime
+from hpcbench.worker.strategies.pipeline.strategy import PipelineStrategy
 
 _FAKE_DEVICES = {"cpu": torch.device("cpu"), "cuda": torch.device("cpu", 0)}
 """By the kind of the run's device. Real tensors lose the index, fake ones keep it."""
@@ -110,11 +111,15 @@ def record_step(task: DryRunTask, rank: int, *, repeats: bool = True) -> StepRec
         steps = _POWERSGD_STEPS if spec.options.get("compression") == "powersgd" else _STEPS
         window = None
         if repeats and isinstance(runtime, PipelineRuntime) and spec.options.get("batch_norm") != "deferred":
-            RepeatedPasses(runtime, recorder)
+            assert isinstance(strategy, PipelineStrategy), "only pipelines have such a runtime"
+            RepeatedPasses(strategy, recorder)
             window = shorten_steps(feed, strategy, runtime)
             steps = len(feed.step_lengths) + (window is None)
         elif repeats and isinstance(strategy, FairscalePipeStrategy):
             feed.step_lengths = {0: 1}
+        elif type(strategy) is SingleStrategy:
+            _create_optimizer_state(strategy)
+            steps = 1
         strategy.announce(range(steps))
         for step in range(steps):
             recorder.begin_step()
@@ -124,6 +129,14 @@ def record_step(task: DryRunTask, rank: int, *, repeats: bool = True) -> StepRec
         if window is not None:
             window.extrapolate(recorder)
         return recorder
+
+
+def _create_optimizer_state(strategy: SingleStrategy) -> None:
+    """Make what the first step of an unwrapped model leaves behind: the optimizer's state."""
+    for parameter in strategy.module.parameters():
+        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+    strategy.update()
+    strategy.clear_gradients()
 
 
 class CudaArithmetic(MixedPrecision):

@@ -5,6 +5,8 @@ passes if, besides, both or neither are the first ones of a step, which create t
 kind is stepped, and its effect is kept: bytes at its peak and at its end, operators, collectives, waits of the host.
 For the others the tensors between chunks are made, and the rest of the effect is added to the record. Schedule,
 messages, updates and the backward passes that send gradients are always those of the run.
+
+Synchronous schedules that cut a shipped model alike pass through equal chunks: they share their records.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from hpcbench.parallel.catalog import get_model
 from hpcbench.parallel.pipeline.schedules import FORWARD, UPDATE
 from hpcbench.parallel.traffic import Traffic
 from hpcbench.worker.dry_run.step_recorder import StepRecorder
 from hpcbench.worker.strategies.pipeline.chunk import ModelChunk, _MicroBatchState
-from hpcbench.worker.strategies.pipeline.pipeline_runtime import PipelineRuntime
+from hpcbench.worker.strategies.pipeline.strategy import PipelineStrategy
 
 ResultT = TypeVar("ResultT")
 
@@ -73,10 +76,37 @@ class BackwardRecord(NamedTuple):
     """What it left alive beside gradients: 0 for a module that keeps nothing."""
 
 
-ForwardKind = tuple[int, int, bool]
-"""Chunk, samples, and whether activations are recomputed."""
+ForwardKind = tuple[int, bool]
+"""Samples, and whether activations are recomputed."""
 BackwardKind = tuple[ForwardKind, bool]
 """The forward pass, and whether gradients are created."""
+
+
+class ChunkRecords(NamedTuple):
+    """The passes of a chunk that were stepped."""
+
+    forwards: dict[ForwardKind, ForwardRecord]
+    backwards: dict[BackwardKind, BackwardRecord]
+
+
+_shared_records: dict[Any, ChunkRecords] = {}
+"""Of all dry runs of this process, by ``_shared_key``."""
+_PARAMETERS_OF_PASSES = (
+    "model", "dataset", "input_size", "model_options", "precision", "compile", "activation_checkpointing",
+    "channels_last", "data",
+)  # fmt: skip
+_SPLIT_DEGREES = ("tp_degree", "sp_degree")
+
+
+def _shared_key(strategy: PipelineStrategy, number: int, device: torch.device) -> Any:
+    """Return a key that is equal for chunks whose passes are; ``None`` if no other run has such a chunk."""
+    spec, blocks = strategy.spec, strategy.blocks[number]
+    is_split = any(getattr(spec, degree) > 1 for degree in _SPLIT_DEGREES)
+    if type(strategy) is not PipelineStrategy or is_split or strategy._ties or get_model(spec.model).own:
+        return None
+    is_last, is_reduced = number == strategy.layout.chunks - 1, number in strategy.runtime.reducers
+    values = (str(getattr(spec, name)) for name in _PARAMETERS_OF_PASSES)
+    return str(device), blocks.start, blocks.stop, is_last, is_reduced, *values
 
 
 class _InFlight(NamedTuple):
@@ -91,13 +121,17 @@ class _InFlight(NamedTuple):
 class RepeatedPasses:
     """Replaces the passes of a pipeline's chunks; chunks that defer the gradients of weights are left as they are."""
 
-    def __init__(self, runtime: PipelineRuntime, recorder: StepRecorder) -> None:
-        self._runtime, self._recorder = runtime, recorder
-        self._forwards: dict[ForwardKind, ForwardRecord] = {}
-        self._backwards: dict[BackwardKind, BackwardRecord] = {}
+    def __init__(self, strategy: PipelineStrategy, recorder: StepRecorder) -> None:
+        self._runtime = runtime = strategy.runtime
+        self._recorder = recorder
+        self._records: dict[int, ChunkRecords] = {}
         self._in_flight: dict[tuple[int, int], _InFlight] = {}
         for number, chunk in runtime.chunks.items():
             if chunk._queue is None:
+                key = _shared_key(strategy, number, recorder.device)
+                self._records[number] = (
+                    _shared_records.setdefault(key, ChunkRecords({}, {})) if key else ChunkRecords({}, {})
+                )
                 chunk.forward = partial(self._forward, number)  # type: ignore[method-assign]
                 chunk.backward = partial(self._backward, number)  # type: ignore[method-assign]
 
@@ -106,17 +140,18 @@ class RepeatedPasses:
         loss: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         chunk = self._runtime.chunks[number]
-        kind: ForwardKind = (number, len(inputs[0]), recompute)
+        records = self._records[number]
+        kind: ForwardKind = (len(inputs[0]), recompute)
         creates, sends = self._backward_role(number, micro_batch)
         backward_kind: BackwardKind = (kind, creates)
-        known = self._forwards.get(kind)
-        is_stepped = known is None or sends or backward_kind not in self._backwards
+        known = records.forwards.get(kind)
+        is_stepped = known is None or sends or backward_kind not in records.backwards
         if is_stepped:
             before = dict(self._recorder.storages)
             outputs, effect = self._measure(
                 lambda: ModelChunk.forward(chunk, micro_batch, inputs, input_meta, recompute, context, loss)
             )
-            self._forwards[kind] = ForwardRecord(effect, tuple(map(TensorForm.of, outputs)))
+            records.forwards[kind] = ForwardRecord(effect, tuple(map(TensorForm.of, outputs)))
             hidden = effect.live_bytes - self._new_bytes(outputs, before)
         else:
             assert known is not None, "a forward pass that is repeated before it was stepped"
@@ -136,7 +171,7 @@ class RepeatedPasses:
             return ModelChunk.backward(chunk, micro_batch, run)
         parameters = list(chunk.module.parameters())
         if not is_stepped:
-            known = self._backwards[kind]
+            known = self._records[number].backwards[kind]
             with self._repeated(known.effect):
                 del chunk._in_flight[micro_batch]
                 for index in known.parameters:
@@ -156,7 +191,7 @@ class RepeatedPasses:
             entry[1] for key, entry in held.items() if self._recorder.storages.get(key, (None,))[0] is not entry[0]
         )
         visible = self._new_bytes((*gradients, *owned), before) - freed
-        self._backwards[kind] = BackwardRecord(
+        self._records[number].backwards[kind] = BackwardRecord(
             effect, tuple(map(TensorForm.of, gradients)), created, effect.live_bytes - visible + hidden
         )
         return gradients
