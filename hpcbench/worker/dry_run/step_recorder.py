@@ -45,6 +45,13 @@ class DataDependentBranch(RuntimeError):
 
 
 _INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
+_FUSED_UPDATES = (
+    torch.ops.aten._fused_sgd_.default,
+    torch.ops.aten._fused_adam_.default,
+    torch.ops.aten._fused_adamw_.default,
+)
+"""Updates in place that make no tensor. Of some of them torch has no form for fake tensors: it would compute them on
+real zeros of the same shapes."""
 _FROM_VALUES = (torch.tensor, torch.as_tensor, Tensor.new_tensor)
 
 
@@ -117,6 +124,9 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
             return NotImplemented
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._read_value(args[0])
+        if func in _FUSED_UPDATES:
+            self.operators += self._changes(args)
+            return None
         self._note_copy(func, args, kwargs or {})
         if func.namespace in COMM_NAMESPACES:
             self._note(func.__name__.partition(".")[0], args)
