@@ -24,7 +24,7 @@ from hpcbench.site.project_setup import make_json_schema
 DOCS = Path(__file__).resolve().parent
 PACKAGE = DOCS.parent / "hpcbench"
 _WRITTEN_BY = "<!-- Written by docs/make_reference.py: make reference -->\n"
-_FIELD_SOURCES = ("results/schema.py", "config/run_spec.py", "parallel/traffic.py")
+_FIELD_SOURCES = ("results/schema.py", "results/probe_records.py", "config/run_spec.py", "parallel/traffic.py")
 
 
 _ABOUT = {

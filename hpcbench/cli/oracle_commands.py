@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from hpcbench.cli.calibrate_sweep import calibrate_for_sweep
 from hpcbench.cli.common import (
     cluster_filter_option,
     json_option,
@@ -42,8 +43,15 @@ from hpcbench.forecast.oracle_requests import (
     make_calibration_plan,
     recommend_for,
 )
+from hpcbench.forecast.sweep_shapes import carry_shapes
 from hpcbench.oracle.calibration.calibration_runs import CalibrationRun, usable_runs
-from hpcbench.oracle.calibration.calibration_store import Calibration, machine_for, write_calibration
+from hpcbench.oracle.calibration.calibration_store import (
+    Calibration,
+    calibration_of_partition,
+    machine_for,
+    read_calibrations,
+    write_calibration,
+)
 from hpcbench.oracle.recommend import Recommendation
 from hpcbench.parallel.catalog import shipped_model_entries
 from hpcbench.parallel.check_names import custom_model_folder
@@ -304,18 +312,28 @@ def _print_dimmed(lines: list[str]) -> None:
     "--budget", "budget_s", default=20.0, show_default=True, type=click.FloatRange(min=0.1),
     help="Approximate seconds for the measurements of one run.",
 )  # fmt: skip
+@click.option(
+    "--for", "sweep", metavar="SWEEP", shell_complete=complete_sweeps,
+    help="Measure the blocks and messages of this sweep, in their own sizes and places.",
+)  # fmt: skip
+@click.option("--busy", "takes_disturbed", is_flag=True, help="With --for: also where all probes were disturbed.")
 @click.option("--yes", "over_budget", is_flag=True, help="Measure even if it may cost more than the cluster's budget.")
 @results_option
 @json_option
 def calibrate_cluster(
     *, name: str, partition: str | None, sources: tuple[str, ...], where: str | None, out: Path | None, budget_s: float,
-    over_budget: bool, results: str | None, as_json: bool,
+    sweep: str | None, takes_disturbed: bool, over_budget: bool, results: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Measure a cluster: submit a sweep of ordinary runs, wait, and fit the oracle's machine parameters.
 
     An interrupted calibration continues when the same command is given again. Predictions use the newest calibration.
+    With --for, the newest calibration is extended by what a sweep consists of.
     """
     profile, _ = load_cluster(name)
+    if sweep is not None and sources:
+        raise ConfigError("--for measures, --from measures nothing", hint="first --from, then --for")
+    if takes_disturbed and sweep is None:
+        raise ConfigError("--busy is about the probes of --for", hint="name a sweep: --for SWEEP")
     if partition is not None and partition not in profile.partitions:
         raise ConfigError(
             f"cluster {profile.name} has no partition {partition!r}", hint=did_you_mean(partition, profile.partitions)
@@ -324,6 +342,12 @@ def calibrate_cluster(
         raise ConfigError(f"--out {out}: unknown ending", hint="x.toml for the sweep, x.json for the calibration")
     if where is not None and not sources:
         raise ConfigError("--where chooses among the runs of --from", hint="name sweeps or a results tree: --from")
+    if sweep is not None:
+        calibrate_for_sweep(
+            sweep, name, partition, results, out, budget_s,
+            over_budget=over_budget, takes_disturbed=takes_disturbed, as_json=as_json,
+        )  # fmt: skip
+        return
     if out is not None and out.suffix == ".toml":
         _, text = calibration_sweep_text(results_tree(results).cluster(profile.name), profile, partition, budget_s)
         make_folder(out.parent)
@@ -404,8 +428,13 @@ def _fit_and_store(
         hint = "hpcbench status shows how they ended, hpcbench logs RUN_ID why"
         raise ConfigError(f"no run of {profile.name} that was given or made ended well: nothing to fit", hint=hint)
     tree = results_tree(results).cluster(profile.name)
+    stored, _ = read_calibrations(tree, profile.name)
+    newest = calibration_of_partition(stored, profile, partition)
     if any(run.result.probe is not None for run in runs):
         calibration = fit_calibration(profile, partition, runs)
     else:
         calibration = fit_calibration_from_runs(profile, partition, machine_for(profile, tree, partition), runs)
+    calibration, note = carry_shapes(calibration, newest.calibration if newest else None)
+    if note is not None:
+        print_message(f"  {note}")
     return calibration, write_calibration(calibration, tree)

@@ -46,7 +46,7 @@ from hpcbench.units import format_seconds
 _PredictionT = TypeVar("_PredictionT", Prediction, MemoryBreakdown)
 
 STARTUP_S = {"cpu": 15.0, "cuda": 45.0}
-"""By device, the seconds of a launch outside its steps: interpreters, libraries, the model, the first call of every
+"""Seconds of a launch outside its steps, by device: interpreters, libraries, the model, the first call of every
 kernel. A typical time, not a measured one."""
 
 LAUNCH_S = 5e-6
@@ -123,7 +123,7 @@ class Forecast:
         return prediction if learned is None else correct_prediction(prediction, learned)
 
     def _measured_factors(self, partition: str | None) -> MeasuredFactors:
-        """What the tree's results say of the predictions for a partition."""
+        """Factors on the predictions for a partition, from the tree's results."""
         if partition not in self._factors:
             # Other people's models are never imported, and nothing is measured for their tables.
             alone = Forecast(
@@ -298,7 +298,7 @@ class PlanForecast:
     unpriced: Counter[str] = field(default_factory=Counter)
     """Number of runs without a prediction, by the reason."""
     operators: dict[str, int] = field(default_factory=dict)
-    """Of the predicted runs on cuda that are neither compiled nor graphs, as ``count_operators``."""
+    """Operators of a step by run, see ``count_operators``: predicted runs on cuda, neither compiled nor graphs."""
 
     def node_hours(self, runs: dict[str, RunSpec]) -> float | None:
         """Node-hours of those of ``runs`` that are predicted; ``None`` if none is."""
@@ -360,7 +360,7 @@ class _PassOperators(NamedTuple):
     forward: int
     backward: int
     casts: int
-    """Of weights and their gradients, with autocast."""
+    """Number of casts of weights and of their gradients, with autocast."""
 
 
 @cached_by_identity(64)

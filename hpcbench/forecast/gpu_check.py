@@ -27,8 +27,9 @@ from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.parallel.strategy_entry import StrategyEntry
 from hpcbench.results.anonymize import Anonymizer
+from hpcbench.results.probe_records import LoopProbe
 from hpcbench.results.results_tree import ClusterTree
-from hpcbench.results.schema import STATUS_OK, HostSyncs, LoopProbe, RunResult, VerificationResult, result_document
+from hpcbench.results.schema import STATUS_OK, HostSyncs, RunResult, VerificationResult, result_document
 from hpcbench.submit.plan import SweepPlan, partition_limits
 from hpcbench.submit.run_state import RunState
 from hpcbench.units import format_bytes, format_seconds

@@ -26,7 +26,7 @@ from hpcbench.parallel.layer_table import default_input_size
 from hpcbench.submit.plan import partition_limits
 
 DEFAULT_TOKENS_PER_GPU = 16_384
-"""Of a step whose batch is not given: two sequences of 8,192, as in NVIDIA's recipes for H100."""
+"""Tokens of a step whose batch is not given: two sequences of 8,192, as in NVIDIA's recipes for H100."""
 
 
 class LayoutRecommendation(NamedTuple):

@@ -23,7 +23,7 @@ from hpcbench.results.schema import STATUS_OK, RunResult
 MAX_LEARNED_RESULTS, MAX_LEARNED_CONFIGURATIONS = 1000, 300
 """The newest ones: a plan must stay quick."""
 _MAX_DATED = 20_000
-"""Of larger trees only so many runs, which their ids choose evenly, are asked for their age."""
+"""Largest number of runs whose age is read; in larger trees they are chosen evenly by their ids."""
 _IMPLAUSIBLE_S = 1e9
 
 

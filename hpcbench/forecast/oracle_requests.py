@@ -124,7 +124,8 @@ def count_calibrations(tree: ClusterTree, profile: ClusterProfile, partition: st
     """
     wanted = partition or profile.default_partition
     found, _ = read_calibrations(tree, profile.name)
-    return sum(one.calibration.partition == wanted and bool(one.calibration.run_ids) for one in found)
+    whole = [one.calibration for one in found if not one.calibration.extends]
+    return sum(calibration.partition == wanted and bool(calibration.run_ids) for calibration in whole)
 
 
 def calibration_sweep_text(

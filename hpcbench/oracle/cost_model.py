@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from math import exp, log, sqrt
+from math import ceil, exp, floor, log, sqrt
 from operator import attrgetter
 from statistics import NormalDist
 from typing import NamedTuple
@@ -14,10 +14,12 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle import stream_simulator
 from hpcbench.oracle.collective_formulas import GroupLinks, HockneyLink, collective_s
 from hpcbench.oracle.machine import CollectiveSample, Machine, StrategyOverhead
+from hpcbench.oracle.measured_shapes import KernelConditions, MeasuredTimes
 from hpcbench.oracle.placement import GroupPlacement
 from hpcbench.oracle.tensor_sizes import FP32_BYTES, activation_number_bytes, input_bytes, optimizer_tensors
 from hpcbench.parallel.layer_table import LayerRow, LayerTable, cached_by_identity, cached_by_run_fields
-from hpcbench.parallel.roofline import BACKWARD, FORWARD, UPDATE, Kernel, RooflineModel
+from hpcbench.parallel.message_shapes import MessageShape
+from hpcbench.parallel.roofline import BACKWARD, COPY_KIND, FORWARD, UPDATE, Kernel, RooflineModel
 from hpcbench.parallel.traffic import Traffic
 
 
@@ -123,6 +125,36 @@ def apply_measured_collectives(
     return span._replace(inter_node=link, by_hop=False) if crosses else span._replace(intra_node=link)
 
 
+class UnmeasuredShapes(NamedTuple):
+    """Shapes of a run that were priced by formulas, with the seconds."""
+
+    kernels: dict[Kernel, float]
+    """Seconds of the layers' kernels, without updates and copies."""
+    messages: dict[MessageShape, float]
+
+
+def is_eager_run(spec: RunSpec) -> bool:
+    """Whether the run computes as probes do: not compiled, not emulated, without variables of the user's."""
+    return not spec.compile and not spec.env and spec.rehearse is None
+
+
+def kernel_conditions(spec: RunSpec) -> KernelConditions:
+    """Return the conditions under which the layers of a run compute."""
+    accumulates = spec.micro_batches > 1
+    return KernelConditions(spec.tasks_per_node, accumulates, spec.channels_last, spec.cudnn_benchmark)
+
+
+def micro_batch_samples(spec: RunSpec) -> list[float]:
+    """Return the samples of a run's micro-batches: their mean, and the whole numbers around it."""
+    mean = spec.batch_size / spec.micro_batches
+    return list(dict.fromkeys([mean, float(floor(mean)), float(ceil(mean))]))
+
+
+def group_message(operation: str, payload_bytes: float, group: GroupPlacement) -> MessageShape:
+    """Return the shape of one call of ``group``."""
+    return MessageShape(operation, group.ranks, group.ranks_per_node, group.rivals, max(round(payload_bytes), 4))
+
+
 class CostModel:
     """One machine's times for one run's placement. Remembers what it was asked.
 
@@ -136,6 +168,12 @@ class CostModel:
         self._roofline = RooflineModel.of(machine.compute)
         compute = machine.compute
         self.overhead = machine.strategies.get(spec.strategy, StrategyOverhead())
+        self.unmeasured = UnmeasuredShapes({}, {})
+        shapes = machine.measured
+        is_alike = shapes is not None and is_eager_run(spec) and spec.environment == shapes.environment
+        self._measured = MeasuredTimes.of(shapes) if shapes is not None and is_alike else None
+        self._conditions = kernel_conditions(spec)
+        self._samples = micro_batch_samples(spec)
         self._factor = compute.factors.get(spec.model, compute.factors.get("", 1.0)) * self.overhead.compute_factor
         if compute.crowding:
             self._factor *= _interpolated(compute.crowding, spec.tasks_per_node)
@@ -144,7 +182,30 @@ class CostModel:
 
     def _kernel_s(self, kernel: Kernel) -> float:
         """Seconds of one kernel of one rank."""
-        return self._factor * self._roofline.seconds(kernel)
+        if self._measured is not None:
+            measured_s = self._measured.kernel_s(kernel, self._conditions, self._samples)
+            if measured_s is not None:
+                return self.overhead.compute_factor * measured_s
+        seconds = self._factor * self._roofline.seconds(kernel)
+        if seconds and kernel.direction != UPDATE and kernel.kind != COPY_KIND:
+            self.unmeasured.kernels[kernel] = seconds
+        return seconds
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether all layers and messages that were priced so far were measured in their own shapes."""
+        return self._measured is not None and not any(self.unmeasured)
+
+    def spreads(self) -> tuple[float, float]:
+        """Return the relative uncertainty of computation and of communication, as priced so far."""
+        compute, comm = self.machine.compute.spread, self.machine.comm.spread
+        shapes = self.machine.measured
+        if self._measured is None or shapes is None:
+            return compute, comm
+        return (
+            compute if self.unmeasured.kernels else shapes.compute_spread,
+            comm if self.unmeasured.messages else shapes.comm_spread,
+        )
 
     def _collective(
         self, operation: str, payload_bytes: float, group: GroupPlacement, key: str | None = None, lane: str = ""
@@ -172,7 +233,14 @@ class CostModel:
             return 0.0, 0.0
         span = apply_measured_collectives(self._span(group), operation, self.machine.comm.collectives, payload_bytes)
         issue_s = self.machine.comm.call_s
-        return collective_s(operation, span, payload_bytes) + issue_s, collective_s(operation, span, 0.0) + issue_s
+        seconds, latency_s = (collective_s(operation, span, size) + issue_s for size in (payload_bytes, 0.0))
+        shape = group_message(operation, payload_bytes, group)
+        if self._measured is not None and self.spec.devices_per_task == 1:
+            measured_s = self._measured.message_s(shape, self.spec.tasks_per_node)
+            if measured_s is not None:
+                return measured_s, min(latency_s, measured_s)
+        self.unmeasured.messages[shape] = seconds
+        return seconds, latency_s
 
     def _span(self, group: GroupPlacement) -> GroupLinks:
         """The links as the group sees them beside its rivals."""

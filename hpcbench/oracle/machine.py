@@ -9,6 +9,7 @@ import msgspec
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.profile_tables import DeviceConfig, LinkConfig, NodeConfig
 from hpcbench.oracle.collective_formulas import HockneyLink
+from hpcbench.oracle.measured_shapes import MeasuredShapes
 from hpcbench.parallel.roofline import DeviceCompute, EmulatedDevice
 
 MachineSource = Literal["nominal", "calibrated", "fitted"]
@@ -134,6 +135,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str] = []
     """Notes on figures that the profile lacks and that are assumed."""
     posterior: Posterior | None = None
+    measured: MeasuredShapes | None = None
+    """Times of a sweep's own blocks and messages, which count where a run has the same."""
 
 
 _KERNEL_LAUNCH_S = {"cpu": 10e-6, "cuda": 5e-6}
@@ -233,6 +236,7 @@ def emulating_machine(here: Machine, there: Machine) -> Machine:
         strategies={},
         straggling=0.0,
         memory_bytes=None,
+        measured=None,
         source=f"{here.source}; computation rehearsed: {there.source}",
         notes=[*here.notes, *there.notes],
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import exp, hypot, log
-from typing import Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -19,7 +19,7 @@ from hpcbench.parallel.layer_table import LayerTable
 from hpcbench.units import format_bytes
 
 _NORMAL_90 = 1.645
-"""Of the standard normal distribution: 90 % lie within."""
+"""Quantile of the standard normal distribution: 90 % lie within its two sides."""
 
 
 class PredictionInterval(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,16 +29,18 @@ class PredictionInterval(msgspec.Struct, frozen=True, kw_only=True):
     high: float
 
 
-BasisKind = Literal["profile", "calibrated", "measured neighbours"]
-"""The profile's numbers alone; a calibration's; either, moved by measured configurations."""
+MEASURED_FOR_SWEEP: Final = "calibrated for this sweep"
+BasisKind = Literal["profile", "calibrated", "calibrated for this sweep", "measured neighbours"]
+"""The profile's numbers alone; a calibration's; measured times of all layers and messages of the run itself; any of
+these, moved by measured configurations."""
 
 
 class PredictionBasis(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a prediction rests on."""
+    """The evidence of a prediction."""
 
     kind: BasisKind
     factor: float = 1.0
-    """What the machine's numbers alone predict is multiplied with."""
+    """Factor on the prediction by the machine's numbers alone."""
     undetermined: float = 1.0
     """Share of the factor's prior variance that the measurements leave."""
     distinct: float = 0.0
@@ -89,14 +91,16 @@ def predict(
         clock_of: prices the run where it is another library's.
         memory: the result of ``peak_rank_memory``, where it is known already.
     """
-    step = resolve_cost(spec.strategy).step(spec, table, clock_of(machine, spec))
+    cost_model = clock_of(machine, spec)
+    step = resolve_cost(spec.strategy).step(spec, table, cost_model)
     memory = memory or peak_rank_memory(spec, table, machine.device)
     peak = memory.total_bytes + round(machine.base_bytes)
     fits = None if machine.memory_bytes is None else peak <= machine.memory_bytes
     if machine.posterior is not None:
         below, above = log_step_spreads(spec, table, machine, machine.posterior, clock_of)
     else:
-        parts = [(step.compute_s, machine.compute.spread), (step.exposed_comm_s, machine.comm.spread)]
+        compute_spread, comm_spread = cost_model.spreads()
+        parts = [(step.compute_s, compute_spread), (step.exposed_comm_s, comm_spread)]
         below = above = combined_relative_spread(parts, step.step_time_s)
     return Prediction(
         step_time_s=step.step_time_s,
@@ -116,8 +120,14 @@ def predict(
         memory_limit_bytes=None if machine.memory_bytes is None else round(machine.memory_bytes),
         depth=machine.depth,
         source=machine.source,
-        rests_on=PredictionBasis(kind="profile" if machine.depth == "nominal" else "calibrated"),
+        rests_on=PredictionBasis(kind=_basis_kind(cost_model)),
     )
+
+
+def _basis_kind(cost_model: CostModel) -> BasisKind:
+    if cost_model.is_measured:
+        return MEASURED_FOR_SWEEP
+    return "profile" if cost_model.machine.depth == "nominal" else "calibrated"
 
 
 def correct_prediction(prediction: Prediction, learned: LearnedFactor) -> Prediction:

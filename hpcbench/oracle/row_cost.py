@@ -21,11 +21,8 @@ from hpcbench.oracle.placement import GroupPlacement
 from hpcbench.oracle.stream_simulator import ComputeEvent, StreamEvent, WaitEvent
 from hpcbench.oracle.tensor_sizes import FP32_BYTES, input_bytes, row_number_bytes, weight_layout_copies
 from hpcbench.parallel.layer_table import LayerTable, cached_by_run_fields
-from hpcbench.parallel.roofline import FORWARD, Kernel
+from hpcbench.parallel.roofline import COPY_KIND, FORWARD, Kernel
 from hpcbench.parallel.traffic import Traffic
-
-COPY_KIND = "copy"
-"""Kind of the kernels that lay tensors side by side, pad them or take them apart."""
 
 
 class ComputeOp(NamedTuple):

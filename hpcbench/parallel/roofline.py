@@ -18,6 +18,8 @@ import msgspec
 from hpcbench.parallel.layer_table import memoized
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+COPY_KIND = "copy"
+"""Kind of the kernels that lay tensors side by side, pad them or take them apart."""
 
 
 class Kernel(NamedTuple):

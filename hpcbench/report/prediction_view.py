@@ -19,7 +19,7 @@ from hpcbench.forecast.forecast import Forecast
 from hpcbench.oracle.calibration.calibration_store import Calibration, FitResidual
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.measured_factors import counted_phrase
-from hpcbench.oracle.prediction import NotPredicted, Prediction, PredictionBasis
+from hpcbench.oracle.prediction import MEASURED_FOR_SWEEP, NotPredicted, Prediction, PredictionBasis
 from hpcbench.report.phrases import join_words
 from hpcbench.report.results_table import identity_columns, split_parameters
 from hpcbench.report.table_model import Column, View, text_column
@@ -151,18 +151,19 @@ def _figure(
 
 
 def basis_text(basis: PredictionBasis) -> str:
-    """``calibrated``, ``profile``, or the nearest measured configurations: ``itself``, ``4 of strategy``."""
+    """The kind (``calibrated``, ``profile``, ...), or the nearest configurations: ``itself``, ``4 of strategy``."""
     return counted_phrase(basis.counts) if basis.counts else basis.kind
 
 
 def basis_columns(
     predictions: Iterable[Prediction | None], prediction_of: Callable[[Any], Prediction | None]
 ) -> list[Column]:
-    """The column that states what each row rests on, where measured configurations moved any of ``predictions``.
+    """The column that states what each row rests on, where that is more for any of ``predictions`` than for others.
 
     Otherwise the lines above a table state it for all rows.
     """
-    if not any(prediction is not None and prediction.rests_on.counts for prediction in predictions):
+    known = [prediction.rests_on for prediction in predictions if prediction is not None]
+    if not any(basis.counts or basis.kind == MEASURED_FOR_SWEEP for basis in known):
         return []
 
     def text(row: Any) -> str:
@@ -250,6 +251,10 @@ def fitted_parameters(machine: Machine) -> Iterator[tuple[str, str]]:
         yield "a collective under computing", f"{comm.comm_slowdown:.2f} times as long"
     for flows, phi in sorted(comm.contention.items()):
         yield f"{flows} groups on one link", f"each takes {phi:.2f} times as long"
+    if machine.measured is not None:
+        shapes = machine.measured
+        sizes = f"{len(shapes.kernels)} parts of blocks and {len(shapes.messages)} messages"
+        yield "measured shapes", f"{sizes} of {', '.join(shapes.sweeps)}"
     yield "scatter of ranks", _format_percent(machine.straggling)
     yield "memory of a process", f"{machine.base_bytes / 2**20:.0f} MiB"
     for key, overhead in sorted(machine.strategies.items()):

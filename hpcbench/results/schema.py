@@ -12,6 +12,7 @@ import msgspec
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.traffic import Traffic
+from hpcbench.results.probe_records import ProbeResults
 
 SCHEMA_VERSION = 1
 
@@ -242,96 +243,6 @@ class HostActivity(_ResultRecord, kw_only=True):
     """Seconds for which a limit held the GPU's clock down, by limit: ``power``, ``thermal``."""
     gpu_sm_hz: list[float] = []
     """The higher of the clocks before and after, and the most that it can have."""
-
-
-class KernelProbe(_ResultRecord, kw_only=True):
-    """One layer called by itself, between others as in a step: medians of seconds.
-
-    On a cpu with one thread these are its processor seconds.
-    """
-
-    row: str
-    """Name of the row in the model's table of layers; of equal ones the first."""
-    kind: str
-    split: str = "whole"
-    """Dim that is split: ``samples``, ``outputs`` (output channels), ``inputs``, ``positions``; ``whole`` without a
-    split."""
-    parts: int = 1
-    samples: int
-    forward_s: float
-    backward_s: float | None = None
-    """Absent where nothing flows back."""
-    spread: float
-    """Relative: half of what lies between the 16th and the 84th percentile."""
-    repeats: int
-
-
-class UpdateProbe(_ResultRecord, kw_only=True):
-    """The optimizer on one tensor."""
-
-    optimizer: str
-    parameter_bytes: int
-    seconds: float
-    spread: float
-    repeats: int
-
-
-class CollectiveProbe(_ResultRecord, kw_only=True):
-    """One call of many that followed each other: the slowest rank's seconds, the median of all repeats."""
-
-    operation: str
-    """One of ``parallel.traffic.OPERATIONS``, or ``exchange``: both neighbours send to each other at the same time."""
-    ranks: int
-    """Number of ranks of one group."""
-    nodes: int
-    payload_bytes: int
-    """Bytes, counted as in ``parallel.traffic.Traffic``."""
-    groups: int = 1
-    """That did the same at the same time."""
-    seconds: float
-    spread: float
-    repeats: int
-
-
-class OverlapProbe(_ResultRecord, kw_only=True):
-    """Computation and an all_reduce, each alone and both together, in seconds; medians of the slowest rank."""
-
-    ranks: int
-    nodes: int
-    payload_bytes: int
-    compute_s: float
-    comm_s: float
-    compute_under_comm_s: float
-    """The same computation while the all_reduce was running."""
-    both_s: float
-    """Until both had ended."""
-    issue_s: float
-    """Until the call that begins the all_reduce returned."""
-    repeats: int
-
-
-class LoopProbe(_ResultRecord, kw_only=True):
-    """Seconds of a training step by one loop, the median of blocks of steps that alternated with those of others."""
-
-    loop: str
-    """``hpcbench``: the run's own step; ``plain``: a hand-written one; ``timm``: one in the style of timm's script."""
-    model: str
-    """The library whose model it trains, with its version."""
-    seconds: float
-    spread: float
-    repeats: int
-
-
-class ProbeResults(_ResultRecord, kw_only=True):
-    """The measurements of a probe's run."""
-
-    base_memory_bytes: int | None = None
-    """Peak of the process before it had any tensor of the run, counted as ``peak_memory_bytes``."""
-    kernels: list[KernelProbe] = []
-    updates: list[UpdateProbe] = []
-    collectives: list[CollectiveProbe] = []
-    overlaps: list[OverlapProbe] = []
-    loops: list[LoopProbe] = []
 
 
 class HostSyncs(_ResultRecord, kw_only=True):

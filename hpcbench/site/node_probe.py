@@ -192,7 +192,7 @@ def run_probe(profile: ClusterProfile, notify: Notify, wait_s: float = 900.0) ->
     """Submit the job, wait for its end, parse its output.
 
     Raises ``SubmitError`` if it is refused, dies, or does not end within ``wait_s``. No job and no folder is left,
-    also where this process is interrupted or told to end.
+    also where this process is interrupted or receives a signal to end.
     """
     probes = cache_folder() / "probes"
     _remove_old_folders(probes)

@@ -10,19 +10,23 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.errors import WorkerError
 from hpcbench.parallel.catalog import exclusion_reason
 from hpcbench.parallel.gradient_buckets import MIB
 from hpcbench.parallel.layer_table import read_shipped_table
+from hpcbench.parallel.message_shapes import MessageShape, format_messages, parse_messages
 from hpcbench.parallel.traffic import COMM_OPERATIONS
-from hpcbench.results.schema import CollectiveProbe, OverlapProbe, ProbeResults
+from hpcbench.results.probe_records import CollectiveProbe, OverlapProbe, ProbeResults
 from hpcbench.results.timing_statistics import quantile
 from hpcbench.worker.data.open_feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.measure.clocks import relative_spread
+from hpcbench.worker.microbench.block_probes import BlockReadings, measure_blocks
 from hpcbench.worker.microbench.collective_probes import EXCHANGE, measure_collectives, message_sizes
+from hpcbench.worker.microbench.message_probes import measure_messages
 from hpcbench.worker.microbench.module_capture import capture_modules, isolate_module
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.probes import ProbeLayersStrategy, largest_message_bytes
+from hpcbench.worker.strategies.probes import ProbeBlocksStrategy, ProbeLayersStrategy, largest_message_bytes
 from tests.distributed.pool import Pool
 
 CPU = torch.device("cpu")
@@ -106,6 +110,90 @@ def test_children_of_a_module_keep_their_place_in_the_model() -> None:
     assert torch.equal(model(batch), before)
 
 
+def blocks_of(spec: RunSpec, accumulates: bool) -> tuple[BlockReadings, ProbeBlocksStrategy]:
+    torch.manual_seed(1)
+    strategy = ProbeBlocksStrategy()
+    strategy.setup(build_model(spec), spec, RankContext(0, 1, CPU))
+    batch = make_feed(spec, CPU).batch(0, 0)
+    torch.manual_seed(2)
+    return measure_blocks(strategy, batch, 0.0, lambda: None, accumulates=accumulates), strategy
+
+
+@pytest.mark.parametrize("model", ["vit", "resnet18"])
+def test_every_block_is_measured_as_a_whole(model: str) -> None:
+    spec = spec_of("probe_blocks", model=model, options={"shares": "1,2", "budget_s": 0.01})
+    strategy = ProbeBlocksStrategy()
+    strategy.setup(build_model(spec), spec, RankContext(0, 1, CPU))
+    found = strategy.measure(make_feed(spec, CPU), lambda: None)
+    table = read_shipped_table(model, "digits")
+    assert table is not None
+    assert [one.block for one in found.blocks] == list(range(table.blocks + 1))
+    assert {row.block for row in table.layers} == set(range(table.blocks + 1))
+    assert all(one.forward_s > 0 and (one.backward_s or 0) > 0 and one.samples == 4 for one in found.blocks)
+    assert found.pass_s is not None
+    # Forward and backward without a clock between them; a busy machine makes it longer.
+    assert found.pass_s > 0.3 * sum(one.forward_s + (one.backward_s or 0) for one in found.blocks)
+    splits = {"whole", "samples", "outputs", "inputs", "positions"} | ({"channels"} if model == "resnet18" else set())
+    assert {one.split for one in found.kernels} == splits
+    assert {one.parameter_bytes for one in found.updates} == {4 * one.numel() for one in strategy.module.parameters()}
+
+
+def test_gradients_are_kept_where_micro_batches_follow_each_other() -> None:
+    spec = spec_of("probe_blocks")
+    readings, strategy = blocks_of(spec, accumulates=True)
+    _, once = blocks_of(spec, accumulates=False)
+    # Every round has two passes, and the first is not counted.
+    passes = 2 * (readings.blocks[0].repeats + 1)
+    for kept, plain in zip(strategy.module.parameters(), once.module.parameters(), strict=True):
+        assert kept.grad is not None
+        assert plain.grad is not None
+        torch.testing.assert_close(
+            kept.grad, passes * plain.grad, rtol=1e-3, atol=1e-4 * float(plain.grad.abs().max()) * passes
+        )
+
+
+class _Branches(torch.nn.Sequential):
+    def forward(self, inputs: Any) -> Any:
+        return super().forward(inputs)  # type: ignore[no-untyped-call]
+
+
+def test_a_model_with_a_forward_of_its_own_is_refused() -> None:
+    spec = spec_of("probe_blocks")
+    strategy = ProbeBlocksStrategy()
+    strategy.setup(build_model(spec), spec, RankContext(0, 1, CPU))
+    strategy.module = _Branches(*strategy.module.children())
+    with pytest.raises(WorkerError, match="its blocks cannot be measured"):
+        strategy.measure(make_feed(spec, CPU), lambda: None)
+
+
+def messages(spec: RunSpec, budget_s: float, group: Any) -> Any:
+    place = RankContext(torch.distributed.get_rank(), spec.ranks, CPU, group)
+    shapes = parse_messages(str(spec.options["messages"]))
+    return measure_messages(spec, place, shapes, budget_s, lambda: None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("nodes", "tasks"), [(1, 4), (2, 2), (4, 1)])
+def test_messages_are_timed_in_their_groups(pool: Pool, nodes: int, tasks: int) -> None:
+    width = min(tasks, 2)
+    shapes = [
+        MessageShape("all_reduce", nodes * width, width, 1, 4096),
+        MessageShape("all_gather", nodes * tasks, tasks, 1, 2**20),
+        *([MessageShape("send", 2, 2 // nodes, 2, 64)] if nodes <= 2 else []),
+    ]
+    spec = spec_of("probe_messages", nodes=nodes, tasks_per_node=tasks, dp_degree=nodes * tasks,
+                   options={"messages": format_messages(shapes)})  # fmt: skip
+    # The budget is too small for any of them: all are measured nevertheless.
+    found: list[CollectiveProbe] = pool.call(4, messages, spec, 1e-9)[0]
+    assert [(one.operation, one.ranks, one.nodes, one.payload_bytes) for one in found] == [
+        (shape.operation, shape.ranks, nodes, shape.payload_bytes) for shape in shapes
+    ]
+    assert all(one.seconds > 0 and one.repeats >= 3 for one in found)
+    groups = [tasks // shape.ranks_per_node for shape in shapes]
+    expected = groups if nodes == 1 else [min(count, shape.rivals) for count, shape in zip(groups, shapes, strict=True)]
+    assert [one.groups for one in found] == expected
+
+
 def collectives(spec: RunSpec, largest_bytes: int, budget_s: float, group: Any) -> Any:
     rank = torch.distributed.get_rank()
     place = RankContext(rank, spec.ranks, CPU, group)
@@ -162,6 +250,11 @@ def test_quantiles() -> None:
         (spec_of(options={"budget_s": 0.0}), "budget_s 0"),
         (spec_of("probe_collectives"), "2 ranks or more"),
         (spec_of("probe_collectives", tasks_per_node=2, dp_degree=2), None),
+        (spec_of("probe_blocks", activation_checkpointing=True), "one by one"),
+        (spec_of("probe_blocks", options={"shares": "x"}), "whole numbers"),
+        (spec_of("probe_messages"), "without messages"),
+        (spec_of("probe_messages", options={"messages": "all_reduce:2:1:1:64"}), "takes 2 nodes"),
+        (spec_of("probe_messages", options={"messages": "all_sum:2:2:1:64"}), "begins with no operation"),
     ],
 )
 def test_probes_refuse_parameters_that_they_ignore(spec: RunSpec, said: str | None) -> None:

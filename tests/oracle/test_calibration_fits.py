@@ -31,16 +31,8 @@ from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.oracle.tensor_sizes import parameter_bytes
 from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
 from hpcbench.parallel.roofline import KernelSample, RooflineModel
-from hpcbench.results.schema import (
-    CollectiveProbe,
-    KernelProbe,
-    OverlapProbe,
-    ProbeResults,
-    RunMetrics,
-    RunResult,
-    StepTimeStatistics,
-    UpdateProbe,
-)
+from hpcbench.results.probe_records import CollectiveProbe, KernelProbe, OverlapProbe, ProbeResults, UpdateProbe
+from hpcbench.results.schema import RunMetrics, RunResult, StepTimeStatistics
 
 PROFILE, _ = load_cluster("slurmbox")
 NOMINAL = nominal_machine(PROFILE)

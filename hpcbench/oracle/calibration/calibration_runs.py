@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import log, sqrt
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from hpcbench.results.schema import STATUS_OK, RunResult
 
 _Z95 = 1.96
 PROBE_LAYERS, PROBE_COLLECTIVES = "probe_layers", "probe_collectives"
+PROBE_BLOCKS, PROBE_MESSAGES = "probe_blocks", "probe_messages"
 PROBE_LOOPS = "probe_loops"
 """Measures the tool, not the machine: no calibration is fitted to it."""
 
@@ -80,6 +81,8 @@ _SEEDS_PER_CALIBRATION = 100
 _MAX_NODES = 4
 """Beyond them latency and bandwidth are extrapolated by the algorithms' structure."""
 _LAUNCHES = 3
+PROBE_STEPS = {"warmup_steps": 2, "steps": 8, "profile_steps": 0, "learning_rate": 0.001}
+"""Steps of a run of a calibration, before its measurements."""
 _PACK = 8
 
 
@@ -106,7 +109,7 @@ class DeviceWorkloads(NamedTuple):
     layers: tuple[CalibrationWorkload, ...]
     """Between them every kind of layer that a shipped model has, in two and in three dimensions."""
     transformer: CalibrationWorkload
-    """Of ``layers``, too: every strategy but those that split channels."""
+    """One of ``layers``, for every strategy but those that split channels."""
     convolutional: CalibrationWorkload
 
 
@@ -161,8 +164,7 @@ def calibration_sweep_toml(
     ``budget_s`` is what the measurements of one run take.
     """
     size, workloads = cluster_size(profile, partition, local_cores), WORKLOADS[profile.device]
-    fixed: dict[str, Any] = {"warmup_steps": 2, "steps": 8, "profile_steps": 0, "learning_rate": 0.001,
-                             "seed": _SEEDS_PER_CALIBRATION * number, "time_limit_min": 10}  # fmt: skip
+    fixed: dict[str, Any] = {**PROBE_STEPS, "seed": _SEEDS_PER_CALIBRATION * number, "time_limit_min": 10}
     if partition is not None:
         fixed["partition"] = partition
     points = [
@@ -176,10 +178,15 @@ def calibration_sweep_toml(
             if size.tasks_per_node >= 2
         ),
     ]
-    lines = [
-        f'name = "{calibration_sweep_name(number, partition)}"',
-        f'description = "what predictions for {profile.name} are made from"',
-    ]
+    name, description = calibration_sweep_name(number, partition), f"what predictions for {profile.name} are made from"
+    return probe_sweep_toml({"name": name, "description": description}, profile, fixed, points)
+
+
+def probe_sweep_toml(
+    settings: Mapping[str, str], profile: ClusterProfile, fixed: Mapping[str, Any], points: Sequence[Mapping[str, Any]]
+) -> str:
+    """Return the text of a sweep that measures a cluster, from its settings, common parameters and points."""
+    lines = [f"{key} = {_toml_value(value)}" for key, value in settings.items()]
     lines += ["", "[fixed]", *(f"{key} = {_toml_value(value)}" for key, value in fixed.items())]
     if profile.scheduler.kind != "local":
         lines += ["", "[submit]", f"pack = {_PACK}"]
@@ -224,8 +231,8 @@ def strategy_scales(size: CalibrationScale, device: str) -> list[CalibrationScal
 def _training_points(
     worlds: Sequence[CalibrationScale], workloads: DeviceWorkloads, device: str
 ) -> Iterator[dict[str, Any]]:
-    """Every strategy in every world; a larger world with a larger batch, so that what a library takes by the step is
-    told from what it takes of the computation. A pipeline's micro-batch is as large as the others' batch."""
+    """Every strategy in every world; a larger world with a larger batch, which separates a library's time per
+    step from its time per computation. A pipeline's micro-batch is as large as the others' batch."""
     strategies = _calibrated_strategies(one_process=False)
     for number, world in enumerate(worlds):
         for key, runs in strategies:

@@ -16,6 +16,7 @@ from hpcbench.errors import StorageError
 from hpcbench.fileio import make_folder, read_regular, write_atomic
 from hpcbench.oracle.collective_formulas import HockneyLink
 from hpcbench.oracle.machine import CommParameters, Machine, nominal_machine
+from hpcbench.oracle.measured_shapes import MeasuredShapes
 from hpcbench.paths import user_data_folder
 from hpcbench.results.decode import decode_record
 from hpcbench.results.results_tree import ClusterTree
@@ -51,11 +52,13 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     machine: Machine
     residuals: list[FitResidual] = []
     notes: list[str] = []
-    """What was not measured and stays at its nominal value."""
+    """Figures that were not measured and keep their nominal value."""
+    extends: str = ""
+    """Hash of the calibration to which this one, made for a sweep, adds measured shapes; ``profile`` without one."""
     run_ids: list[str] = []
     """The runs that it was fitted from."""
     environment_digests: list[str] = []
-    """Of the software and the machine of those runs."""
+    """Digests of the software and the machine of those runs."""
 
 
 class StoredCalibration(msgspec.Struct, frozen=True):
@@ -144,7 +147,7 @@ def machine_for(
     if tree is None:
         return nominal
     found, problems = read_calibrations(tree, profile.name)
-    chosen = _calibration_of_partition(found, profile, partition)
+    chosen = calibration_of_partition(found, profile, partition)
     if chosen is None:
         return msgspec.structs.replace(nominal, notes=[*nominal.notes, *problems])
     return apply_calibration(nominal, chosen, problems)
@@ -154,6 +157,10 @@ def apply_calibration(nominal: Machine, stored: StoredCalibration, problems: lis
     """The calibrated machine with today's links and memory: a measured collective corrects its link's numbers."""
     calibration = stored.calibration
     machine, measured = calibration.machine, calibration.machine.comm
+    shapes = _current_shapes(calibration, nominal.comm)
+    if machine.depth == "nominal":
+        notes = [*nominal.notes, *calibration.notes, *problems]
+        return msgspec.structs.replace(nominal, measured=shapes, source=_source_text(stored), notes=notes)
     # Under computation the processor bounds the rate of a collective, whatever the link's; and what a collective takes
     # of the processor goes with the bytes in a second.
     beta = nominal.comm.inter_node.beta_s_per_byte
@@ -171,9 +178,24 @@ def apply_calibration(nominal: Machine, stored: StoredCalibration, problems: lis
         machine,
         comm=comm,
         memory_bytes=nominal.memory_bytes,
-        source=f"{_SOURCE_NAMES[machine.depth]} of {calibration.made_at[:10]} ({stored.digest})",
+        measured=shapes,
+        source=_source_text(stored),
         notes=[*calibration.notes, *_link_change_notes(calibration, nominal.comm), *problems],
     )
+
+
+def _source_text(stored: StoredCalibration) -> str:
+    machine = stored.calibration.machine
+    text = f"{_SOURCE_NAMES[machine.depth]} of {stored.calibration.made_at[:10]} ({stored.digest})"
+    return text if machine.measured is None else f"{text}, measured for {', '.join(machine.measured.sweeps)}"
+
+
+def _current_shapes(calibration: Calibration, today: CommParameters) -> MeasuredShapes | None:
+    """Return the measured shapes, without messages over a link that the profile has changed since."""
+    shapes = calibration.machine.measured
+    if shapes is None:
+        return None
+    return shapes.over_links((today.intra_node, today.inter_node))
 
 
 def _rescaled_link(found: HockneyLink, then: HockneyLink, now: HockneyLink) -> HockneyLink:
@@ -186,10 +208,10 @@ def _rescaled_link(found: HockneyLink, then: HockneyLink, now: HockneyLink) -> H
     return HockneyLink(latency * now.latency_s, found.beta_s_per_byte / then.beta_s_per_byte * now.beta_s_per_byte)
 
 
-def _calibration_of_partition(
+def calibration_of_partition(
     stored: list[StoredCalibration], profile: ClusterProfile, partition: str | None
 ) -> StoredCalibration | None:
-    """Return the newest of that partition, else of one with the same nodes."""
+    """Return the newest of ``stored`` of that partition, else of one with the same nodes."""
     wanted = partition or profile.default_partition
     known = [each for each in stored if each.calibration.partition in (None, *profile.partitions)]
     alike = [each for each in known if profile.node_of(each.calibration.partition) == profile.node_of(wanted)]

@@ -24,14 +24,14 @@ from hpcbench.oracle.collective_formulas import (
 )
 from hpcbench.oracle.machine import CollectiveSample, CommParameters
 from hpcbench.parallel.traffic import COMM_OPERATIONS
-from hpcbench.results.schema import CollectiveProbe
+from hpcbench.results.probe_records import CollectiveProbe
 
 TARGET_ERROR = 0.06
 """Error of a fit that needs no further band."""
 MAX_BANDS = 3
 _MIN_POINTS_PER_BAND = 3
 _MEASUREMENT_NOISE = 0.03
-"""What the spread within a launch does not show."""
+"""Standard deviation that the spread within a launch does not contain, as a fraction."""
 _SMALL_MESSAGE_BYTES = 128 * 1024
 """Four times the burst of a usual shaper: what is smaller runs ahead of the link's rate."""
 _MAX_ITERATIONS = 8

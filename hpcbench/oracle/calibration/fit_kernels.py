@@ -23,12 +23,12 @@ from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.tensor_sizes import parameter_bytes
 from hpcbench.parallel.layer_table import LayerTable
 from hpcbench.parallel.roofline import DeviceCompute, KernelSample, RooflineModel
-from hpcbench.results.schema import KernelProbe, ProbeResults
+from hpcbench.results.probe_records import KernelProbe, ProbeResults
 
 _STEP_NOISE = 0.03
-"""Of a step, as a logarithm."""
+"""Standard deviation of a step's logarithm."""
 _KIND_PRIOR_SPREAD = 0.3
-"""How far kinds are thought to differ from each other, as a logarithm."""
+"""Standard deviation of the factors of kinds before any measurement, as a logarithm."""
 
 
 def _seconds_by_kind(compute: DeviceCompute, run: CalibrationRun) -> dict[str, float]:
@@ -45,7 +45,7 @@ def fit_kind_factors(steps: Sequence[tuple[Mapping[str, float], float]]) -> dict
     """Return a factor for each kind of layer, after which the kernels of all steps are too short by the same ratio.
 
     ``steps``: seconds by kind, and what the whole step takes. Robust ridge regression of the logarithms; kinds that no
-    two models tell apart are drawn to 1, as all are where one model alone was measured.
+    two models distinguish are drawn to 1, as all are where one model alone was measured.
     """
     names = sorted({name for parts, _ in steps for name in parts})
     common = median(whole_s / sum(parts.values()) for parts, whole_s in steps)
@@ -64,17 +64,23 @@ def fit_kind_factors(steps: Sequence[tuple[Mapping[str, float], float]]) -> dict
 MIN_COMPUTE_SPREAD = 0.03
 """Nobody knows a step's computation better than that before it has run."""
 _ONE_MODEL_SPREAD = 0.2
-"""Where a single model was measured there is no other to try the fit on."""
+"""Standard deviation with a single measured model: there is no other to test the fit on."""
 
 
 def probed_share(probe: KernelProbe) -> RowShare:
     """The part of its row that was called; fewer samples are counted as such."""
-    part = 1.0 / probe.parts
+    return part_share(probe.split, probe.parts)
+
+
+def part_share(split: str, parts: int) -> RowShare:
+    """Return one of ``parts`` of a row that is cut by ``split``."""
+    part = 1.0 / parts
     return {
         "outputs": RowShare(flops=part, outputs=part, weights=part),
         "inputs": RowShare(flops=part, inputs=part, weights=part),
         "positions": RowShare(flops=part, inputs=part, outputs=part),
-    }.get(probe.split, RowShare())
+        "channels": RowShare(flops=part, inputs=part, outputs=part, weights=part),
+    }.get(split, RowShare())
 
 
 def kernel_samples(spec: RunSpec, table: LayerTable, probe: ProbeResults) -> list[KernelSample]:

@@ -11,7 +11,7 @@ import msgspec
 
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.oracle.calibration import fit_overheads
-from hpcbench.oracle.calibration.calibration_runs import CalibrationRun, usable_runs
+from hpcbench.oracle.calibration.calibration_runs import PROBE_BLOCKS, PROBE_MESSAGES, CalibrationRun, usable_runs
 from hpcbench.oracle.calibration.calibration_store import Calibration, FitResidual
 from hpcbench.oracle.calibration.fit_collectives import fit_collectives
 from hpcbench.oracle.calibration.fit_kernels import MIN_COMPUTE_SPREAD, fit_kernels
@@ -23,7 +23,8 @@ def fit_calibration(
     profile: ClusterProfile, partition: str | None, runs: Sequence[CalibrationRun], made_at: datetime | None = None
 ) -> Calibration:
     """Fit the machine to ``runs``. Figures without evidence stay those of the profile, with a note."""
-    good = usable_runs(runs)
+    # Probes of a sweep's own shapes say nothing of others.
+    good = [run for run in usable_runs(runs) if run.spec.strategy not in (PROBE_BLOCKS, PROBE_MESSAGES)]
     nominal = nominal_machine(profile, partition)
     alone = fit_overheads.fit_lone_ranks(good)
     compute, residuals, notes = fit_kernels(nominal, good, alone.steps_s)
@@ -110,6 +111,8 @@ def fit_calibration_from_runs(
     ``ConfigError`` where no run can be used.
     """
     good = usable_runs(runs)
+    # Measured times of single shapes are no parameters that whole runs could move.
+    machine = msgspec.structs.replace(machine, measured=None)
     results = (run.result for run in good)
     observed = run_observations(results, lambda spec: next(run.table for run in good if run.spec == spec))
     fitted = fit_posterior(machine, observed)

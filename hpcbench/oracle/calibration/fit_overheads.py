@@ -24,13 +24,13 @@ from hpcbench.oracle.machine import Machine, StrategyOverhead
 from hpcbench.oracle.prediction import peak_rank_memory
 from hpcbench.oracle.step_time import StepBreakdown
 from hpcbench.oracle.strategies.base import resolve_cost
-from hpcbench.results.schema import CollectiveProbe, OverlapProbe
+from hpcbench.results.probe_records import CollectiveProbe, OverlapProbe
 
 _STEP_NOISE = 0.03
 _OVERHEAD_PRIOR = 0.1
 """A library's overhead is thought to be about a tenth of a step, as a factor of its computation or by the step."""
 _MIN_HIDDEN_FRACTION = 0.05
-"""Of a computation the share under which an all_reduce goes on: less cannot be told from nothing."""
+"""Smallest fraction of a computation that overlaps with an all_reduce; smaller ones are noise."""
 _MIN_CONTENDED_BYTES = 2**18
 
 WorkloadKey = tuple[str, str, int, str]
@@ -86,7 +86,7 @@ def fit_lone_ranks(runs: Sequence[CalibrationRun]) -> LoneRankTimes:
     """Fit ranks on nodes of their own: of p that train side by side without communication, the slowest takes
     (1 + straggling z(p)) as long as one, z(p) being the expected largest of p normal draws.
 
-    All launches of a workload count alike, those of one rank as those of several; one that was held up moves neither.
+    All launches of a workload have equal weight, of one rank or several; one that was held up moves neither.
     """
     found: dict[WorkloadKey, list[tuple[float, float]]] = defaultdict(list)
     for one in runs_of_strategy(runs, PROBE_LAYERS, PROBE_COLLECTIVES, "single"):

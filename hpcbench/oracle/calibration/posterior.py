@@ -37,7 +37,7 @@ from hpcbench.parallel.layer_table import LayerTable
 from hpcbench.results.schema import STATUS_OK, RunResult, StepTimeStatistics
 
 EXPECTED_RUN_SPREAD = 0.03
-"""What a run is expected to lie off a fitted model, relative: launches differ by 1 to 3 % on quiet machines."""
+"""Expected relative deviation of a run from a fitted model: launches differ by 1 to 3 % on quiet machines."""
 _RUN_SPREAD_WEIGHT = 4
 """``EXPECTED_RUN_SPREAD`` counts as much as so many runs."""
 _DOUBLING_SPREAD = 0.03

@@ -4,6 +4,8 @@ Their timed steps are those of replicas that do not communicate; the measurement
 from __future__ import annotations
 
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.errors import ConfigError
+from hpcbench.parallel.message_shapes import parse_messages
 from hpcbench.parallel.strategy_entry import Option, StrategyEntry
 
 _BUDGET_OPTION = Option(20.0, "seconds that the measurements may take, about")
@@ -11,13 +13,40 @@ _BUDGET_OPTION = Option(20.0, "seconds that the measurements may take, about")
 
 def probe_layers_exclusion(spec: RunSpec) -> str | None:
     """Layers are called one by one; parts are whole numbers."""
+    return _layers_exclusion(spec, "layers") or _probe_exclusion(spec)
+
+
+def probe_blocks_exclusion(spec: RunSpec) -> str | None:
+    """Blocks are called one by one; parts are whole numbers."""
+    return _layers_exclusion(spec, "blocks") or _probe_exclusion(spec)
+
+
+def _layers_exclusion(spec: RunSpec, called: str) -> str | None:
+    name = spec.strategy
     if spec.compile or spec.activation_checkpointing:
-        return "probe_layers calls layers one by one: compile and activation_checkpointing would change nothing"
+        return f"{name} calls {called} one by one: compile and activation_checkpointing would change nothing"
     if spec.micro_batches > 1:
-        return f"probe_layers takes a batch as it is: micro_batches {spec.micro_batches}, 1 is right"
+        return f"{name} takes a batch as it is: micro_batches {spec.micro_batches}, 1 is right"
     shares = str(spec.options.get("shares", "1"))
     if not all(one.strip().isdecimal() and int(one) >= 1 for one in shares.split(",")):
-        return f'probe_layers with shares {shares!r}: whole numbers between commas are right, "1,2,4" for instance'
+        return f'{name} with shares {shares!r}: whole numbers between commas are right, "1,2,4" for instance'
+    return None
+
+
+def probe_messages_exclusion(spec: RunSpec) -> str | None:
+    """Every group has as many ranks on every node of the run."""
+    try:
+        shapes = parse_messages(str(spec.options.get("messages", "")))
+    except ConfigError as error:
+        return f"probe_messages: {error.message}"
+    if not shapes:
+        return 'probe_messages without messages: "all_reduce:2:2:1:65536" for instance'
+    for shape in shapes:
+        if shape.nodes != spec.nodes or shape.ranks_per_node > spec.tasks_per_node:
+            return (
+                f"probe_messages on {spec.nodes} nodes with {spec.tasks_per_node} ranks each: a group of {shape.ranks} "
+                f"ranks, {shape.ranks_per_node} on every node, takes {shape.nodes} nodes"
+            )
     return _probe_exclusion(spec)
 
 
@@ -64,6 +93,18 @@ PROBES = {
         exclusion=probe_layers_exclusion,
         without_bf16_params="kernels are measured with fp32 weights",
     ),
+    "probe_blocks": StrategyEntry(
+        own_degree="dp_degree",
+        runtime="hpcbench.worker.strategies.probes:ProbeBlocksStrategy",
+        cost="hpcbench.oracle.strategies.data:SingleCost",
+        description="calibration for a sweep: every block as a whole, forward and backward, on ranks side by side",
+        options={
+            "shares": Option("1", "layers are also cut into so many parts, by what ranks share"),
+            "accumulates": Option(False, "gradients are added to those of an earlier micro-batch"),
+            "budget_s": _BUDGET_OPTION,
+        },
+        exclusion=probe_blocks_exclusion,
+    ),
     "probe_collectives": StrategyEntry(
         own_degree="dp_degree",
         runtime="hpcbench.worker.strategies.probes:ProbeCollectivesStrategy",
@@ -83,5 +124,16 @@ PROBES = {
         description="comparison: a step of one device in turns with that of a hand-written loop and of one as timm's",
         options={"budget_s": _BUDGET_OPTION},
         exclusion=probe_loops_exclusion,
+    ),
+    "probe_messages": StrategyEntry(
+        own_degree="dp_degree",
+        runtime="hpcbench.worker.strategies.probes:ProbeMessagesStrategy",
+        cost="hpcbench.oracle.strategies.data:SingleCost",
+        description="calibration for a sweep: its messages, in its groups and placement",
+        options={
+            "messages": Option("", "operation:ranks:ranks_per_node:rivals:bytes of each, between commas"),
+            "budget_s": _BUDGET_OPTION,
+        },
+        exclusion=probe_messages_exclusion,
     ),
 }

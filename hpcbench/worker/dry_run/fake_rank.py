@@ -4,7 +4,7 @@ The strategy's ``setup`` begins on the meta device. When it moves its part of th
 become fake ones and the recorder starts: tensors of the host before that point are not counted. torch's process group
 "fake" answers every call at once.
 
-The fake tensors are on the cpu: torch's build without CUDA cannot run a backward pass on others. A device is told from
+The fake tensors are on the cpu: torch's build without CUDA cannot run a backward pass on others. A device differs from
 the host by its index: ``cpu:0`` is the GPU of a cluster with GPUs, ``cpu`` its host. Bytes, operators and collectives
 do not depend on that; what a strategy decides by the type of its device is replaced here.
 """
@@ -52,7 +52,7 @@ from hpcbench.worker.strategies.pipeline.pipeline_runtime import PipelineRuntime
 from hpcbench.worker.strategies.pipeline.strategy import PipelineStrategy
 
 _FAKE_DEVICES = {"cpu": torch.device("cpu"), "cuda": torch.device("cpu", 0)}
-"""By the kind of the run's device. Real tensors lose the index, fake ones keep it."""
+"""Device of the fake tensors by the kind of the run's device. Real tensors lose the index, fake ones keep it."""
 _STEPS = 2
 """The first one creates the optimizer's state and learns the order of gradients."""
 _POWERSGD_STEPS = 3
@@ -200,7 +200,7 @@ class _TensorReplacer:
         self.is_used = False
         self._strategy, self._device = strategy, device
         self._replaced: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
-        """By the identity of a tensor its fake, which a strategy may free, and the tensor."""
+        """The fake, which a strategy may free, and the tensor, by the tensor's identity."""
 
     def replace(self, module: nn.Module) -> None:
         """Replace the tensors of ``module`` and of its parts."""

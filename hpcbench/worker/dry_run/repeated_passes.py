@@ -6,7 +6,7 @@ kind is stepped, and its effect is kept: bytes at its peak and at its end, opera
 For the others the tensors between chunks are made, and the rest of the effect is added to the record. Schedule,
 messages, updates and the backward passes that send gradients are always those of the run.
 
-Synchronous schedules that cut a shipped model alike pass through equal chunks: they share their records.
+Synchronous schedules that cut a shipped model equally pass through equal chunks: they share their records.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ResultT = TypeVar("ResultT")
 
 
 class PassEffect(NamedTuple):
-    """What a pass added to the record."""
+    """Additions of a pass to the record."""
 
     live_bytes: int
     """From its beginning to its end; negative if it freed more than it kept."""
@@ -73,7 +73,7 @@ class BackwardRecord(NamedTuple):
     gradients: tuple[TensorForm, ...]
     parameters: tuple[int, ...]
     remaining_bytes: int
-    """What it left alive beside gradients: 0 for a module that keeps nothing."""
+    """Bytes that remain alive beside gradients: 0 for a module that keeps nothing."""
 
 
 ForwardKind = tuple[int, bool]
@@ -90,7 +90,7 @@ class ChunkRecords(NamedTuple):
 
 
 _shared_records: dict[Any, ChunkRecords] = {}
-"""Of all dry runs of this process, by ``_shared_key``."""
+"""Records of all dry runs of this process, by ``_shared_key``."""
 _PARAMETERS_OF_PASSES = (
     "model", "dataset", "input_size", "model_options", "precision", "compile", "activation_checkpointing",
     "channels_last", "data",

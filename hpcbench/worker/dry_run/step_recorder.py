@@ -67,7 +67,7 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
         self.host_copies = HostCopies(self)
         self.live_bytes = 0
         self.setup_peak_bytes = 0
-        """Of the setup, which ends with the first ``begin_step``."""
+        """Peak of the setup, which ends with the first ``begin_step``."""
         self.peak_bytes = 0
         self.peak_layer = ""
         self.operators = 0

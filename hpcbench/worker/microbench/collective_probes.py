@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.traffic import COMM_OPERATIONS
-from hpcbench.results.schema import CollectiveProbe, OverlapProbe
+from hpcbench.results.probe_records import CollectiveProbe, OverlapProbe
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.measure.clocks import reading_statistics, synchronize
 
@@ -143,7 +143,7 @@ def measure_collectives(
             readings = time_collective(team, call, point_s, halves=operation == "send")
             if not readings:
                 break
-            probes.append(_collective_probe(operation, team.size, spec.nodes, payload_bytes, 1, readings))
+            probes.append(collective_probe(operation, team.size, spec.nodes, payload_bytes, 1, readings))
     check()
     # A message that takes long enough to compute beside it, and not too long.
     fitting = [probe.payload_bytes for probe in probes if probe.operation == "all_reduce" and probe.seconds <= 0.1]
@@ -201,11 +201,17 @@ def _exchange_both_ways(team: ProbeGroup, own: Tensor, received: Tensor, _number
 
 
 def time_collective(
-    team: ProbeGroup, call: CollectiveCall, point_s: float, halves: bool = False, is_active: bool = True
+    team: ProbeGroup,
+    call: CollectiveCall,
+    point_s: float,
+    halves: bool = False,
+    is_active: bool = True,
+    is_required: bool = False,
 ) -> list[float]:
     """Seconds of one call in each repeat, of the slowest rank; empty where it takes far longer than ``point_s``.
 
-    ``halves``: a call is two messages, one after the other. A rank that is not active waits for the others.
+    ``halves``: a call is two messages, one after the other. A rank that is not active waits for the others. A size that
+    is required is repeated as few times as any, however long it takes.
     """
 
     def repeat(calls: int, first: int) -> float:
@@ -220,7 +226,7 @@ def time_collective(
         repeat(1, 0)
     team.barrier()
     alone_s = team.maximum([repeat(2, 1) if is_active else 0.0])[0]
-    if alone_s * MIN_REPEATS > point_s * _MAX_BUDGET_FACTOR:
+    if alone_s * MIN_REPEATS > point_s * _MAX_BUDGET_FACTOR and not is_required:
         return []
     calls = max(1, min(50, round(_BURST_S / alone_s)))
     repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(point_s / (calls * alone_s))))
@@ -228,9 +234,10 @@ def time_collective(
     return [seconds / (2 if halves else 1) for seconds in team.maximum(own)]
 
 
-def _collective_probe(
+def collective_probe(
     operation: str, ranks: int, nodes: int, payload_bytes: int, groups: int, readings: list[float]
 ) -> CollectiveProbe:
+    """Return the record of one size, from the seconds of its repeats."""
     own: dict[str, Any] = {"operation": operation, "payload_bytes": payload_bytes, **reading_statistics(readings)}
     return CollectiveProbe(ranks=ranks, nodes=nodes, groups=groups, **own)
 
@@ -255,5 +262,5 @@ def _measure_contention(
             team.barrier()
             readings = time_collective(team, call, budget_s / (len(counts) * len(sizes)), is_active=local_rank < count)
             if readings:
-                probes.append(_collective_probe("all_reduce", spec.nodes, spec.nodes, payload_bytes, count, readings))
+                probes.append(collective_probe("all_reduce", spec.nodes, spec.nodes, payload_bytes, count, readings))
     return probes

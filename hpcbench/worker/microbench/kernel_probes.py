@@ -6,7 +6,7 @@ and through the optimizer, as a step does. The overhead of an empty pass is subt
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
@@ -17,17 +17,22 @@ import torch
 from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.results.schema import KernelProbe, UpdateProbe
+from hpcbench.results.probe_records import KernelProbe, UpdateProbe
 from hpcbench.worker.measure.clocks import CallTimer, reading_statistics, relative_spread
 from hpcbench.worker.microbench.module_capture import CapturedModule, capture_modules, isolate_module, replay_tensor
 from hpcbench.worker.strategies.base import DataParallelStrategy, optimizer_class_and_arguments
 
 LAYER_SPLITS = ("outputs", "inputs", "positions")
+CHANNELS = "channels"
+"""A normalization over a part of its channels."""
 _CONVOLUTION_TYPES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_NORM_TYPES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def slice_layer(module: Any, x: Tensor, split: str, parts: int) -> tuple[nn.Module, Tensor] | None:
     """Return a new layer and the input for one of ``parts``; ``None`` where the layer cannot be split so."""
+    if split == CHANNELS:
+        return _slice_norm(module, x, parts)
     is_linear = isinstance(module, nn.Linear)
     if not is_linear and not isinstance(module, _CONVOLUTION_TYPES):
         return None
@@ -47,6 +52,13 @@ def slice_layer(module: Any, x: Tensor, split: str, parts: int) -> tuple[nn.Modu
     make: Callable[..., nn.Module] = nn.Linear if is_linear else type(module)
     layer = make(*widths, *settings, bias=module.bias is not None, device=x.device, dtype=module.weight.dtype)
     return layer, x if split == "outputs" else _first_part(x, x.dim() - 1 if is_linear else 1, parts)
+
+
+def _slice_norm(module: Any, x: Tensor, parts: int) -> tuple[nn.Module, Tensor] | None:
+    if not isinstance(module, _NORM_TYPES) or module.num_features % parts:
+        return None
+    layer = type(module)(module.num_features // parts, device=x.device, dtype=module.weight.dtype)
+    return layer, _first_part(x, 1, parts)
 
 
 def _first_part(x: Tensor, dim: int, parts: int) -> Tensor:
@@ -100,17 +112,24 @@ class LayerCall:
 
 def measure_kernels(
     strategy: DataParallelStrategy, batch: tuple[Tensor, Tensor], shares: list[int], budget_s: float,
-    check: Callable[[], None],
+    check: Callable[[], None], *, splits: Sequence[str] = ("samples", *LAYER_SPLITS),
+    agree: Callable[[bool], bool] = bool,
 ) -> list[KernelProbe]:  # fmt: skip
-    """All distinct layers of the strategy's model on ``batch``; rounds are repeated until ``budget_s`` has passed."""
+    """All distinct layers of the strategy's model on ``batch``; rounds are repeated until ``budget_s`` has passed.
+
+    Args:
+        shares: numbers of parts that layers are also cut into, by each of ``splits``.
+        agree: whether the time is up on any rank, where several measure side by side.
+    """
     device, samples = batch[0].device, len(batch[0])
     captured, whole = _capture_whole_layers(strategy, batch, 1)
     groups, divisors = [whole], [parts for parts in shares if parts > 1]
     for parts in divisors:
-        if parts <= samples // 2:
+        if parts <= samples // 2 and "samples" in splits:
             fewer = (batch[0][: samples // parts], batch[1][: samples // parts])
             groups.append(_capture_whole_layers(strategy, fewer, parts)[1])
-    groups += [_split_layers(strategy, captured, split, parts) for parts in divisors for split in LAYER_SPLITS]
+    cuts = [split for split in splits if split != "samples"]
+    groups += [_split_layers(strategy, captured, split, parts) for parts in divisors for split in cuts]
     groups = [group for group in groups if group]
     nothing = LayerCall("", "", "", 1, 1, replay_tensor(torch.zeros(1, device=device)))
     rounds: list[_RoundGroup] = []
@@ -118,7 +137,7 @@ def measure_kernels(
         # The run's optimizer, which leaves the parameters as they are.
         parameters = {id(parameter): parameter for piece in group for parameter in piece.parameters}
         rounds.append((group, _optimizer(strategy.spec, list(parameters.values()), lr=0.0) if parameters else None))
-    _run_rounds([*rounds, ([nothing], None)], device, budget_s, check)
+    _run_rounds([*rounds, ([nothing], None)], device, budget_s, check, agree)
     overhead_s = (median(nothing.forward_s[1:]), median(nothing.backward_s[1:]))
     return [_kernel_probe(piece, overhead_s) for group in groups for piece in group]
 
@@ -142,7 +161,7 @@ def _capture_whole_layers(
     captured, outputs = capture_modules(strategy.module, batch[0], run)
     split, samples = "whole" if parts == 1 else "samples", len(batch[0])
     calls = [
-        _make_layer_call(strategy, module, isolate_module(module), module.inputs, split, parts, samples)
+        make_layer_call(strategy, module, isolate_module(module), module.inputs, split, parts, samples)
         for module in captured
     ]
     source = replay_tensor(outputs)
@@ -159,14 +178,15 @@ def _split_layers(
         sliced = slice_layer(module.module, x, split, parts) if isinstance(x, Tensor) else None
         if sliced is not None:
             layer, part = sliced
-            calls.append(_make_layer_call(strategy, module, layer.train(), [part], split, parts, len(part)))
+            calls.append(make_layer_call(strategy, module, layer.train(), [part], split, parts, len(part)))
     return calls
 
 
-def _make_layer_call(
+def make_layer_call(
     strategy: DataParallelStrategy, captured: CapturedModule, module: nn.Module, inputs: list[object], split: str,
     parts: int, samples: int,
 ) -> LayerCall:  # fmt: skip
+    """Return ``module`` on ``inputs`` as a call of its own; nothing flows back to what ``captured`` wants none for."""
     sources = [
         replay_tensor(value) if isinstance(value, Tensor) and flows else partial(next, repeat(value))
         for value, flows in zip(inputs, captured.flows_back, strict=True)
@@ -183,10 +203,13 @@ def _make_layer_call(
 _RoundGroup = tuple[list[LayerCall], torch.optim.Optimizer | None]
 
 
-def _run_rounds(groups: list[_RoundGroup], device: torch.device, budget_s: float, check: Callable[[], None]) -> None:
+def _run_rounds(
+    groups: list[_RoundGroup], device: torch.device, budget_s: float, check: Callable[[], None],
+    agree: Callable[[bool], bool],
+) -> None:  # fmt: skip
     """Append the times of all rounds. The first is not used: memory is taken, and libraries choose their algorithms."""
     ends, done = time.perf_counter() + budget_s, 0
-    while done < MIN_ROUNDS + 1 or (done < MAX_ROUNDS and time.perf_counter() < ends):
+    while done < MIN_ROUNDS + 1 or (done < MAX_ROUNDS and not agree(time.perf_counter() >= ends)):
         check()
         timer = CallTimer(device)
         for group, optimizer in groups:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import hpcbench
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.workloads import DATASETS, sample_shape
-from hpcbench.results.schema import LoopProbe
+from hpcbench.results.probe_records import LoopProbe
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.measure.clocks import reading_statistics, synchronize
 from hpcbench.worker.models.build import SMALL_IMAGE_EDGE, build_torchvision_model

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import unsupported
 from hpcbench.parallel import catalog
-from hpcbench.results.schema import PipelinePrediction, ProbeResults, TimelineSpan
+from hpcbench.results.probe_records import ProbeResults
+from hpcbench.results.schema import PipelinePrediction, TimelineSpan
 from hpcbench.worker.cuda_graph import StepFunction, graph_stream_context, graphed_step
 from hpcbench.worker.data.feed import Batch, DataFeed
 from hpcbench.worker.distributed.process_groups import RankContext

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -10,12 +11,21 @@ from torch import nn
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.catalog import options_with_defaults
 from hpcbench.parallel.gradient_buckets import MIB
-from hpcbench.results.schema import ProbeResults
+from hpcbench.parallel.message_shapes import parse_messages
+from hpcbench.results.probe_records import ProbeResults
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.distributed.process_groups import RankContext
-from hpcbench.worker.measure.host import peak_resident_bytes
+from hpcbench.worker.distributed.world import any_rank
+from hpcbench.worker.measure.host import peak_resident_bytes, throttled_s
+from hpcbench.worker.microbench.block_probes import measure_blocks
 from hpcbench.worker.microbench.collective_probes import measure_collectives
-from hpcbench.worker.microbench.kernel_probes import measure_kernels, measure_optimizer_updates
+from hpcbench.worker.microbench.kernel_probes import (
+    CHANNELS,
+    LAYER_SPLITS,
+    measure_kernels,
+    measure_optimizer_updates,
+)
+from hpcbench.worker.microbench.message_probes import measure_messages
 from hpcbench.worker.microbench.plain_loops import measure_loops
 from hpcbench.worker.strategies.base import DataParallelStrategy
 
@@ -61,11 +71,50 @@ class ProbeLayersStrategy(_IndependentReplicasStrategy):
     """One rank; after its steps every kernel and optimizer update is timed alone."""
 
     def measure(self, feed: DataFeed, check: Callable[[], None]) -> ProbeResults:
-        shares = sorted({int(share) for share in str(self.options["shares"]).split(",")})
+        shares = _numbers_of_parts(self.options["shares"])
         batch = feed.batch(0, self.replica)
         kernels = measure_kernels(self, batch, shares, float(self.options["budget_s"]), check)
         updates = measure_optimizer_updates(self.spec, self.module)
         return ProbeResults(base_memory_bytes=self.base_memory_bytes, kernels=kernels, updates=updates)
+
+
+def _numbers_of_parts(shares: object) -> list[int]:
+    return sorted({int(share) for share in str(shares).split(",")})
+
+
+class ProbeBlocksStrategy(_IndependentReplicasStrategy):
+    """Ranks side by side, without communication: blocks as wholes, layers in parts, and updates are timed."""
+
+    def measure(self, feed: DataFeed, check: Callable[[], None]) -> ProbeResults:
+        shares = _numbers_of_parts(self.options["shares"])
+        parts = [share for share in shares if share > 1]
+        budget_s = float(self.options["budget_s"]) / (2 if parts else 1)
+        batch, agree = feed.batch(0, self.replica), partial(any_rank, self.context)
+        throttled_before_s = throttled_s() or 0.0
+        found = measure_blocks(self, batch, budget_s, check, agree, accumulates=bool(self.options["accumulates"]))
+        held_s = (throttled_s() or 0.0) - throttled_before_s
+        kernels = []
+        if parts:
+            # Where a layer has no weights, fewer samples are as fewer channels.
+            splits = ("samples", *LAYER_SPLITS, CHANNELS)
+            kernels = measure_kernels(self, batch, parts, budget_s, check, splits=splits, agree=agree)
+        return ProbeResults(
+            base_memory_bytes=self.base_memory_bytes,
+            kernels=kernels,
+            updates=measure_optimizer_updates(self.spec, self.module),
+            blocks=found.blocks,
+            pass_s=found.pass_s,
+            throttled_s=held_s or None,
+        )
+
+
+class ProbeMessagesStrategy(_IndependentReplicasStrategy):
+    """Ranks that send the messages of a sweep, in its groups."""
+
+    def measure(self, feed: DataFeed, check: Callable[[], None]) -> ProbeResults:
+        shapes = parse_messages(str(self.options["messages"]))
+        found = measure_messages(self.spec, self.context, shapes, float(self.options["budget_s"]), check)
+        return ProbeResults(base_memory_bytes=self.base_memory_bytes, collectives=found)
 
 
 class ProbeCollectivesStrategy(_IndependentReplicasStrategy):

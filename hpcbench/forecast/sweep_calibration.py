@@ -1,0 +1,289 @@
+"""Calibration for one sweep: the probes of its own shapes, their cost, and the calibration that they give."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import msgspec
+
+from hpcbench.config.cluster_profile import ClusterProfile
+from hpcbench.config.run_spec import RunSpec, config_id
+from hpcbench.config.sweep_loader import load_sweep
+from hpcbench.errors import ConfigError, did_you_mean
+from hpcbench.fileio import make_folder, write_atomic
+from hpcbench.forecast.forecast import STARTUP_S, Forecast, forecast_plan
+from hpcbench.oracle.calibration.calibration_runs import PROBE_STEPS, probe_sweep_toml
+from hpcbench.oracle.calibration.calibration_store import (
+    StoredCalibration,
+    calibration_of_partition,
+    read_calibrations,
+)
+from hpcbench.oracle.calibration.sweep_needs import PricedRun, SweepProbe, block_probes, message_probes, price_run
+from hpcbench.oracle.cost_model import is_eager_run
+from hpcbench.oracle.machine import nominal_machine
+from hpcbench.oracle.measured_shapes import MeasuredShapes
+from hpcbench.oracle.prediction import MemoryFit, NotPredicted, format_need_and_limit
+from hpcbench.parallel.check_names import custom_model_folder
+from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
+from hpcbench.results.results_tree import ClusterTree
+from hpcbench.results.schema import STATUS_OK, RunResult
+from hpcbench.submit.plan import SweepPlan, make_plan
+
+SWEEP_SHARE = 0.1
+"""Fraction of a sweep's predicted node-hours that its probes may take ..."""
+MIN_LIMIT_H = 0.25
+"""... or so many hours of the sweep's largest allocation, whichever is more."""
+_MIN_PASSES = 16
+"""Passes through all blocks of a probe run, whatever its budget."""
+_TIME_LIMIT_MIN = 10
+LEFT_OUT = "left out: "
+DISTURBANCES = (
+    "other runs of hpcbench used the cores", "other processes used the cores", "other processes computed on the device",
+)  # fmt: skip
+"""Beginnings of the warnings that mark a run as disturbed by others."""
+
+
+@dataclass
+class SweepCalibration:
+    """The plan of a calibration for a sweep: probes, cost, and the calibration that they extend."""
+
+    sweep: SweepPlan
+    partition: str | None
+    probes: list[SweepProbe]
+    left_out: list[str]
+    """Probes that are not run, and why."""
+    node_hours: float
+    """Predicted, of the probes."""
+    sweep_node_hours: float | None
+    limit_node_hours: float
+    base: StoredCalibration | None
+    """The calibration that is extended; ``None``: the profile."""
+    shapes: MeasuredShapes | None
+    """Measured before, in the same environment."""
+    environment: str | None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The name of the sweep of probes."""
+        return f"calibration-for-{self.sweep.sweep.name}"[:64]
+
+    def lines(self) -> list[str]:
+        """State for a person what is measured, what it costs and what is left out."""
+        name, nodes = self.sweep.sweep.name, max(spec.nodes for spec in self.sweep.runs.values())
+        own = "unknown" if self.sweep_node_hours is None else f"{self.sweep_node_hours:.3g}"
+        lines = [
+            f"calibration for {name}: {len(self.probes)} probe runs, predicted {self.node_hours:.3g} node-hours; at "
+            f"most {self.limit_node_hours:.3g}: the larger of a tenth of the sweep's {own} and 15 minutes of {nodes} "
+            f"node{'s' * (nodes > 1)}"
+        ]
+        lines += [f"  {probe.what}: for {probe.runs} configurations" for probe in self.probes]
+        return [*lines, *(f"  {text}" for text in self.left_out), *(f"  {note}" for note in self.notes)]
+
+
+def prepare_sweep_calibration(
+    plan: SweepPlan, tree: ClusterTree, partition: str | None, budget_s: float
+) -> SweepCalibration:
+    """Return the probes of the shapes of ``plan`` that have no measured time, as far as they may cost.
+
+    Args:
+        plan: of the sweep that is to be predicted.
+        tree: of its cluster.
+        partition: whose runs are meant; ``None`` where they are all of one.
+        budget_s: of the measurements of one probe.
+
+    Raises:
+        ConfigError: The sweep's runs are of several partitions or environments, or none of them can be probed.
+    """
+    profile = plan.profile
+    partition = _one_partition(plan, partition)
+    runs = {key: spec for key, spec in plan.runs.items() if (spec.partition or profile.default_partition) == partition}
+    environment = _one_environment(plan, runs.values())
+    stored, problems = read_calibrations(tree, profile.name)
+    base = calibration_of_partition(stored, profile, partition)
+    shapes, notes = _current_shapes(plan, base, environment)
+    forecast = Forecast(profile, tree, custom_model_folder(plan.sweep, profile))
+    priced, reasons = _price_runs(forecast, runs.values(), shapes)
+    if not priced:
+        reason = next(iter(reasons), "no run")
+        raise ConfigError(f"nothing of sweep {plan.sweep.name!r} can be probed on {profile.name}: {reason}")
+    notes = [*problems, *notes, *_link_notes(profile, partition, runs.values())]
+    notes += [f"{count} configurations are not probed: {reason}" for reason, count in reasons.most_common()]
+    if base is None:
+        notes.append(
+            f"{profile.name} has no calibration: what is not measured here stays the profile's "
+            f"(hpcbench cluster calibrate {profile.name} measures it)"
+        )
+    sweep_hours = forecast_plan(plan, tree).node_hours(runs)
+    limit = max(SWEEP_SHARE * (sweep_hours or 0.0), MIN_LIMIT_H * max(spec.nodes for spec in runs.values()))
+    fitting, oversized = _without_oversized(block_probes(priced, budget_s), forecast)
+    probes = [*fitting, *message_probes(priced, budget_s)]
+    kept, left_out, hours = _within_limit(probes, limit, STARTUP_S[profile.device])
+    left_out = [*oversized, *left_out]
+    return SweepCalibration(
+        plan, partition, kept, left_out, hours, sweep_hours, limit, base, shapes, environment, notes
+    )
+
+
+def _one_partition(plan: SweepPlan, wanted: str | None) -> str | None:
+    profile = plan.profile
+    names = {spec.partition or profile.default_partition for spec in plan.runs.values()}
+    if wanted is None and len(names) > 1:
+        choices = sorted(name or "" for name in names)
+        raise ConfigError(
+            f"the runs of sweep {plan.sweep.name!r} are on {len(names)} partitions: {', '.join(choices)}",
+            hint=f"name one: --partition {choices[0]}",
+        )
+    chosen = wanted or next(iter(names))
+    if chosen not in names:
+        raise ConfigError(
+            f"no run of sweep {plan.sweep.name!r} is on partition {chosen!r}",
+            hint=did_you_mean(str(chosen), sorted(name for name in names if name)),
+        )
+    return chosen
+
+
+def _one_environment(plan: SweepPlan, specs: Iterable[RunSpec]) -> str | None:
+    names = {spec.environment for spec in specs}
+    if len(names) > 1:
+        choices = ", ".join(sorted(name or plan.profile.default_environment or "the default" for name in names))
+        raise ConfigError(
+            f"the runs of sweep {plan.sweep.name!r} are in {len(names)} environments ({choices}): times of one say "
+            "nothing of another",
+            hint="give --for a sweep of one environment",
+        )
+    return next(iter(names))
+
+
+def _current_shapes(
+    plan: SweepPlan, base: StoredCalibration | None, environment: str | None
+) -> tuple[MeasuredShapes | None, list[str]]:
+    """Return the shapes of ``base`` that were measured with today's software, and what is wrong with others."""
+    shapes = None if base is None else base.calibration.machine.measured
+    if base is None or shapes is None:
+        return None, []
+    key = plan.environment_key(environment)
+    if shapes.environment == environment and shapes.environment_keys == [key]:
+        return shapes, []
+    return None, [
+        f"the shapes that calibration {base.digest} measured for {', '.join(shapes.sweeps)} are of another environment "
+        f"({', '.join(shapes.environment_keys)}, now {key}): they are measured again"
+    ]
+
+
+def _price_runs(
+    forecast: Forecast, specs: Iterable[RunSpec], shapes: MeasuredShapes | None
+) -> tuple[list[PricedRun], Counter[str]]:
+    """Price each configuration once; count by the reason those that cannot be probed."""
+    priced: list[PricedRun] = []
+    reasons: Counter[str] = Counter()
+    for spec in {config_id(spec): spec for spec in specs}.values():
+        table, prediction = forecast.table(spec), forecast.predict_alone(spec, quick=True)
+        if not is_eager_run(spec):
+            reasons["compiled, emulated, or with variables of their own (env)"] += 1
+        elif isinstance(prediction, NotPredicted) or isinstance(table, NotPredicted):
+            reason = prediction if isinstance(prediction, NotPredicted) else table
+            assert isinstance(reason, NotPredicted), "one of them is not predicted"
+            reasons[reason.reason] += 1
+        else:
+            machine = msgspec.structs.replace(forecast.machine(spec), measured=shapes)
+            priced.append(price_run(spec, table, machine))
+    return priced, reasons
+
+
+def _link_notes(profile: ClusterProfile, partition: str | None, specs: Iterable[RunSpec]) -> list[str]:
+    """State what is assumed for links that the profile does not describe."""
+    largest = list(specs)
+    uses = {
+        "intra_node": ("inside nodes", any(spec.tasks_per_node > 1 for spec in largest)),
+        "inter_node": ("between nodes", any(spec.nodes > 1 for spec in largest)),
+    }
+    comm, notes = nominal_machine(profile, partition).comm, []
+    for name, (where, is_used) in uses.items():
+        link = getattr(comm, name)
+        if is_used and getattr(profile.links, name) is None:
+            notes.append(
+                f"the profile {profile.name} says nothing of its links {where}: {link.latency_s * 1e6:g} us and "
+                f"{1e-9 / link.beta_s_per_byte:g} GB/s are assumed for messages that are not measured"
+            )
+    return notes
+
+
+def _without_oversized(probes: Sequence[SweepProbe], forecast: Forecast) -> tuple[list[SweepProbe], list[str]]:
+    """Return the probes of blocks whose whole model fits on a device, and why others are left out."""
+    kept: list[SweepProbe] = []
+    left_out: list[str] = []
+    for probe in probes:
+        point = {key: value for key, value in probe.point.items() if key not in ("options", "tasks_per_node")}
+        single = resolve_point(point | {"strategy": "single"}, PartitionLimits("any"))
+        fit = single if isinstance(single, InfeasiblePoint) else forecast.memory_fit(single)
+        limit = fit.memory_limit_bytes if isinstance(fit, MemoryFit) else None
+        # The ranks of a node share the memory of its processors.
+        ranks = int(probe.point.get("tasks_per_node", 1)) if forecast.profile.device == "cpu" else 1
+        if isinstance(fit, MemoryFit) and limit is not None and ranks * fit.peak_memory_bytes > limit:
+            need, has = format_need_and_limit(fit.peak_memory_bytes, limit // ranks)
+            left_out.append(f"{LEFT_OUT}{probe.what}: the whole model needs {need} on a rank, there is {has}")
+        else:
+            kept.append(probe)
+    return kept, left_out
+
+
+def _within_limit(
+    probes: Sequence[SweepProbe], limit: float, startup_s: float
+) -> tuple[list[SweepProbe], list[str], float]:
+    """Return the probes that fit into ``limit`` node-hours, those for most of the sweep's time first."""
+    kept: list[SweepProbe] = []
+    left_out: list[str] = []
+    hours = 0.0
+    for probe in sorted(probes, key=lambda one: one.runs * one.seconds, reverse=True):
+        steps = PROBE_STEPS["warmup_steps"] + PROBE_STEPS["steps"] + _MIN_PASSES
+        measured_s = max(float(probe.point["options"]["budget_s"]), steps * probe.seconds)
+        own = probe.nodes * (startup_s + measured_s) / 3600
+        if hours + own > limit:
+            left_out.append(f"{LEFT_OUT}{probe.what}: {own:.3g} node-hours are more than what is left of {limit:.3g}")
+            continue
+        kept.append(probe)
+        hours += own
+    return kept, left_out, hours
+
+
+def probe_sweep_text(prepared: SweepCalibration, seed: int = 0) -> str:
+    """Return the sweep of the probes; launches of other seeds are other runs."""
+    plan = prepared.sweep
+    settings = {"name": prepared.name, "description": f"what sweep {plan.sweep.name} consists of"}
+    folder = custom_model_folder(plan.sweep, plan.profile)
+    if folder is not None:
+        settings["model_folder"] = str(folder.resolve())
+    fixed = {**PROBE_STEPS, "seed": seed, "time_limit_min": _TIME_LIMIT_MIN}
+    return probe_sweep_toml(settings, plan.profile, fixed, [probe.point for probe in prepared.probes])
+
+
+def make_probe_plan(prepared: SweepCalibration, tree: ClusterTree, *, takes_disturbed: bool) -> SweepPlan:
+    """Return the plan of the probes; its sweep is kept beside the calibrations.
+
+    Probes that have all ended and were all disturbed are planned anew, unless ``takes_disturbed``.
+    """
+    path = tree.path("calibrations", f"{prepared.name}.toml")
+    make_folder(path.parent)
+    for seed in count():
+        write_atomic(path, probe_sweep_text(prepared, seed).encode())
+        plan = make_plan(load_sweep(path), prepared.sweep.profile, tree)
+        if plan.missing or plan.elsewhere or takes_disturbed:
+            break
+        results = [tree.read_result(key) for key in plan.runs]
+        if not all_disturbed([result for result in results if result is not None and result.status == STATUS_OK]):
+            break
+    return plan
+
+
+def all_disturbed(results: Sequence[RunResult]) -> bool:
+    """Whether every one of several results has a warning of other work on its machine."""
+    return bool(results) and all(disturbance(result) for result in results)
+
+
+def disturbance(result: RunResult) -> str | None:
+    """Return the warning that marks a run as disturbed by others."""
+    return next((warning for warning in result.warnings if warning.startswith(DISTURBANCES)), None)

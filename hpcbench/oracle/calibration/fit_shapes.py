@@ -1,0 +1,161 @@
+"""Measured times of a sweep's own shapes, from runs of ``probe_blocks`` and ``probe_messages``."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from math import hypot, log
+from statistics import fmean, median
+from typing import Any
+
+from hpcbench.oracle.calibration.calibration_runs import PROBE_BLOCKS, PROBE_MESSAGES, CalibrationRun, runs_of_strategy
+from hpcbench.oracle.calibration.fit_kernels import MIN_COMPUTE_SPREAD, part_share
+from hpcbench.oracle.cost_model import kernel_conditions, row_kernels, update_kernels
+from hpcbench.oracle.machine import Machine
+from hpcbench.oracle.measured_shapes import MeasuredKernel, MeasuredMessage, MeasuredShapes
+from hpcbench.parallel.layer_table import LayerRow
+from hpcbench.parallel.message_shapes import MessageShape
+from hpcbench.parallel.roofline import Kernel, RooflineModel
+from hpcbench.results.probe_records import BlockProbe, ProbeResults
+
+_NORMAL_90 = 1.645
+_THROTTLED_SHARE = 0.01
+"""Fraction of the time of all passes; a quota that holds back less is ignored."""
+_BUSY_RATIO = 1.15
+"""Passing time over processor time, from which a quota or other work is named."""
+
+
+def fit_shapes(machine: Machine, runs: Sequence[CalibrationRun], sweep: str, *, is_disturbed: bool) -> MeasuredShapes:
+    """Return the shapes that usable ``runs`` measured, with their uncertainty.
+
+    Args:
+        machine: the profile's: its links, and its kernel times by which a block's time is divided among its rows.
+        runs: those of other strategies are ignored.
+        sweep: the name of the sweep that they were made for.
+        is_disturbed: whether any of them was: what passed beside the processors' time is then uncertain, too.
+    """
+    kernels: list[MeasuredKernel] = []
+    spreads, held = list[float](), list[float]()
+    for run in runs_of_strategy(runs, PROBE_BLOCKS):
+        probe = run.result.probe
+        if probe is None or not probe.blocks or probe.pass_s is None:
+            continue
+        kernels += _kernels_of_run(machine, run, probe)
+        spreads.append(median(block.spread for block in probe.blocks))
+        held.append(wall_ratio(probe))
+    messages: list[MeasuredMessage] = []
+    scatters: list[float] = []
+    for run in runs_of_strategy(runs, PROBE_MESSAGES):
+        for one in run.result.probe.collectives if run.result.probe else ():
+            rivals = one.groups if one.nodes > 1 else 1
+            shape = MessageShape(one.operation, one.ranks, one.ranks // one.nodes, rivals, one.payload_bytes)
+            messages.append(MeasuredMessage(shape=shape, tasks_per_node=run.spec.tasks_per_node, seconds=one.seconds))
+            scatters.append(one.spread)
+    # The 90 % interval then includes a machine that is as busy.
+    outside = log(max(median(held or [1.0]), 1.0)) / _NORMAL_90 if is_disturbed else 0.0
+    return MeasuredShapes(
+        kernels=kernels,
+        messages=messages,
+        compute_spread=max(MIN_COMPUTE_SPREAD, hypot(median(spreads or [0.0]), outside)),
+        comm_spread=max(MIN_COMPUTE_SPREAD, hypot(median(scatters or [0.0]), outside)),
+        sweeps=[sweep],
+        links=(machine.comm.intra_node, machine.comm.inter_node),
+        environment_digests=sorted({run.result.environment_digest or "" for run in runs} - {""}),
+    )
+
+
+def wall_ratio(probe: ProbeResults) -> float:
+    """Return the time that passed in a pass through all blocks, over the times of the blocks."""
+    blocks_s = sum(block.forward_s + (block.backward_s or 0.0) for block in probe.blocks)
+    return (probe.pass_s or 0.0) / blocks_s if blocks_s else 1.0
+
+
+def _held_back(machine: Machine, probe: ProbeResults) -> float:
+    """Return the part of ``wall_ratio`` that a quiet machine has, too: of a CPU quota, or of an accelerator's host.
+
+    Without either, other work alone makes the ratio differ from 1.
+    """
+    passing_s = (probe.pass_s or 0.0) * max((block.repeats for block in probe.blocks), default=0)
+    is_throttled = (probe.throttled_s or 0.0) > _THROTTLED_SHARE * passing_s
+    return wall_ratio(probe) if is_throttled or machine.device == "cuda" else 1.0
+
+
+def busy_notes(runs: Sequence[CalibrationRun]) -> list[str]:
+    """Return a note where more time passed in blocks than processors or devices worked."""
+    ratios = [wall_ratio(run.result.probe) for run in runs_of_strategy(runs, PROBE_BLOCKS) if run.result.probe]
+    worst = max(ratios, default=1.0)
+    if worst < _BUSY_RATIO:
+        return []
+    return [
+        f"a pass through the blocks took up to {worst:.2f} times the processors' own time: a CPU quota or, on an "
+        "accelerator, the host, which are in the measured times; else work of others, which is not"
+    ]
+
+
+def _kernels_of_run(machine: Machine, run: CalibrationRun, probe: ProbeResults) -> list[MeasuredKernel]:
+    accumulates = any(block.accumulates for block in probe.blocks)
+    conditions = kernel_conditions(run.spec)._replace(accumulates=accumulates)
+    held = _held_back(machine, probe)
+    whole_s = _row_times(machine, run, probe.blocks, held)
+    measured_s = _cut_row_times(run, probe, whole_s)
+    measured_s |= {(kernel, run.spec.batch_size): seconds for kernel, seconds in whole_s.items()}
+    kernels = [
+        MeasuredKernel(kernel=kernel, samples=samples, conditions=conditions, seconds=seconds)
+        for (kernel, samples), seconds in measured_s.items()
+    ]
+    for update in probe.updates:
+        kernels += [
+            MeasuredKernel(kernel=kernel, samples=1, conditions=conditions, seconds=update.seconds * held)
+            for kernel in update_kernels(run.spec, [update.parameter_bytes])
+        ]
+    return kernels
+
+
+def _row_times(machine: Machine, run: CalibrationRun, blocks: Sequence[BlockProbe], wall: float) -> dict[Kernel, float]:
+    """Divide each block's time among its rows, in proportion to their kernels on ``machine``.
+
+    A kernel of several blocks gets the mean, so that all rows together take what all blocks did.
+    """
+    roofline = RooflineModel.of(machine.compute)
+    found: dict[Kernel, list[float]] = defaultdict(list)
+    for block in blocks:
+        rows = [row for row in run.table.layers if row.block == block.block]
+        passes = [row_kernels(run.spec, row, block.samples) for row in rows]
+        for direction, block_s in ((0, block.forward_s), (1, block.backward_s or 0.0)):
+            own_s = {number: roofline.seconds(both[direction]) for number, both in enumerate(passes)}
+            total_s = sum(own_s.values())
+            for number, seconds in own_s.items():
+                if seconds:
+                    found[passes[number][direction]].append(block_s * wall * seconds / total_s)
+    return {kernel: fmean(seconds) for kernel, seconds in found.items()}
+
+
+def _cut_row_times(
+    run: CalibrationRun, probe: ProbeResults, whole_s: Mapping[Kernel, float]
+) -> dict[tuple[Kernel, int], float]:
+    """Return the times of parts of rows: that of the whole row in its block, times the ratio of both called alone.
+
+    The key is the kernel with its samples. Of equal layers one was called, for all of them.
+    """
+    called = {(row.name, row.kind): row for row in reversed(run.table.layers)}
+    alike: dict[tuple[Any, ...], list[LayerRow]] = defaultdict(list)
+    for row in run.table.layers:
+        alike[_layer_key(row)].append(row)
+    whole = {(one.row, one.kind): one for one in probe.kernels if one.split == "whole"}
+    found: dict[tuple[Kernel, int], list[float]] = defaultdict(list)
+    for part in probe.kernels:
+        one, alone = called.get((part.row, part.kind)), whole.get((part.row, part.kind))
+        if part.split == "whole" or one is None or alone is None:
+            continue
+        ratios = (part.forward_s / alone.forward_s, (part.backward_s or 0.0) / (alone.backward_s or 1.0))
+        for row in alike[_layer_key(one)]:
+            kernels = row_kernels(run.spec, row, alone.samples)
+            cuts = row_kernels(run.spec, row, part.samples, part_share(part.split, part.parts))
+            for kernel, cut, ratio in zip(kernels, cuts, ratios, strict=True):
+                if kernel in whole_s and ratio > 0:
+                    found[cut, part.samples].append(whole_s[kernel] * ratio)
+    return {key: fmean(seconds) for key, seconds in found.items()}
+
+
+def _layer_key(row: LayerRow) -> tuple[Any, ...]:
+    return row.kind, tuple(row.input_shape), tuple(row.output_shape), row.parameters, row.forward_flops

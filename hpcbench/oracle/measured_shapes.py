@@ -1,0 +1,188 @@
+"""Measured times of the blocks and messages of one sweep, and their lookup by shape.
+
+A kernel counts as measured where its sizes per sample, the precision, the ranks on a node and the way in which
+gradients are kept are equal, and its samples were measured or lie between two numbers that were."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from math import exp, isclose, log
+from statistics import fmean
+from typing import NamedTuple
+
+import msgspec
+
+from hpcbench.oracle.collective_formulas import HockneyLink
+from hpcbench.parallel.layer_table import cached_by_identity
+from hpcbench.parallel.message_shapes import MessageShape
+from hpcbench.parallel.roofline import UPDATE, Kernel
+
+_MIN_S = 1e-9
+
+
+class KernelConditions(NamedTuple):
+    """Conditions under which equal kernels take equal time."""
+
+    ranks_per_node: int
+    """That compute side by side."""
+    accumulates: bool = False
+    """Whether gradients are added to those of an earlier micro-batch."""
+    channels_last: bool = False
+    cudnn_benchmark: bool = True
+
+
+class MeasuredKernel(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a block's measured wall time."""
+
+    kernel: Kernel
+    samples: int
+    """Number of samples of the micro-batch; 1 for an update."""
+    conditions: KernelConditions
+    seconds: float
+
+
+class MeasuredMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """One call, with the time to issue it."""
+
+    shape: MessageShape
+    tasks_per_node: int
+    seconds: float
+
+
+class MeasuredShapes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """All shapes that probes of sweeps measured on one cluster."""
+
+    kernels: list[MeasuredKernel] = []
+    messages: list[MeasuredMessage] = []
+    compute_spread: float = 0.0
+    """Relative uncertainty of a step's computation where all blocks were measured."""
+    comm_spread: float = 0.0
+    sweeps: list[str] = []
+    environment_digests: list[str] = []
+    links: tuple[HockneyLink, HockneyLink] | None = None
+    """The profile's inside nodes and between nodes when messages were measured."""
+    environment: str | None = None
+    """Name of the environment in the profile; ``None`` is its default."""
+    environment_keys: list[str] = []
+    """Hashes of the software as the submitter saw it."""
+
+    def over_links(self, links: tuple[HockneyLink, HockneyLink]) -> MeasuredShapes:
+        """Return the shapes without messages over a link that the profile has changed since."""
+        then = self.links or links
+        kept = [message for message in self.messages if self._link(then, message) == self._link(links, message)]
+        if len(kept) == len(self.messages):
+            return self
+        return msgspec.structs.replace(self, messages=kept)
+
+    @staticmethod
+    def _link(links: tuple[HockneyLink, HockneyLink], message: MeasuredMessage) -> HockneyLink:
+        return links[message.shape.nodes > 1]
+
+    def joined(self, later: MeasuredShapes) -> MeasuredShapes:
+        """Return both; of equal shapes the later measurement."""
+        earlier = self if later.links is None else self.over_links(later.links)
+        kernels = {(one.kernel, one.samples, one.conditions): one for one in (*self.kernels, *later.kernels)}
+        messages = {(one.shape, one.tasks_per_node): one for one in (*earlier.messages, *later.messages)}
+        return MeasuredShapes(
+            kernels=list(kernels.values()),
+            messages=list(messages.values()),
+            compute_spread=max(self.compute_spread, later.compute_spread),
+            comm_spread=max(self.comm_spread, later.comm_spread),
+            sweeps=list(dict.fromkeys([*self.sweeps, *later.sweeps])),
+            environment_digests=list(dict.fromkeys([*self.environment_digests, *later.environment_digests])),
+            links=later.links or self.links,
+            environment=later.environment,
+            environment_keys=list(dict.fromkeys([*self.environment_keys, *later.environment_keys])),
+        )
+
+
+class SizeCurve:
+    """Seconds by size, never falling: violations are pooled (Ayer et al. 1955)."""
+
+    def __init__(self, points: Iterable[tuple[float, float]]) -> None:
+        logs: dict[float, list[float]] = defaultdict(list)
+        for size, seconds in points:
+            logs[size].append(log(max(seconds, _MIN_S)))
+        self._sizes = sorted(logs)
+        pools: list[tuple[float, int]] = []
+        for size in self._sizes:
+            mean, count = fmean(logs[size]), 1
+            while pools and pools[-1][0] > mean:
+                before, others = pools.pop()
+                mean, count = (before * others + mean * count) / (others + count), others + count
+            pools.append((mean, count))
+        self._logs = [mean for mean, count in pools for _ in range(count)]
+
+    def at(self, size: float) -> float | None:
+        """Interpolate the logarithms between two measured sizes; ``None`` outside of them."""
+        place = bisect_left(self._sizes, size * (1 - 1e-6))
+        if place == len(self._sizes):
+            return None
+        if isclose(self._sizes[place], size, rel_tol=1e-6):
+            return exp(self._logs[place])
+        if place == 0:
+            return None
+        low, high = self._sizes[place - 1], self._sizes[place]
+        part = log(size / low) / log(high / low)
+        return exp(self._logs[place - 1] * (1 - part) + self._logs[place] * part)
+
+
+def per_sample_sizes(kernel: Kernel, samples: float) -> tuple[object, ...]:
+    """Return what is equal for kernels of one layer and share at any number of samples."""
+    scaled = (kernel.flops, kernel.moved_bytes, kernel.input_bytes, kernel.output_bytes)
+    per_sample = (f"{size / samples:.6g}" for size in scaled)
+    return kernel.kind, kernel.direction, kernel.precision, f"{kernel.weight_bytes:.6g}", *per_sample
+
+
+def _per_byte_sizes(kernel: Kernel) -> tuple[object, ...] | None:
+    """Return what is equal for kernels whose time is that of their bytes; ``None`` for others.
+
+    Such a kernel has neither weights nor FLOPs: more samples and more channels are the same to it.
+    """
+    if kernel.flops or kernel.weight_bytes or not kernel.output_bytes:
+        return None
+    ratios = (f"{size / kernel.output_bytes:.6g}" for size in (kernel.moved_bytes, kernel.input_bytes))
+    return kernel.kind, kernel.direction, kernel.precision, *ratios
+
+
+class MeasuredTimes:
+    """The index of ``MeasuredShapes``."""
+
+    def __init__(self, shapes: MeasuredShapes) -> None:
+        by_samples: dict[object, list[tuple[float, float]]] = defaultdict(list)
+        by_bytes: dict[object, list[tuple[float, float]]] = defaultdict(list)
+        by_payload: dict[object, list[tuple[float, float]]] = defaultdict(list)
+        for one in shapes.kernels:
+            key = one.conditions, per_sample_sizes(one.kernel, one.samples)
+            by_samples[key].append((one.samples, one.seconds))
+            if (plain := _per_byte_sizes(one.kernel)) is not None:
+                by_bytes[one.conditions, plain].append((one.kernel.output_bytes, one.seconds))
+        for message in shapes.messages:
+            group = message.shape[:-1]
+            by_payload[group, message.tasks_per_node].append((message.shape.payload_bytes, message.seconds))
+        self._by_samples = {key: SizeCurve(points) for key, points in by_samples.items()}
+        self._by_bytes = {key: SizeCurve(points) for key, points in by_bytes.items()}
+        self._by_payload = {key: SizeCurve(points) for key, points in by_payload.items()}
+
+    @staticmethod
+    @cached_by_identity(16)
+    def of(shapes: MeasuredShapes) -> MeasuredTimes:
+        """Return the index, which is built once."""
+        return MeasuredTimes(shapes)
+
+    def kernel_s(self, kernel: Kernel, conditions: KernelConditions, samples: Sequence[float]) -> float | None:
+        """Return the measured seconds of ``kernel``, which is of one of these numbers of samples."""
+        for count in (1,) if kernel.direction == UPDATE else samples:
+            curve = self._by_samples.get((conditions, per_sample_sizes(kernel, count)))
+            if curve is not None and (seconds := curve.at(count)) is not None:
+                return seconds
+        plain = _per_byte_sizes(kernel)
+        curve = None if plain is None else self._by_bytes.get((conditions, plain))
+        return None if curve is None else curve.at(kernel.output_bytes)
+
+    def message_s(self, shape: MessageShape, tasks_per_node: int) -> float | None:
+        """Return the measured seconds of a call, the time to issue it included."""
+        curve = self._by_payload.get((shape[:-1], tasks_per_node))
+        return None if curve is None else curve.at(shape.payload_bytes)

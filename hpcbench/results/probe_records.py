@@ -1,0 +1,124 @@
+"""The records of what a run of a calibration measured, in ``result.json`` and in the rank files."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class _ProbeRecord(msgspec.Struct, omit_defaults=True):
+    """Absent means not measured."""
+
+
+class KernelProbe(_ProbeRecord, kw_only=True):
+    """One layer called by itself, between others as in a step: medians of seconds.
+
+    On a cpu with one thread these are its processor seconds.
+    """
+
+    row: str
+    """Name of the row in the model's table of layers; of equal ones the first."""
+    kind: str
+    split: str = "whole"
+    """Dim that is split: ``samples``, ``outputs`` (output channels), ``inputs``, ``positions``, ``channels`` (of a
+    normalization); ``whole`` without a split."""
+    parts: int = 1
+    samples: int
+    forward_s: float
+    backward_s: float | None = None
+    """Absent where nothing flows back."""
+    spread: float
+    """Relative: half of what lies between the 16th and the 84th percentile."""
+    repeats: int
+
+
+class BlockProbe(_ProbeRecord, kw_only=True):
+    """One block of the model as a whole: medians of seconds, the mean of all ranks that ran it side by side.
+
+    On a cpu with one thread these are its processor seconds, on cuda the device's.
+    """
+
+    block: int
+    """Place in the model's sequence of blocks; one past the last for the loss."""
+    samples: int
+    accumulates: bool = False
+    """Whether gradients were added to those of an earlier micro-batch."""
+    forward_s: float
+    backward_s: float | None = None
+    """Absent where nothing flows back."""
+    spread: float
+    """Relative, as that of a kernel."""
+    repeats: int
+
+
+class UpdateProbe(_ProbeRecord, kw_only=True):
+    """The optimizer on one tensor."""
+
+    optimizer: str
+    parameter_bytes: int
+    seconds: float
+    spread: float
+    repeats: int
+
+
+class CollectiveProbe(_ProbeRecord, kw_only=True):
+    """One call of many that followed each other: the slowest rank's seconds, the median of all repeats."""
+
+    operation: str
+    """One of ``parallel.traffic.OPERATIONS``, or ``exchange``: both neighbours send to each other at the same time."""
+    ranks: int
+    """Number of ranks of one group."""
+    nodes: int
+    payload_bytes: int
+    """Bytes, counted as in ``parallel.traffic.Traffic``."""
+    groups: int = 1
+    """That did the same at the same time."""
+    seconds: float
+    spread: float
+    repeats: int
+
+
+class OverlapProbe(_ProbeRecord, kw_only=True):
+    """Computation and an all_reduce, each alone and both together, in seconds; medians of the slowest rank."""
+
+    ranks: int
+    nodes: int
+    payload_bytes: int
+    compute_s: float
+    comm_s: float
+    compute_under_comm_s: float
+    """The same computation while the all_reduce was running."""
+    both_s: float
+    """Until both had ended."""
+    issue_s: float
+    """Until the call that begins the all_reduce returned."""
+    repeats: int
+
+
+class LoopProbe(_ProbeRecord, kw_only=True):
+    """Seconds of a training step by one loop, the median of blocks of steps that alternated with those of others."""
+
+    loop: str
+    """``hpcbench``: the run's own step; ``plain``: a hand-written one; ``timm``: one in the style of timm's script."""
+    model: str
+    """The library whose model it trains, with its version."""
+    seconds: float
+    spread: float
+    repeats: int
+
+
+class ProbeResults(_ProbeRecord, kw_only=True):
+    """The measurements of a probe's run."""
+
+    base_memory_bytes: int | None = None
+    """Peak of the process before it had any tensor of the run, counted as ``peak_memory_bytes``."""
+    kernels: list[KernelProbe] = []
+    updates: list[UpdateProbe] = []
+    collectives: list[CollectiveProbe] = []
+    overlaps: list[OverlapProbe] = []
+    loops: list[LoopProbe] = []
+    blocks: list[BlockProbe] = []
+    pass_s: float | None = None
+    """Seconds that pass while all blocks run forward and backward once, without a clock between them: with what a quota
+    or other processes hold back, and what the host takes to launch kernels."""
+    throttled_s: float | None = None
+    """Seconds for which a CPU quota held back the rank's control groups while blocks were measured; absent if none."""

@@ -1,0 +1,291 @@
+"""``cluster calibrate --for``: what it costs, what it keeps, what predictions make of it, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner, Result
+
+from hpcbench.cli.main import cli
+from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.config.sweep_loader import load_sweep
+from hpcbench.errors import HpcbenchError
+from hpcbench.forecast.oracle_requests import collect_evidence, count_calibrations
+from hpcbench.forecast.sweep_calibration import DISTURBANCES, make_probe_plan, prepare_sweep_calibration
+from hpcbench.forecast.sweep_shapes import extend_calibration
+from hpcbench.oracle.calibration.calibration_store import machine_for, read_calibrations, write_calibration
+from hpcbench.oracle.calibration.fit_machine import fit_calibration
+from hpcbench.results.results_tree import ClusterTree
+from hpcbench.submit.plan import make_plan
+from hpcbench.worker.measure import interference
+from tests.oracle.planted_probes import probe_run
+from tests.oracle.test_calibration_fits import everything
+
+PROFILE, _ = load_cluster("slurmbox")
+SWEEP = """name = "mine"
+[fixed]
+model = "vgg11"
+dataset = "cifar10"
+batch_size = 8
+steps = 5
+[[include]]
+strategy = "ddp"
+nodes = 2
+[[include]]
+strategy = "gpipe"
+nodes = 2
+micro_batches = 4
+[[include]]
+strategy = "single"
+"""
+CALIBRATE = ("cluster", "calibrate", "slurmbox", "--for", "mine.toml", "--budget", "1")
+Call = Callable[..., Result]
+
+
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.toml").write_text(SWEEP)
+    return lambda *words: CliRunner(env={"COLUMNS": "200"}).invoke(cli, [*words])
+
+
+def tree_of(tmp_path: Path) -> ClusterTree:
+    return ClusterTree(tmp_path / "results" / "slurmbox")
+
+
+def plant(call: Call, tmp_path: Path, words: tuple[str, ...] = CALIBRATE, **more: Any) -> int:
+    """Write a result of every probe that the command would run; return their number."""
+    done = call(*words, "--out", "probes.toml")
+    assert done.exit_code == 0, (done.output, done.exception)
+    tree = tree_of(tmp_path)
+    plan = make_plan(load_sweep(tmp_path / "probes.toml"), PROFILE, tree)
+    assert plan.dropped == []
+    for spec in plan.runs.values():
+        tree.write_result(probe_run(PROFILE, spec, **more).result)
+    return len(plan.runs)
+
+
+def predicted(call: Call, sweep: str = "mine.toml") -> dict[str, Any]:
+    done = call("predict", sweep, "--cluster", "slurmbox", "--json")
+    assert done.exit_code == 0, done.output
+    return {one["spec"]["strategy"]: one["predicted"] for one in json.loads(done.stdout)["predictions"]}
+
+
+def kinds(call: Call, sweep: str = "mine.toml") -> dict[str, str]:
+    return {strategy: one["rests_on"]["kind"] for strategy, one in predicted(call, sweep).items()}
+
+
+def calibrations(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "results" / "slurmbox" / "calibrations").glob("*.json"))
+
+
+def test_the_cost_is_stated_and_the_probes_can_be_had_without_running_them(call: Call, tmp_path: Path) -> None:
+    done = call(*CALIBRATE, "--out", "probes.toml")
+    assert done.exit_code == 0, done.output
+    assert "calibration for mine: 3 probe runs" in done.stderr
+    assert "15 minutes of 2 nodes" in done.stderr
+    assert "blocks of vgg11, 2 samples, 1 rank a node, gradients accumulated: for 1 configurations" in done.stderr
+    assert not (tmp_path / "results").exists()
+    plan = make_plan(load_sweep(tmp_path / "probes.toml"), PROFILE, tree_of(tmp_path))
+    found = sorted((spec.strategy, spec.batch_size, spec.nodes) for spec in plan.runs.values())
+    assert found == [("probe_blocks", 2, 1), ("probe_blocks", 8, 1), ("probe_messages", 4, 2)]
+
+
+def test_what_does_not_fit_into_the_limit_is_left_out_and_named(call: Call) -> None:
+    done = call(*CALIBRATE[:-1], "700", "--out", "probes.toml")
+    assert done.exit_code == 0, done.output
+    # 0.5 node-hours are 1800 s: two runs on one node, and none on two.
+    assert "2 probe runs" in done.stderr
+    assert "left out: 3 messages" in done.stderr or "left out: " in done.stderr
+    assert "are more than what is left of 0.5" in done.stderr
+
+
+def test_a_model_that_does_not_fit_on_a_device_is_left_out(call: Call, tmp_path: Path) -> None:
+    text = 'name = "mine"\n[fixed]\nmodel = "gpt_13b"\ndataset = "tokens"\nbatch_size = 8\nnodes = 2\n'
+    (tmp_path / "mine.toml").write_text(text + 'tasks_per_node = 8\n[[include]]\nstrategy = "fsdp"\n')
+    done = call("cluster", "calibrate", "selene", "--for", "mine.toml", "--out", "probes.toml")
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert "left out: blocks of gpt_13b, 8 samples, 8 ranks a node: the whole model needs " in done.stderr
+    assert "1 probe runs" in done.stderr
+
+
+def test_predictions_rest_on_what_was_measured(call: Call, tmp_path: Path) -> None:
+    before = predicted(call)
+    count = plant(call, tmp_path)
+    done = call(*CALIBRATE, "--json")
+    assert done.exit_code == 0, (done.output, done.exception)
+    document = json.loads(done.stdout)
+    assert len(document["probes"]) == count
+    assert "3 of 3 configurations rest on measured shapes alone" in done.stderr
+    assert "slurmbox has no calibration: what is not measured here stays the profile's" in done.stderr
+    after = predicted(call)
+    assert set(kinds(call).values()) == {"calibrated for this sweep"}
+    # Layers take three times as long, updates as before.
+    assert 2.0 < after["single"]["compute_s"] / before["single"]["compute_s"] < 3.0
+    table = call("predict", "mine.toml", "--cluster", "slurmbox")
+    assert table.stdout.count("calibrated for this sweep") == 3
+    assert "measured for mine" in table.stdout
+
+
+def test_equal_shapes_are_measured_once(call: Call, tmp_path: Path) -> None:
+    plant(call, tmp_path)
+    assert call(*CALIBRATE).exit_code == 0
+    kept = calibrations(tmp_path)
+    again = call(*CALIBRATE)
+    assert again.exit_code == 0
+    assert "every shape of mine that a probe can measure has been measured" in again.stderr
+    other = SWEEP.replace('"mine"', '"other"').replace("gpipe", "1f1b")
+    (tmp_path / "other.toml").write_text(other)
+    same = call("cluster", "calibrate", "slurmbox", "--for", "other.toml")
+    assert "calibration for other: 0 probe runs" in same.stderr
+    assert set(kinds(call, "other.toml").values()) == {"calibrated for this sweep"}
+    assert calibrations(tmp_path) == kept
+    # A larger batch is another shape, and the ones before stay.
+    (tmp_path / "larger.toml").write_text(
+        SWEEP.replace('"mine"', '"larger"').replace("batch_size = 8", "batch_size = 16")
+    )
+    larger = ("cluster", "calibrate", "slurmbox", "--for", "larger.toml")
+    plant(call, tmp_path, larger)
+    assert call(*larger).exit_code == 0
+    assert set(kinds(call, "larger.toml").values()) == {"calibrated for this sweep"}
+    assert set(kinds(call).values()) == {"calibrated for this sweep"}
+    newest, earlier = (one.calibration for one in read_calibrations(tree_of(tmp_path), "slurmbox")[0])
+    assert newest.made_at > earlier.made_at
+    # None of them is the cluster's own calibration.
+    assert count_calibrations(tree_of(tmp_path), PROFILE, None) == 0
+
+
+def test_a_calibration_of_the_cluster_keeps_the_shapes_of_the_same_software(call: Call, tmp_path: Path) -> None:
+    plant(call, tmp_path)
+    assert call(*CALIBRATE).exit_code == 0
+    tree = tree_of(tmp_path)
+    folder = ClusterTree(tmp_path / "elsewhere" / "slurmbox")
+    for run in everything(random.Random(5)):
+        folder.write_result(run.result)
+    done = call("cluster", "calibrate", "slurmbox", "--from", "elsewhere", "--json")
+    assert done.exit_code == 0, (done.output, done.exception)
+    machine = machine_for(PROFILE, tree)
+    assert machine.depth == "calibrated"
+    assert machine.measured is not None
+    assert set(kinds(call).values()) == {"calibrated for this sweep"}
+    newer = ClusterTree(tmp_path / "newer" / "slurmbox")
+    for run in everything(random.Random(5)):
+        newer.write_result(msgspec.structs.replace(run.result, environment_digest="newer"))
+    later = call("cluster", "calibrate", "slurmbox", "--from", "newer")
+    assert "measured for mine are of another machine or software: they are left out" in later.stderr
+
+
+def test_a_calibration_of_other_software_is_named(call: Call, tmp_path: Path) -> None:
+    tree = tree_of(tmp_path)
+    write_calibration(fit_calibration(PROFILE, None, everything(random.Random(5))), tree)
+    plant(call, tmp_path, environment_digest="newer")
+    done = call(*CALIBRATE)
+    assert done.exit_code == 0, (done.output, done.exception)
+    (newest, _), _ = read_calibrations(tree, "slurmbox")
+    text = " ".join(newest.calibration.notes)
+    assert "is of another machine or software (e, now newer)" in text
+    assert "is of another machine or software" in done.stderr
+    assert newest.calibration.machine.compute.samples
+    # Another torch, as the submitter sees it: everything is measured again.
+    shapes = newest.calibration.machine.measured
+    assert shapes is not None
+    changed = msgspec.structs.replace(
+        newest.calibration.machine, measured=msgspec.structs.replace(shapes, environment_keys=["older"])
+    )
+    write_calibration(
+        msgspec.structs.replace(newest.calibration, machine=changed, made_at="2999-01-01T00:00:00Z"), tree
+    )
+    again = call(*CALIBRATE, "--out", "probes.toml")
+    assert "3 probe runs" in again.stderr
+    assert "are of another environment (older, now " in again.stderr
+
+
+def test_disturbed_probes_are_refused_unless_busy(call: Call, tmp_path: Path) -> None:
+    plant(call, tmp_path, warnings=["other processes used the cores during the timed steps: 0.9 of 2 cores"])
+    tree = tree_of(tmp_path)
+    plan = make_plan(load_sweep(tmp_path / "mine.toml"), PROFILE, tree)
+    prepared = prepare_sweep_calibration(plan, tree, None, 1.0)
+    probes = make_probe_plan(prepared, tree, takes_disturbed=True)
+    runs, _ = collect_evidence([(tree, probes.runs)])
+    with pytest.raises(
+        HpcbenchError, match="all 3 probes of sweep 'mine' on slurmbox are marked as disturbed"
+    ) as error:
+        extend_calibration(prepared, runs, takes_disturbed=False)
+    assert "other processes used the cores" in str(error.value)
+    assert "predictions rest on the profile's numbers" in str(error.value)
+    # The next try has runs of its own.
+    anew = make_probe_plan(prepared, tree, takes_disturbed=False)
+    assert not set(anew.runs) & set(probes.runs)
+    assert len(anew.missing) == 3
+    taken = call(*CALIBRATE, "--busy")
+    assert taken.exit_code == 0, (taken.output, taken.exception)
+    assert "3 of 3 probes are marked as disturbed" in taken.stderr
+    assert len(calibrations(tmp_path)) == 1
+
+
+def test_warnings_of_other_work_are_those_that_mark_a_run() -> None:
+    text = Path(interference.__file__).read_text(encoding="utf-8")
+    assert all(f'"{beginning}' in text for beginning in DISTURBANCES)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--for", "mine.toml", "--from", "results"), "--for measures, --from measures nothing"),
+        (("--busy",), "--busy is about the probes of --for"),
+        (("--for", "nowhere.toml"), "no sweep file"),
+        (("--for", "mine.toml", "--partition", "high"), "no run of sweep 'mine' is on partition 'high'"),
+    ],
+)
+def test_wrong_input_is_named(call: Call, tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    done = call("cluster", "calibrate", "slurmbox", *words)
+    assert isinstance(done.exception, HpcbenchError), done.output
+    assert said in str(done.exception)
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_sweep_without_a_feasible_point_is_named(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(SWEEP.replace("[[include]]", "[[include]]\ntasks_per_node = 1000"))
+    done = call(*CALIBRATE, "--out", "probes.toml")
+    assert isinstance(done.exception, HpcbenchError), done.output
+    assert "every one of the 3 points of sweep 'mine' is dropped on slurmbox" in str(done.exception)
+    (tmp_path / "mine.toml").write_text(SWEEP.replace("steps = 5", "steps = 5\ncompile = true"))
+    done = call(*CALIBRATE, "--out", "probes.toml")
+    assert isinstance(done.exception, HpcbenchError)
+    assert "nothing of sweep 'mine' can be probed on slurmbox: compiled" in str(done.exception)
+
+
+def test_a_profile_without_links_says_what_is_assumed(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "bare.toml").write_text('name = "bare"\n[scheduler]\nkind = "slurm"\n[node]\ncores = 4\n')
+    done = call("cluster", "calibrate", "bare.toml", "--for", "mine.toml", "--out", "probes.toml")
+    assert done.exit_code == 0, (done.output, done.exception)
+    said = (
+        "says nothing of its links between nodes: 100 us and 1.25 GB/s are assumed for messages that are not measured"
+    )
+    assert said in done.stderr
+    assert "inside nodes" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_small_sweep_is_measured_here(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(
+        'name = "mine"\n[fixed]\nmodel = "resnet18"\ndataset = "digits"\nbatch_size = 4\ntasks_per_node = 2\n'
+        '[[include]]\nstrategy = "ddp"\n[[include]]\nstrategy = "gpipe"\nmicro_batches = 2\n'
+    )
+    done = call("cluster", "calibrate", "local", "--for", "mine.toml", "--budget", "0.5", "--busy")
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert "2 of 2 configurations rest on measured shapes alone" in done.stderr
+    found = call("predict", "mine.toml", "--cluster", "local", "--json")
+    for one in json.loads(found.stdout)["predictions"]:
+        assert one["predicted"]["rests_on"]["kind"] == "calibrated for this sweep"
+        assert one["predicted"]["step_time_s"] > 0
+    again = call("cluster", "calibrate", "local", "--for", "mine.toml", "--budget", "0.5")
+    assert "0 probe runs" in again.stderr

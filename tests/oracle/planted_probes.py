@@ -1,0 +1,93 @@
+"""Results of probes on a machine whose times are known: every layer takes ``slower`` times the profile's."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from hpcbench.config.cluster_profile import ClusterProfile
+from hpcbench.config.run_spec import RunSpec, config_id, run_id
+from hpcbench.oracle.calibration.calibration_runs import CalibrationRun
+from hpcbench.oracle.calibration.fit_kernels import part_share
+from hpcbench.oracle.cost_model import row_kernels
+from hpcbench.oracle.machine import nominal_machine
+from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
+from hpcbench.parallel.message_shapes import parse_messages
+from hpcbench.parallel.roofline import RooflineModel
+from hpcbench.results.probe_records import BlockProbe, CollectiveProbe, KernelProbe, ProbeResults
+from hpcbench.results.schema import RunMetrics, RunResult, StepTimeStatistics
+
+MESSAGE_S_PER_BYTE = 3e-9
+CUT_PENALTY = 1.5
+"""A half of a layer takes more than half of its time."""
+
+
+def table_of(spec: RunSpec) -> LayerTable:
+    table = read_shipped_table(spec.model, spec.dataset)
+    assert table is not None
+    return table
+
+
+def message_s(payload_bytes: float) -> float:
+    return 2e-4 + MESSAGE_S_PER_BYTE * payload_bytes
+
+
+def blocks_probe(profile: ClusterProfile, spec: RunSpec, slower: float, wall: float = 1.0) -> ProbeResults:
+    """What ``probe_blocks`` finds; ``wall``: passing time over the processors' own, which a quota holds back."""
+    roofline, table = RooflineModel(nominal_machine(profile).compute), table_of(spec)
+    own: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    kernels = []
+    shares = [int(part) for part in str(spec.options.get("shares", "1")).split(",") if int(part) > 1]
+    for row in table.layers:
+        whole_s = [slower * roofline.seconds(kernel) for kernel in row_kernels(spec, row, spec.batch_size)]
+        for direction in (0, 1):
+            own[row.block][direction] += whole_s[direction]
+        cuts = [(split, parts) for parts in shares for split in ("samples", "outputs", "inputs", "channels")]
+        for split, parts in [("whole", 1), *cuts] if shares and sum(whole_s) else []:
+            samples = spec.batch_size // parts if split == "samples" else spec.batch_size
+            cut = row_kernels(spec, row, samples, part_share(split, parts))
+            cut_s = [slower * roofline.seconds(kernel) for kernel in cut]
+            penalty = CUT_PENALTY if parts > 1 else 1.0
+            kernels.append(
+                KernelProbe(row=row.name, kind=row.kind, split=split, parts=parts, samples=samples,
+                            forward_s=penalty * cut_s[0], backward_s=penalty * cut_s[1], spread=0.01, repeats=5)
+            )  # fmt: skip
+    accumulates = bool(spec.options.get("accumulates"))
+    blocks = [
+        BlockProbe(block=block, samples=spec.batch_size, accumulates=accumulates, forward_s=forward_s,
+                   backward_s=backward_s, spread=0.01, repeats=5)
+        for block, (forward_s, backward_s) in sorted(own.items())
+    ]  # fmt: skip
+    total_s = sum(block.forward_s + (block.backward_s or 0.0) for block in blocks)
+    throttled_s = 5 * (wall - 1) * total_s if wall > 1 else None
+    return ProbeResults(kernels=kernels, blocks=blocks, pass_s=wall * total_s, throttled_s=throttled_s)
+
+
+def messages_probe(spec: RunSpec) -> ProbeResults:
+    """What ``probe_messages`` finds."""
+    collectives = [
+        CollectiveProbe(operation=shape.operation, ranks=shape.ranks, nodes=shape.nodes, groups=shape.rivals,
+                        payload_bytes=shape.payload_bytes, seconds=message_s(shape.payload_bytes), spread=0.02, repeats=9)
+        for shape in parse_messages(str(spec.options["messages"]))
+    ]  # fmt: skip
+    return ProbeResults(collectives=collectives)
+
+
+def probe_run(profile: ClusterProfile, spec: RunSpec, slower: float = 3.0, **more: Any) -> CalibrationRun:
+    """A finished run of either probe."""
+    times = StepTimeStatistics(
+        median=0.1, mean=0.1, std=0.0, p10=0.1, p90=0.1, min=0.1, max=0.1, ci95_low=0.1, ci95_high=0.1
+    )
+    probe = messages_probe(spec) if spec.strategy == "probe_messages" else blocks_probe(profile, spec, slower)
+    fields: dict[str, Any] = {
+        "sweep": "s",
+        "cluster": profile.name,
+        "status": "ok",
+        "environment_digest": "e",
+        "probe": probe,
+    }
+    result = RunResult(
+        run_id=run_id(spec), config_id=config_id(spec), attempt=1, spec=spec, metrics=RunMetrics(step_time_s=times),
+        **(fields | more),
+    )  # fmt: skip
+    return CalibrationRun(result, table_of(spec))

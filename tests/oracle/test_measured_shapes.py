@@ -1,0 +1,229 @@
+"""Measured shapes replace formulas where shape, samples, precision and ranks per node are equal, and nowhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.calibration.fit_shapes import busy_notes, fit_shapes
+from hpcbench.oracle.calibration.sweep_needs import MAX_SIZES_PER_GROUP, block_probes, message_probes, price_run
+from hpcbench.oracle.collective_formulas import HockneyLink
+from hpcbench.oracle.cost_model import CostModel, row_kernels
+from hpcbench.oracle.machine import Machine, nominal_machine
+from hpcbench.oracle.measured_shapes import MeasuredShapes, SizeCurve
+from hpcbench.oracle.prediction import predict
+from hpcbench.oracle.strategies.base import resolve_cost
+from hpcbench.parallel.message_shapes import MessageShape, format_messages, parse_messages
+from hpcbench.parallel.resolve import PartitionLimits, resolve_point
+from tests.oracle.planted_probes import CUT_PENALTY, blocks_probe, message_s, probe_run, table_of
+
+PROFILE, _ = load_cluster("slurmbox")
+NOMINAL = nominal_machine(PROFILE)
+SLOWER = 3.0
+
+
+def spec_of(strategy: str, **more: Any) -> RunSpec:
+    point = {"model": "vgg11", "dataset": "cifar10", "batch_size": 8, "strategy": strategy} | more
+    spec = resolve_point(point, PartitionLimits("any"))
+    assert isinstance(spec, RunSpec), spec
+    return spec
+
+
+def measured(specs: list[RunSpec], machine: Machine = NOMINAL) -> Machine:
+    """``machine`` with what the probes for ``specs`` find."""
+    priced = [price_run(spec, table_of(spec), machine) for spec in specs]
+    probes = [*block_probes(priced, 1.0), *message_probes(priced, 1.0)]
+    runs = [probe_run(PROFILE, spec_of(**probe.point), SLOWER) for probe in probes]
+    return msgspec.structs.replace(machine, measured=fit_shapes(NOMINAL, runs, "s", is_disturbed=False))
+
+
+def compute_s(spec: RunSpec, machine: Machine) -> float:
+    """Of all layers, without updates."""
+    cost_model = CostModel(machine, spec)
+    samples = spec.batch_size / spec.micro_batches
+    return sum(
+        cost_model.kernel_s(kernel) for row in table_of(spec).layers for kernel in row_kernels(spec, row, samples)
+    )
+
+
+def test_a_curve_never_falls_and_ends_where_nothing_was_measured() -> None:
+    curve = SizeCurve([(1, 1.0), (4, 4.0), (16, 2.0), (64, 64.0), (4, 4.0)])
+    # 4 and 16 are pooled.
+    assert curve.at(4) == curve.at(16) == pytest.approx(8**0.5)
+    assert curve.at(8) == pytest.approx(8**0.5)
+    assert curve.at(2) == pytest.approx(8**0.25)
+    assert curve.at(64) == pytest.approx(64.0)
+    assert curve.at(0.5) is None
+    assert curve.at(65) is None
+
+
+def test_equal_shapes_take_what_was_measured() -> None:
+    spec = spec_of("single")
+    machine = measured([spec])
+    assert compute_s(spec, machine) == pytest.approx(SLOWER * compute_s(spec, NOMINAL), rel=1e-6)
+    before, after = (predict(spec, table_of(spec), one) for one in (NOMINAL, machine))
+    assert before.rests_on.kind == "profile"
+    assert after.rests_on.kind == "calibrated for this sweep"
+    assert after.interval.high / after.interval.low < before.interval.high / before.interval.low
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"batch_size": 16},
+        {"precision": "bf16"},
+        {"channels_last": True},
+        {"compile": True},
+        {"env": {"OMP_PROC_BIND": "true"}},
+        {"environment": "other"},
+        {"model": "resnet18"},
+        {"strategy": "ddp", "tasks_per_node": 2},
+        {"micro_batches": 2, "batch_size": 16},
+    ],
+)
+def test_other_shapes_and_conditions_are_priced_as_before(change: dict[str, Any]) -> None:
+    machine = measured([spec_of("single")])
+    spec = msgspec.structs.replace(spec_of(**({"strategy": "single"} | change)))
+    before, after = (predict(spec, table_of(spec), one) for one in (NOMINAL, machine))
+    assert after.rests_on.kind == "profile"
+    # Layers without weights are alike in their bytes alone.
+    assert compute_s(spec, machine) == pytest.approx(compute_s(spec, NOMINAL), rel=0.2)
+    if "batch_size" not in change and "model" not in change:
+        assert after.step_time_s == before.step_time_s
+
+
+def test_samples_between_two_measured_numbers_are_interpolated() -> None:
+    machine = measured([spec_of("single", batch_size=2), spec_of("single", batch_size=8)])
+    for samples in (3, 4, 7):
+        spec = spec_of("single", batch_size=samples)
+        assert compute_s(spec, machine) == pytest.approx(SLOWER * compute_s(spec, NOMINAL), rel=0.15)
+        assert predict(spec, table_of(spec), machine).rests_on.kind == "calibrated for this sweep"
+    assert predict(spec_of("single", batch_size=9), table_of(spec), machine).rests_on.kind == "profile"
+
+
+def test_a_sweep_is_probed_in_its_own_sizes_shares_and_places() -> None:
+    specs = [
+        spec_of("ddp", nodes=2),
+        spec_of("gpipe", nodes=2, micro_batches=8),
+        spec_of("filter", tasks_per_node=2),
+        spec_of("single"),
+    ]
+    priced = [price_run(spec, table_of(spec), NOMINAL) for spec in specs]
+    blocks = block_probes(priced, 1.0)
+    assert sorted(
+        (probe.point["batch_size"], probe.point.get("tasks_per_node", 1), str(probe.point["options"].get("shares", "")),
+         bool(probe.point["options"].get("accumulates")), probe.runs)
+        for probe in blocks
+    ) == [(1, 1, "", True, 1), (8, 1, "", False, 2), (8, 2, "2", False, 1)]  # fmt: skip
+    messages = {(probe.point.get("nodes", 1), probe.point.get("tasks_per_node", 1)): probe
+                for probe in message_probes(priced, 1.0)}  # fmt: skip
+    assert messages.keys() == {(2, 1), (1, 2)}
+    shapes = parse_messages(messages[2, 1].point["options"]["messages"])
+    assert {shape.operation for shape in shapes} == {"all_reduce", "broadcast", "send"}
+    assert messages[2, 1].runs == 2
+    machine = measured(specs)
+    for spec in specs:
+        assert not any(price_run(spec, table_of(spec), machine).unmeasured), spec.strategy
+        assert predict(spec, table_of(spec), machine).rests_on.kind == "calibrated for this sweep"
+    # Nothing is measured twice, whatever the sweep is called.
+    again = [price_run(spec, table_of(spec), machine) for spec in (specs[0], spec_of("1f1b", nodes=2, micro_batches=8))]
+    assert block_probes(again, 1.0) == []
+    assert message_probes(again, 1.0) == []
+
+
+def test_a_cut_layer_takes_its_share_of_the_block() -> None:
+    spec = spec_of("filter", tasks_per_node=2)
+    machine = measured([spec])
+    before, after = (CostModel(one, spec) for one in (NOMINAL, machine))
+    steps = [resolve_cost("filter").step(spec, table_of(spec), one) for one in (before, after)]
+    # Convolutions are cut, and what is between them is as long as its bytes.
+    assert SLOWER * 1.1 < steps[1].compute_s / steps[0].compute_s < SLOWER * CUT_PENALTY
+
+
+def test_messages_take_what_was_measured_and_only_their_own_links() -> None:
+    spec = spec_of("ddp", nodes=2)
+    machine = measured([spec])
+    assert machine.measured is not None
+    (shape, *_) = [message.shape for message in machine.measured.messages]
+    assert shape[:-1] == ("all_reduce", 2, 1, 1)
+    step = resolve_cost("ddp").step(spec, table_of(spec), CostModel(machine, spec))
+    sizes = [message.shape.payload_bytes for message in machine.measured.messages]
+    assert step.comm_s == pytest.approx(sum(map(message_s, sizes)))
+    links = machine.comm.intra_node, HockneyLink(1e-3, 1e-9)
+    changed = machine.measured.over_links(links)
+    assert changed.messages == []
+    assert changed.kernels == machine.measured.kernels
+    assert predict(
+        spec, table_of(spec), msgspec.structs.replace(machine, measured=changed)
+    ).rests_on.kind == "profile"  # fmt: skip
+
+
+def test_later_measurements_of_a_shape_replace_earlier_ones() -> None:
+    spec = spec_of("single")
+    first = measured([spec]).measured
+    assert first is not None
+    later = msgspec.structs.replace(
+        first, sweeps=["t"], kernels=[msgspec.structs.replace(one, seconds=2 * one.seconds) for one in first.kernels]
+    )
+    both = first.joined(later)
+    assert both.sweeps == ["s", "t"]
+    assert len(both.kernels) == len(first.kernels)
+    machine = msgspec.structs.replace(NOMINAL, measured=both)
+    assert compute_s(spec, machine) == pytest.approx(2 * SLOWER * compute_s(spec, NOMINAL), rel=1e-6)
+    assert MeasuredShapes().joined(first).kernels == first.kernels
+
+
+def test_what_a_quota_holds_back_is_in_the_blocks_and_what_others_take_is_not() -> None:
+    spec = spec_of("probe_blocks")
+    run = probe_run(PROFILE, spec, SLOWER, probe=blocks_probe(PROFILE, spec, SLOWER, wall=4.0))
+    shapes = fit_shapes(NOMINAL, [run], "s", is_disturbed=False)
+    machine = msgspec.structs.replace(NOMINAL, measured=shapes)
+    single = spec_of("single")
+    assert compute_s(single, machine) == pytest.approx(4 * SLOWER * compute_s(single, NOMINAL), rel=1e-6)
+    assert "4.00 times" in busy_notes([run])[0]
+    probe = run.result.probe
+    assert probe is not None
+    busy = msgspec.structs.replace(
+        run.result, probe=msgspec.structs.replace(probe, throttled_s=0.001 * (probe.pass_s or 0.0))
+    )
+    shapes_of_others = fit_shapes(NOMINAL, [run._replace(result=busy)], "s", is_disturbed=True)
+    quiet = msgspec.structs.replace(NOMINAL, measured=shapes_of_others)
+    assert compute_s(single, quiet) == pytest.approx(SLOWER * compute_s(single, NOMINAL), rel=1e-6)
+    # A busy machine then takes up to four times as long: the end of the interval.
+    interval = predict(single, table_of(single), quiet).interval
+    assert interval.high / interval.low == pytest.approx(16, rel=0.05)
+    assert busy_notes([probe_run(PROFILE, spec, SLOWER)]) == []
+    assert fit_shapes(NOMINAL, [run], "s", is_disturbed=True).compute_spread > 0.8 > shapes.compute_spread
+
+
+def test_of_many_sizes_the_smallest_and_the_largest_are_measured() -> None:
+    spec = spec_of("ddp", nodes=2)
+    priced = price_run(spec, table_of(spec), NOMINAL)
+    sizes = [4 * 3**power for power in range(14)] + [777]
+    priced.unmeasured.messages.clear()
+    priced.unmeasured.messages.update({MessageShape("all_reduce", 2, 1, 1, size): 1.0 for size in sizes})
+    priced.unmeasured.messages[MessageShape("all_reduce", 3, 2, 1, 64)] = 1.0
+    (probe,) = message_probes([priced], 1.0)
+    found = parse_messages(probe.point["options"]["messages"])
+    assert len(found) == MAX_SIZES_PER_GROUP
+    assert (found[0].payload_bytes, found[-1].payload_bytes) == (min(sizes), max(sizes))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("allreduce:2:1:1:64", "begins with no operation"),
+        ("send:2:1:64", "operation:ranks:ranks_per_node:rivals:payload_bytes is right"),
+        ("send:3:1:1:64", "3 ranks, 1 on every node, cannot be"),
+        ("all_reduce:3:2:1:64", "3 ranks, 2 on every node, cannot be"),
+    ],
+)
+def test_wrong_messages_are_named(text: str, said: str) -> None:
+    with pytest.raises(Exception, match=said):
+        parse_messages(text)
+    shapes = [MessageShape("send", 2, 1, 1, 64), MessageShape("all_gather", 4, 2, 2, 128)]
+    assert parse_messages(format_messages(shapes)) == shapes
