@@ -30,7 +30,7 @@ StepFunction = Callable[[Tensor, Tensor], Tensor]
 
 @cache
 def _graph_stream() -> torch.cuda.Stream:
-    return torch.cuda.Stream()
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
 def graph_stream_context(device: torch.device) -> AbstractContextManager[object]:

@@ -30,7 +30,7 @@ class _Fp32StatisticsMixin(nn.modules.batchnorm._BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name for it
         """Normalise as torch's BatchNorm does, with the weights cast."""
-        self._check_input_dim(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
         is_counted = self.training and self.track_running_stats
         if is_counted and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -86,7 +86,7 @@ class MasterWeights(torch.optim.Optimizer):
     ) -> None:
         super().__init__(parameters, {})
         sizes = [parameter.numel() * 4 for parameter in parameters]
-        self._parts = []
+        self._parts: list[tuple[list[nn.Parameter], list[Tensor], torch.optim.Optimizer]] = []
         for places in fill_buckets(sizes, MASTER_UPDATE_CAP_BYTES, MASTER_UPDATE_CAP_BYTES):
             part = [parameters[place] for place in places]
             masters = [parameter.detach().to(torch.float32) for parameter in part]

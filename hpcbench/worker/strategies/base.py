@@ -154,7 +154,8 @@ def make_optimizer(spec: RunSpec, module: nn.Module, *, without: Sequence[str] =
     parameters = list(module.parameters())
     device = parameters[0].device if parameters else torch.device("cpu")
     optimizer_class, arguments = optimizer_class_and_arguments(spec, device)
-    make = partial(optimizer_class, **{name: value for name, value in arguments.items() if name not in without})
+    create: Callable[..., torch.optim.Optimizer] = optimizer_class
+    make = partial(create, **{name: value for name, value in arguments.items() if name not in without})
     # Those of fsdp are shards in fp32.
     has_masters = spec.precision == "bf16_params" and any(one.dtype == torch.bfloat16 for one in parameters)
     return MasterWeights(parameters, make) if has_masters else make(parameters)
