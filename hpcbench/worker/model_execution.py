@@ -44,6 +44,8 @@ class MixedPrecision:
         if precision in ("tf32", "fp16") and device.type != "cuda":
             message = f"precision {precision} needs a cuda device; this run's is {device.type}"
             raise unsupported(message, "fp64, fp32 and bf16 run on a cpu")
+        self.keeps_casts = True
+        """Whether autocast keeps the cast of a weight until the forward pass ends, for a layer that uses it again."""
         allow_tf32(precision == "tf32")
         self._lower = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
         self._device = device.type
@@ -55,7 +57,9 @@ class MixedPrecision:
         """The context of the forward pass."""
         if self._lower is None:
             return nullcontext()
-        context: AbstractContextManager[None] = torch.autocast(self._device, dtype=self._lower)
+        context: AbstractContextManager[None] = torch.autocast(
+            self._device, dtype=self._lower, cache_enabled=self.keeps_casts
+        )
         return context
 
     def backward(self, loss: Tensor) -> None:

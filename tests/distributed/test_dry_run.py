@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.parallel.catalog import STRATEGIES
+from hpcbench.parallel.layer_table import read_shipped_table
 from hpcbench.parallel.traffic import Traffic, merge_calls
 from hpcbench.results.dry_run_record import DryRunAnswer, DryRunTask
 from hpcbench.worker.dry_run.__main__ import answer_task
@@ -134,6 +135,19 @@ def test_the_setup_of_shards_holds_no_more_than_a_step(key: str, model: str) -> 
     whole = sum(prod(tensor.shape) * tensor.bytes_per_element for tensor in table_of(spec).parameter_tensors)
     assert recorder.setup_peak_bytes <= 1.1 * recorder.peak_bytes
     assert recorder.setup_peak_bytes < whole
+
+
+def test_bf16_keeps_no_copies_of_sharded_weights() -> None:
+    """autocast would keep the cast of every block's gathered weights until the forward pass ends: 1.56 times as much."""
+    spec = RunSpec(
+        model="gpt_350m", dataset="tokens", strategy="fsdp", batch_size=1, precision="bf16", tasks_per_node=8, nodes=4,
+        dp_degree=32, activation_checkpointing=True,
+    )  # fmt: skip
+    recorder = record_step(DryRunTask(index=0, spec=spec, device="cuda"), 0)
+    table = read_shipped_table(spec.model, spec.dataset)
+    assert table is not None
+    predicted_bytes = resolve_cost("fsdp").memory(spec, table, 0).total_bytes
+    assert recorder.peak_bytes <= 1.1 * predicted_bytes
 
 
 def test_powersgd_is_stepped_with_its_own_hook() -> None:

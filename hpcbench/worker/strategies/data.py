@@ -210,6 +210,8 @@ class FairscaleFsdpStrategy(WrapperStrategy):
 
     def wrap(self, module: nn.Module, spec: RunSpec, context: RankContext) -> Any:
         refuse_fp16(spec)
+        # The casts of all blocks together would be a whole model.
+        self.arithmetic.keeps_casts = False
         self._wrapper = import_fairscale("nn.data_parallel").FullyShardedDataParallel
         self._group = context.members()
         arguments: dict[str, Any] = {

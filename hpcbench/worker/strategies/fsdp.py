@@ -35,6 +35,8 @@ class FsdpStrategy(DataParallelStrategy):
 
     def wrap(self, module: nn.Module, spec: RunSpec, context: RankContext) -> nn.Module:
         refuse_fp16(spec)
+        # The casts of all blocks together would be a whole model.
+        self.arithmetic.keeps_casts = False
         self.loss_factor = float(spec.dp_degree)
         arguments: dict[str, Any] = {
             "mesh": make_shard_mesh(context, self.options["shard_degree"]),
