@@ -15,7 +15,7 @@ LINK ?= 1gbit
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart horovod horovod-if-possible test test-all test-rest test-strategy test-slurm run-slow run-slurm durations lint format docs \
+.PHONY: help quickstart horovod horovod-if-possible test test-all test-rest test-strategy test-slurm test-cuda run-slow run-slurm durations lint format docs \
 	reference schemas layers check-layers golden pictures slurm-up slurm-down slurm-status soak faults bench gpu-check oracle-score rerun-ddlbench rerun-paradl clean
 
 help: ## list the targets
@@ -78,6 +78,10 @@ test-strategy: horovod-if-possible ## everything about one key of the registry, 
 
 test-slurm: horovod-if-possible ## what needs the SLURM box, which it starts
 	@$(MAKE) --no-print-directory run-slurm
+
+# Outside of .venv: its torch is the build for CPUs. One process more than halves the time on two cores.
+test-cuda: $(VENV)/.test ## every strategy on fake GPUs: torch's CUDA build and a stub of CUDA (gcc; 6 GB in ~/.cache/hpcbench)
+	$(BIN)/python -m tests.cuda pytest tests/cuda tests/worker/test_private_names.py tests/worker/test_private_torch.py --numprocesses $(WORKERS) --maxprocesses 8 -rs
 
 run-slurm:
 	$(PYTEST) --durations 20 -m "slurm and not soak" -rs

@@ -47,7 +47,6 @@ from hpcbench.worker.strategies.base import SingleStrategy, Strategy, resolve_ru
 from hpcbench.worker.strategies.data import DdpStrategy
 from hpcbench.worker.strategies.pipeline import stage_assignment
 from hpcbench.worker.strategies.pipeline.fairscale_pipe import FairscalePipeStrategy
-from hpcbench.worker.strategies.pipeline.p2p import P2PTransport
 from hpcbench.worker.strategies.pipeline.pipeline_runtime import PipelineRuntime
 from hpcbench.worker.strategies.pipeline.strategy import PipelineStrategy
 
@@ -89,27 +88,9 @@ def record_step(task: DryRunTask, rank: int, *, repeats: bool = True) -> StepRec
         Exception: Whatever the run would raise, and torch's errors about values that fake tensors do not have.
     """
     spec, recorder = task.spec, StepRecorder(_FAKE_DEVICES[task.device])
-    options = options_with_defaults(spec)
-    if options.get("balance") == "measured" and not options.get("cuts"):
-        raise NotFakeableError('options.balance = "measured" measures the blocks on a device')
-    strategy = resolve_runtime(spec.strategy)()
-    model = wrap_blocks(shared_meta_model(spec, task.model_folder), spec)
-    recorder.layers.name_modules(model)
-    with (
-        _fake_world(spec, rank, recorder.device) as context,
-        _stand_ins(task, recorder),
-        ExitStack() as fakes,
-        patch.object(nn.Module, "to", _become_fake(model, strategy, recorder, fakes)),
-    ):
-        strategy.setup(model, spec, context)
-        del model
-        recorder.layers.name_modules(strategy.module)
-        _use_foreach_updates(strategy, task.device)
-        strategy.phases = recorder.layers.in_phase
-        feed = FakeFeed(spec, recorder.device)
+    with built_rank(task, rank, recorder) as (strategy, feed):
         runtime = getattr(strategy, "runtime", None)
-        steps = _POWERSGD_STEPS if spec.options.get("compression") == "powersgd" else _STEPS
-        window = None
+        steps, window = steps_until_steady(spec), None
         if repeats and isinstance(runtime, PipelineRuntime) and spec.options.get("batch_norm") != "deferred":
             assert isinstance(strategy, PipelineStrategy), "only pipelines have such a runtime"
             RepeatedPasses(strategy, recorder)
@@ -129,6 +110,45 @@ def record_step(task: DryRunTask, rank: int, *, repeats: bool = True) -> StepRec
         if window is not None:
             window.extrapolate(recorder)
         return recorder
+
+
+def steps_until_steady(spec: RunSpec) -> int:
+    """Return the number of steps of which the last one does what all later ones do."""
+    return _POWERSGD_STEPS if spec.options.get("compression") == "powersgd" else _STEPS
+
+
+@contextmanager
+def built_rank(task: DryRunTask, rank: int, recorder: StepRecorder) -> Iterator[tuple[Strategy, FakeFeed]]:
+    """Build the strategy of ``task`` on ``rank``; within the context it can step, among fake tensors and ranks.
+
+    Args:
+        task: The run.
+        rank: One of its ranks.
+        recorder: Records from the end of the model's construction on. Its device is that of the fake tensors: one that
+            stands for the run's, or one of torch's build for CUDA itself, of which nothing is imitated.
+
+    Raises:
+        Exception: Whatever the run would raise.
+    """
+    spec = task.spec
+    options = options_with_defaults(spec)
+    if options.get("balance") == "measured" and not options.get("cuts"):
+        raise NotFakeableError('options.balance = "measured" measures the blocks on a device')
+    strategy = resolve_runtime(spec.strategy)()
+    model = wrap_blocks(shared_meta_model(spec, task.model_folder), spec)
+    recorder.layers.name_modules(model)
+    with (
+        _fake_world(spec, rank, recorder.device) as context,
+        _stand_ins(task, recorder),
+        ExitStack() as fakes,
+        patch.object(nn.Module, "to", _become_fake(model, strategy, recorder, fakes)),
+    ):
+        strategy.setup(model, spec, context)
+        del model
+        recorder.layers.name_modules(strategy.module)
+        _use_foreach_updates(strategy, task.device)
+        strategy.phases = recorder.layers.in_phase
+        yield strategy, FakeFeed(spec, recorder.device)
 
 
 def _create_optimizer_state(strategy: SingleStrategy) -> None:
@@ -264,6 +284,9 @@ def _stand_ins(task: DryRunTask, recorder: StepRecorder) -> Iterator[None]:
             replacements[f"{wrapper.__name__}:FlatParameter"] = make_flat_parameter(wrapper.FlatParameter)
             replacements["fairscale.nn.pipe.pipeline:create_workers"] = create_inline_workers
             replacements["fairscale.nn.pipe.pipeline:join_workers"] = lambda *_queues: None
+            sharded = importlib.import_module("fairscale.nn.data_parallel.fully_sharded_data_parallel")
+            # It compares values of all ranks, once, on cuda.
+            replacements[f"{sharded.__name__}:validate_process_group"] = lambda *_group: None
             # Tensors that it keeps for the process would be those of an earlier dry run.
             replacements["fairscale.nn.pipe.phony:_phonies"] = dict[Any, Any]()
             replacements["fairscale.nn.pipe.copy:get_device"] = lambda _stream: recorder.device
@@ -300,12 +323,16 @@ def _own_replacements(task: DryRunTask, recorder: StepRecorder) -> dict[str, Any
         f"{strategies}.base:graph_stream_context": lambda _device: nullcontext(),
         f"{strategies}.fsdp:make_shard_mesh": None,
         "torch.distributed.fsdp._fully_shard._fully_shard:_get_device_from_mesh": lambda _mesh: recorder.device,
+        # The form of a sharded result is computed with fake tensors of its whole size, which no device holds.
+        "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached": None,
         "hpcbench.worker.distributed.process_groups:_new_process_group": None,
         f"{strategies}.pipeline.chunk:ActivationMetaCache._trace": trace_once,
         f"{strategies}.pipeline.fairscale_pipe:assign_blocks": assign_blocks,
-        f"{strategies}.pipeline.p2p:P2PTransport.send": _send_and_complete,
+        # Works of torch's fake process group are never complete: messages are, when the next one is sent.
+        f"{strategies}.pipeline.p2p:MessageTransport._forget_finished_sends": lambda transport: transport._sent.clear(),
     }
-    if task.device == "cuda":
+    if task.device != recorder.device.type:
+        # The cpu stands for cuda.
         arithmetic = partial(CudaArithmetic, recorder=recorder)
         replacements[f"{strategies}.base:MixedPrecision"] = arithmetic
         replacements[f"{strategies}.pipeline.chunk:MixedPrecision"] = arithmetic
@@ -317,15 +344,6 @@ def _own_replacements(task: DryRunTask, recorder: StepRecorder) -> dict[str, Any
         replacements[f"{strategies}.horovod:load_horovod"] = noted("horovod", lambda: ModelledHorovod(fusion_bytes))
         replacements[f"{strategies}.horovod:start_horovod"] = lambda *_arguments: None
     return replacements
-
-
-_SEND = P2PTransport.send
-
-
-def _send_and_complete(transport: P2PTransport, *message: Any) -> None:
-    """Send a message when those before it have arrived: works of torch's fake process group are never complete."""
-    transport._sent.clear()
-    _SEND(transport, *message)
 
 
 def _register_hook_of_cuda(strategy: Any, runner: Any, context: RankContext) -> None:

@@ -87,7 +87,9 @@ class _HorovodReducer:
     def _reduce_fused(self, tensors: Sequence[Tensor]) -> None:
         count = sum(tensor.numel() for tensor in tensors)
         if self._buffer is None or self._buffer.numel() < count:
-            self._buffer = torch.empty(count, dtype=tensors[0].dtype, device=tensors[0].device)
+            # Horovod's own is as large as its threshold from the first use on.
+            capacity = max(count, self._fusion_bytes // tensors[0].element_size())
+            self._buffer = torch.empty(capacity, dtype=tensors[0].dtype, device=tensors[0].device)
         fused = self._buffer[:count]
         parts = torch.split(fused, [tensor.numel() for tensor in tensors])
         for part, tensor in zip(parts, tensors, strict=True):

@@ -31,9 +31,10 @@ from hpcbench.worker.measure.layer_trace import COMM_NAMESPACES
 from hpcbench.worker.measure.traffic_recorder import TrafficRecorder
 
 _PACKAGE = Path(hpcbench.__file__).resolve().parent
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent), traffic_recorder.__file__, "<")
+UNNAMED_FILES = [str(Path(torch.__file__).parent), str(Path(__file__).parent), traffic_recorder.__file__, "<"]
+"""Beginnings of paths that are never the site of a wait; other recorders add their own file."""
 _PYTHON = str(Path(weakref.__file__).parent)
-"""Files there, and those of Python itself outside of ``site-packages``, are never the site of a wait."""
+"""Files of Python itself, outside of ``site-packages``: neither."""
 
 
 _WRAPPERS = ("_fsdp_wrapped_module", "_fpw_module", "module", "chunks", "pipe", "partitions")
@@ -203,9 +204,10 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
 
 
 class HostCopies(TorchFunctionMode):
-    """Moves what torch makes of Python's values to the device, and counts the copy.
+    """Counts the copy of what torch makes of Python's values on the device.
 
-    torch makes such tensors on the host and copies them without an operator; fake ones stay on the host.
+    torch makes such tensors on the host and copies them without an operator. Fake ones stay on the host where the cpu
+    stands for the device, and are moved here.
     """
 
     def __init__(self, recorder: StepRecorder) -> None:
@@ -217,15 +219,28 @@ class HostCopies(TorchFunctionMode):
         target = (kwargs or {}).get("device")
         if target is None and func is Tensor.new_tensor:
             target = device_of(args[0])
-        device = self._recorder.device
-        if target is None or not isinstance(out, Tensor) or torch.device(target) != device or device_of(out) == device:
+        if target is None or not isinstance(out, Tensor) or not self._is_own(torch.device(target)):
             return out
-        if func in _FROM_VALUES:
+        device, on_device = self._recorder.device, device_of(out) == self._recorder.device
+        values = args[1:] if func is Tensor.new_tensor else args
+        # Of a tensor a copy is an operator, which the recorder sees.
+        is_tensor = isinstance(values[0] if values else (kwargs or {}).get("data"), Tensor)
+        if func in _FROM_VALUES and not (on_device and is_tensor):
             self._recorder.host_sync(f"{func.__name__} copies values from the host")
+        if on_device:
+            return out
         # What zeros_like and others make like a tensor of the host stays there, too.
         return torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=device).requires_grad_(
             out.requires_grad
         )
+
+    def _is_own(self, target: torch.device) -> bool:
+        """Return whether ``target`` is the recorder's device and not the host.
+
+        ``cuda`` without a number is the current device.
+        """
+        own = self._recorder.device
+        return own != torch.device("cpu") and (target == own or (own.type == "cuda" and target == torch.device("cuda")))
 
 
 def device_of(tensor: Tensor) -> torch.device:
@@ -322,7 +337,7 @@ def calling_site() -> str:
 def site_of_line(frame: FrameType, line: int) -> str | None:
     """Return ``file:line`` of a frame, or ``None`` for a frame of torch, of Python itself or of the dry run."""
     file = frame.f_code.co_filename
-    if file.startswith(_LIBRARIES) or (file.startswith(_PYTHON) and "site-packages" not in file):
+    if file.startswith(tuple(UNNAMED_FILES)) or (file.startswith(_PYTHON) and "site-packages" not in file):
         return None
     path = Path(file).resolve()
     return f"{path.relative_to(_PACKAGE.parent) if path.is_relative_to(_PACKAGE) else path}:{line}"

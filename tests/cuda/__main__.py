@@ -1,0 +1,31 @@
+"""``python -m tests.cuda``: step every strategy on fake GPUs and print a table; ``python -m tests.cuda pytest``: test.
+
+Both make the environment first (``environment.py``) and go on in it, under the stub of CUDA.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from tests.cuda.environment import EnvironmentMissing, is_under_stub, run_under_stub
+from tests.cuda.stub import StubError
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the table, or run pytest with the arguments that follow ``pytest``."""
+    if is_under_stub():
+        # Imports torch, which only that environment has with CUDA.
+        from tests.cuda.table import print_table
+
+        return print_table(arguments)
+    command = ["-m", "pytest", *arguments[1:]] if arguments[:1] == ["pytest"] else ["-m", "tests.cuda", *arguments]
+    try:
+        return run_under_stub(command)
+    except (EnvironmentMissing, StubError) as error:
+        print(f"tests/cuda: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,151 @@
+"""Checks of a step on a GPU against the oracle; each returns its problems in words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+
+import torch
+
+from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.machine import nominal_machine
+from hpcbench.oracle.strategies.base import resolve_cost
+from hpcbench.parallel.mesh import RankMesh
+from hpcbench.parallel.pipeline.exchange_order import Exchange, exchange_order
+from hpcbench.parallel.traffic import Traffic, merge_calls
+from tests.cuda.cases import table_of
+from tests.cuda.fake_gpu import GpuSteps
+from tests.cuda.gpu_recorder import differing_calls
+from tests.device_model.programs import pipeline_steps
+from tests.oracle.heard import heard_in_order
+
+PRODUCT_TYPES = {
+    "fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
+}  # fmt: skip
+"""The type in which a run of each precision multiplies. tf32 is stored as fp32."""
+
+LOSS_SCALING = "fp16's loss scaling reads whether a gradient overflowed"
+ALLOWED_SITES = {"fp16": {"hpcbench/worker/model_execution.py: the host reads a value of a tensor": LOSS_SCALING}}
+"""Sites, without their line, at which a step of a precision may wait for the device, with the reason."""
+OSS_WAIT = "fairscale's OSS waits for the device before it broadcasts the updated shards"
+ALLOWED_WAITS = {key: {"cudaDeviceSynchronize": (1, OSS_WAIT)} for key in ("fairscale_oss", "fairscale_sddp")}
+"""Calls of CUDA's runtime in a step of a strategy, with the reason."""
+
+MEMORY_TOLERANCE = 0.1
+"""Share of the oracle's peak, where ``memory_ratios.tsv`` does not list another ratio."""
+RATIO_TOLERANCE = 0.02
+"""Distance from a listed ratio."""
+MEMORY_RATIOS = Path(__file__).with_name("memory_ratios.tsv")
+
+
+def step_problems(spec: RunSpec, rank: int, steps: GpuSteps) -> list[str]:
+    """Return what a step of ``rank`` does that it should not, against what the oracle predicts of it."""
+    sites, waits = ALLOWED_SITES.get(spec.precision, {}), ALLOWED_WAITS.get(spec.strategy, {})
+    problems = [f"host waits at {site}" for site in steps.host_sync_sites if re.sub(r":\d+:", ":", site) not in sites]
+    problems += [
+        f"the host calls {name} {count} times in a step"
+        for name, count in steps.runtime_waits.items()
+        if count != waits.get(name, (0, ""))[0]
+    ]
+    problems += [f"stray tensor at {site}" for site in steps.stray]
+    expected = resolve_cost(spec.strategy).traffic(spec, table_of(spec), rank)
+    if steps.calls != expected:
+        missing, extra = _difference(expected, steps.calls), _difference(steps.calls, expected)
+        problems.append(f"traffic of rank {rank}: the oracle has {missing}, the step {extra}")
+    if steps.product_types - {PRODUCT_TYPES[spec.precision]}:
+        problems.append(f"{spec.precision} multiplies in {sorted(map(str, steps.product_types))}")
+    if len(steps.step_times_s) != 1 or steps.step_times_s[0] <= 0:
+        problems.append(f"the clock counts steps of {steps.step_times_s} s")
+    return problems
+
+
+def memory_ratio(spec: RunSpec, rank: int, steps: GpuSteps) -> float:
+    """Return the live bytes of ``rank`` at their peak over the oracle's."""
+    return steps.peak_bytes / resolve_cost(spec.strategy).memory(spec, table_of(spec), rank).total_bytes
+
+
+def memory_problems(spec: RunSpec, rank: int, steps: GpuSteps) -> list[str]:
+    """Return whether the live bytes of ``rank`` at their peak are others than the oracle's, which are one device's."""
+    if spec.devices_per_task > 1:
+        return []
+    ratio = memory_ratio(spec, rank, steps)
+    known = known_ratios().get((spec.strategy, spec.model, spec.ranks, rank))
+    expected, tolerance = (1.0, MEMORY_TOLERANCE) if known is None else (known, RATIO_TOLERANCE)
+    if abs(ratio - expected) <= tolerance:
+        return []
+    return [
+        f"peak of rank {rank} in {steps.peak_layer}: {steps.peak_bytes} bytes, {ratio:.2f} of the oracle's, "
+        f"not {expected:g}"
+    ]
+
+
+@cache
+def known_ratios() -> dict[tuple[str, str, int, int], float]:
+    """Return the ratios that are not near 1, by strategy, model, ranks of the run and rank."""
+    lines = [line.split("\t") for line in MEMORY_RATIOS.read_text().splitlines() if not line.startswith("#")]
+    return {(key, model, int(ranks), int(rank)): float(ratio) for key, model, ranks, rank, ratio in lines[1:]}
+
+
+def order_problems(spec: RunSpec, by_rank: Mapping[int, GpuSteps]) -> list[str]:
+    """Return where ranks that communicate with each other call in different orders, or in another than is priced."""
+    problems = []
+    for pair in combinations(by_rank, 2):
+        problems += differing_calls(by_rank[pair[0]].order, by_rank[pair[1]].order, pair)
+    for rank, steps in by_rank.items() if is_pipeline_of_ranks(spec) else ():
+        expected = expected_messages(spec, rank)
+        messages = [(call.operation == "send", call.peer) for call in steps.order if call.peer is not None]
+        if messages != expected:
+            problems.append(f"rank {rank} exchanges {messages}, and the order of the pipeline is {expected}")
+    if is_priced_in_order(spec):
+        problems += priced_order_problems(spec, by_rank)
+    return problems
+
+
+def priced_order_problems(spec: RunSpec, by_rank: Mapping[int, GpuSteps]) -> list[str]:
+    """Return where the rank that the oracle prices calls in another order. It prices the one with the most calls."""
+    priced = heard_in_order(spec, table_of(spec), nominal_machine(load_cluster("slurmbox")[0]))
+    alike = [rank for rank, steps in by_rank.items() if steps.calls == merge_calls(priced)]
+    if not alike:
+        return [f"the oracle prices {len(priced)} calls in order, which no rank of {list(by_rank)} makes"]
+    recorded = by_rank[alike[0]].traffic
+    differing = [number for number, pair in enumerate(zip(priced, recorded, strict=True)) if pair[0] != pair[1]]
+    if not differing:
+        return []
+    return [
+        f"call {differing[0]} of rank {alike[0]} is {recorded[differing[0]]}, the oracle prices {priced[differing[0]]}"
+    ]
+
+
+def is_pipeline_of_ranks(spec: RunSpec) -> bool:
+    """Return whether ranks of the run send messages to each other."""
+    return spec.pp_degree > 1 and spec.devices_per_task == 1
+
+
+def expected_messages(spec: RunSpec, rank: int) -> list[tuple[bool, int]]:
+    """Return the messages of ``rank`` in a steady step: whether it sends, and the other rank.
+
+    Of an exchange the sends come first. The order is that for which ``tests/device_model`` finds no hang.
+    """
+    members = RankMesh.of(spec).group(rank, "pp")
+    stage_rank = members.index(rank)
+    layout, steps = pipeline_steps(spec.strategy, spec.pp_degree, spec.micro_batches)
+    exchanges = [entry for entry in exchange_order(steps[-1], layout)[stage_rank] if isinstance(entry, Exchange)]
+    sides = [sorted((message.target == stage_rank, message) for message in exchange.messages) for exchange in exchanges]
+    return [
+        (not receives, members[message.source if receives else message.target])
+        for exchange in sides
+        for receives, message in exchange
+    ]
+
+
+def is_priced_in_order(spec: RunSpec) -> bool:
+    """Return whether the oracle prices every call where a rank makes it."""
+    return spec.strategy in ("filter", "channel", "spatial", "tensor")
+
+
+def _difference(calls: list[Traffic], others: list[Traffic]) -> list[str]:
+    return [f"{call.count} x {call.operation} of {call.payload_bytes}" for call in calls if call not in others]

@@ -1,0 +1,193 @@
+"""Answers of the stub of CUDA: bodies of C functions, by name. Every other function of the libraries returns success.
+
+Arguments have the names of CUDA's own headers. Streams and events are addresses on the heap; an event holds the host's
+clock at its record, so that elapsed times are the host's. Device addresses count up and are never read.
+"""
+
+from __future__ import annotations
+
+DEVICES = 8
+MEMORY_BYTES = 80 * 2**30
+NAME = "Fake GPU of 80 GiB"
+MULTIPROCESSORS = 132
+THREADS_PER_MULTIPROCESSOR = 2048
+THREADS_PER_BLOCK = 1024
+WARP_SIZE = 32
+L2_CACHE_BYTES = 50 * 2**20
+MAJOR, MINOR = 9, 0
+
+SHARED_STATE = f"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#define DEVICES {DEVICES}
+#define MEMORY_BYTES {MEMORY_BYTES}ull
+#define DEVICE_ADDRESS 0x700000000000ull
+static __thread int current;
+static uintptr_t next_address = DEVICE_ADDRESS;
+static double now_ms(void) {{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1e3 + now.tv_nsec / 1e6;
+}}
+static void *new_handle(void) {{ return calloc(1, sizeof(double)); }}
+static void *new_memory(size_t bytes) {{
+    uintptr_t aligned = (bytes + 511) / 512 * 512;
+    return (void *)__atomic_fetch_add(&next_address, aligned, __ATOMIC_SEQ_CST);
+}}
+static int is_on_device(const void *address) {{ return (uintptr_t)address >= DEVICE_ADDRESS; }}
+"""
+
+RUNTIME_HELPERS = f"""
+static int attribute(enum cudaDeviceAttr attr, int device) {{
+    switch (attr) {{
+    case cudaDevAttrMaxThreadsPerBlock: return {THREADS_PER_BLOCK};
+    case cudaDevAttrMaxBlockDimX: case cudaDevAttrMaxBlockDimY: return {THREADS_PER_BLOCK};
+    case cudaDevAttrMaxBlockDimZ: return 64;
+    case cudaDevAttrMaxGridDimX: return 2147483647;
+    case cudaDevAttrMaxGridDimY: case cudaDevAttrMaxGridDimZ: return 65535;
+    case cudaDevAttrMaxSharedMemoryPerBlock: return 49152;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: return 232448;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: return 233472;
+    case cudaDevAttrWarpSize: return {WARP_SIZE};
+    case cudaDevAttrMultiProcessorCount: return {MULTIPROCESSORS};
+    case cudaDevAttrMaxThreadsPerMultiProcessor: return {THREADS_PER_MULTIPROCESSOR};
+    case cudaDevAttrL2CacheSize: return {L2_CACHE_BYTES};
+    case cudaDevAttrComputeCapabilityMajor: return {MAJOR};
+    case cudaDevAttrComputeCapabilityMinor: return {MINOR};
+    case cudaDevAttrPciBusId: return device + 1;
+    case cudaDevAttrUnifiedAddressing: case cudaDevAttrConcurrentKernels: case cudaDevAttrMemoryPoolsSupported: return 1;
+    default: return 0;
+    }}
+}}
+static cudaError_t entry_point(const char *symbol, void **address, enum cudaDriverEntryPointQueryResult *status) {{
+    void *driver = dlopen("libcuda.so.1", RTLD_NOW);
+    *address = driver ? dlsym(driver, "fake_driver_function") : NULL;
+    *address = *address ? ((void *(*)(const char *))*address)(symbol) : NULL;
+    if (status) *status = *address ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+    return *address ? cudaSuccess : cudaErrorSymbolNotFound;
+}}
+"""
+
+_NEW_STREAM = "*pStream = (cudaStream_t)new_handle();"
+_NEW_EVENT = "*event = (cudaEvent_t)new_handle();"
+_NEW_MEMORY = "*devPtr = new_memory(size);"
+_NOT_CAPTURING = "= cudaStreamCaptureStatusNone;"
+_RECORD = "if (event) *(double *)event = now_ms();"
+
+RUNTIME_ANSWERS = {
+    "cudaGetDeviceCount": "*count = DEVICES;",
+    "cudaGetDevice": "*device = current;",
+    "cudaSetDevice": "if (device < 0 || device >= DEVICES) return cudaErrorInvalidDevice; current = device;",
+    "cudaDriverGetVersion": "*driverVersion = CUDART_VERSION;",
+    "cudaRuntimeGetVersion": "*runtimeVersion = CUDART_VERSION;",
+    "cudaGetErrorName": 'return error ? "cudaErrorFake" : "cudaSuccess";',
+    "cudaGetErrorString": 'return error ? "an error of the stub of CUDA" : "no error";',
+    "cudaGetDeviceProperties": f"""
+        memset(prop, 0, sizeof *prop);
+        strcpy(prop->name, "{NAME}");
+        memset(prop->uuid.bytes, device + 1, sizeof prop->uuid.bytes);
+        prop->totalGlobalMem = MEMORY_BYTES;
+        prop->major = {MAJOR};
+        prop->minor = {MINOR};
+        prop->multiProcessorCount = {MULTIPROCESSORS};
+        prop->warpSize = {WARP_SIZE};
+        prop->maxThreadsPerBlock = {THREADS_PER_BLOCK};
+        prop->maxThreadsDim[0] = prop->maxThreadsDim[1] = {THREADS_PER_BLOCK};
+        prop->maxThreadsDim[2] = 64;
+        prop->maxGridSize[0] = 2147483647;
+        prop->maxGridSize[1] = prop->maxGridSize[2] = 65535;
+        prop->maxThreadsPerMultiProcessor = {THREADS_PER_MULTIPROCESSOR};
+        prop->regsPerBlock = prop->regsPerMultiprocessor = 65536;
+        prop->sharedMemPerBlock = 49152;
+        prop->sharedMemPerBlockOptin = 232448;
+        prop->sharedMemPerMultiprocessor = 233472;
+        prop->l2CacheSize = {L2_CACHE_BYTES};
+        prop->pciBusID = device + 1;
+        prop->unifiedAddressing = prop->concurrentKernels = 1;""",
+    "cudaDeviceGetAttribute": "*value = attribute(attr, device);",
+    "cudaDeviceGetPCIBusId": 'snprintf(pciBusId, len, "0000:%02x:00.0", device + 1);',
+    "cudaDeviceCanAccessPeer": "*canAccessPeer = device != peerDevice;",
+    "cudaDeviceGetStreamPriorityRange": "*leastPriority = 0; *greatestPriority = -5;",
+    "cudaDeviceGetDefaultMemPool": "*memPool = (cudaMemPool_t)(DEVICE_ADDRESS + device);",
+    "cudaMemGetInfo": "*free = *total = MEMORY_BYTES;",
+    "cudaMalloc": _NEW_MEMORY,
+    "cudaMallocManaged": _NEW_MEMORY,
+    "cudaMallocAsync": _NEW_MEMORY,
+    "cudaHostAlloc": "*pHost = malloc(size);",
+    "cudaMallocHost": "*ptr = malloc(size);",
+    "cudaFreeHost": "free(ptr);",
+    "cudaHostGetDevicePointer": "*pDevice = pHost;",
+    "cudaPointerGetAttributes": """
+        memset(attributes, 0, sizeof *attributes);
+        attributes->type = is_on_device(ptr) ? cudaMemoryTypeDevice : cudaMemoryTypeUnregistered;
+        attributes->device = is_on_device(ptr) ? current : -2;
+        attributes->devicePointer = is_on_device(ptr) ? (void *)ptr : NULL;
+        attributes->hostPointer = is_on_device(ptr) ? NULL : (void *)ptr;""",
+    "cudaStreamCreate": _NEW_STREAM,
+    "cudaStreamCreateWithFlags": _NEW_STREAM,
+    "cudaStreamCreateWithPriority": _NEW_STREAM,
+    "cudaStreamDestroy": "free(stream);",
+    "cudaStreamGetPriority": "*priority = 0;",
+    "cudaStreamGetFlags": "*flags = 0;",
+    "cudaStreamGetId": "*streamId = (unsigned long long)(uintptr_t)hStream;",
+    "cudaStreamGetDevice": "*device = current;",
+    "cudaStreamIsCapturing": f"*pCaptureStatus {_NOT_CAPTURING}",
+    "cudaStreamGetCaptureInfo": f"*captureStatus_out {_NOT_CAPTURING} if (id_out) *id_out = 0;",
+    "cudaEventCreate": _NEW_EVENT,
+    "cudaEventCreateWithFlags": _NEW_EVENT,
+    "cudaEventDestroy": "free(event);",
+    "cudaEventRecord": _RECORD,
+    "cudaEventRecordWithFlags": _RECORD,
+    "cudaEventElapsedTime": "*ms = (float)(*(double *)end - *(double *)start);",
+    "cudaOccupancyMaxActiveBlocksPerMultiprocessor": "*numBlocks = 1;",
+    "cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags": "*numBlocks = 1;",
+    "cudaFuncGetAttributes": f"memset(attr, 0, sizeof *attr); attr->maxThreadsPerBlock = {THREADS_PER_BLOCK};",
+    "cudaGetDriverEntryPoint": "return entry_point(symbol, funcPtr, driverStatus);",
+    "cudaGetDriverEntryPointByVersion": "return entry_point(symbol, funcPtr, driverStatus);",
+}
+
+DRIVER_HELPERS = """
+static long succeed(void) { return 0; }
+void *fake_driver_function(const char *name) {
+    static const char *const versions[] = {"_v4", "_v3", "_v2", ""};
+    void *self = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+    char symbol[256];
+    for (int number = 0; self && number < 4; number++) {
+        snprintf(symbol, sizeof symbol, "%s%s", name, versions[number]);
+        void *address = dlsym(self, symbol);
+        if (address) return address;
+    }
+    return (void *)succeed;
+}
+"""
+
+_CONTEXT = "(CUcontext)(DEVICE_ADDRESS + 0x1000 * (current + 1))"
+_ENTRY_POINT = "*pfn = fake_driver_function(symbol); if (symbolStatus) *symbolStatus = CU_GET_PROC_ADDRESS_SUCCESS;"
+
+DRIVER_ANSWERS = {
+    "cuDriverGetVersion": "*driverVersion = CUDA_VERSION;",
+    "cuGetErrorName": '*pStr = error ? "CUDA_ERROR_FAKE" : "CUDA_SUCCESS";',
+    "cuGetErrorString": '*pStr = error ? "an error of the stub of CUDA" : "no error";',
+    "cuGetProcAddress_v2": _ENTRY_POINT,
+    "cuGetExportTable": "*ppExportTable = NULL; return CUDA_ERROR_NOT_FOUND;",
+    "cuDeviceGet": "*device = ordinal;",
+    "cuDeviceGetCount": "*count = DEVICES;",
+    "cuDeviceGetName": f'snprintf(name, len, "{NAME}");',
+    "cuDeviceGetUuid_v2": "memset(uuid->bytes, dev + 1, sizeof uuid->bytes);",
+    "cuDeviceTotalMem_v2": "*bytes = MEMORY_BYTES;",
+    "cuDevicePrimaryCtxGetState": "*flags = 0; *active = 1;",
+    "cuDevicePrimaryCtxRetain": f"*pctx = {_CONTEXT};",
+    "cuCtxGetCurrent": f"*pctx = {_CONTEXT};",
+    "cuCtxGetDevice": "*device = current;",
+    "cuMemGetInfo_v2": "*free = *total = MEMORY_BYTES;",
+    "cuStreamIsCapturing": "*captureStatus = CU_STREAM_CAPTURE_STATUS_NONE;",
+    "cuStreamCreate": "*phStream = (CUstream)new_handle();",
+    "cuStreamCreateWithPriority": "*phStream = (CUstream)new_handle();",
+    "cuEventCreate": "*phEvent = (CUevent)new_handle();",
+    "cuEventElapsedTime_v2": "*pMilliseconds = (float)(*(double *)hEnd - *(double *)hStart);",
+}
