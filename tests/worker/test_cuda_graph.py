@@ -39,11 +39,11 @@ class FakeStream:
         self.log.append(f"{self.name} waits for {other.name}")
 
 
-class Capture(TorchDispatchMode):
+class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records operators, and restores what they wrote into tensors that were there before."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[tuple[Callable[..., Any], Any, Any, Any]] = []
         self._before: list[tuple[Tensor, Tensor]] = []
 
