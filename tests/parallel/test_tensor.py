@@ -62,7 +62,6 @@ def test_degrees() -> None:
             "gives every rank a token, and a sample has 2: tp_degree 4, at most 2 is right",
         ),
         ({"nodes": 2, "precision": "fp16"}, "a loss scale that all ranks of a layer agree on: use bf16"),
-        ({"nodes": 2, "compile": True}, "tensor cannot be compiled"),
         ({"nodes": 2, "sp_degree": 2}, "tensor has no sp_degree"),
     ],
 )

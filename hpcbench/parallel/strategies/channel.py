@@ -244,8 +244,6 @@ def channel_exclusion(spec: RunSpec) -> str | None:
     """Return the reason why the run is infeasible; the worker examines a user's own model."""
     if spec.precision == "fp16":
         return f"{spec.strategy} with fp16 would need a loss scale that all shards agree on: use bf16"
-    if spec.compile:
-        return f"{spec.strategy} communicates inside the layers, which torch.compile cannot trace: compile = false"
     # Channels depend neither on the input's size nor on the options of the shipped models.
     table = read_shipped_table(spec.model, spec.dataset)
     return None if table is None else channel_table_exclusion(spec, table)

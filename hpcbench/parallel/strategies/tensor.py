@@ -28,8 +28,6 @@ def tensor_exclusion(spec: RunSpec) -> str | None:
     """Return the reason why a run cannot be tensor-parallel. A user's own model is examined when it is built."""
     if spec.precision == "fp16":
         return f"{spec.strategy} with fp16 would need a loss scale that all ranks of a layer agree on: use bf16"
-    if spec.compile:
-        return f"{spec.strategy} cannot be compiled: its collectives are not traced"
     if is_custom_model(spec.model):
         return None
     heads, kind, strides = _transformer_dims(spec.model, spec.dataset)
