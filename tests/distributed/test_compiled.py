@@ -1,6 +1,8 @@
-"""``compile = true`` where layers are split: the compiler traces the collectives between them, and the training is equal."""
+"""``compile = true`` where ranks share layers or weights have versions: one graph, and the training is equal."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
@@ -11,11 +13,20 @@ from tests.distributed.pool import Pool
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("key", "model"), [("tensor", "vit"), ("filter", "resnet18"), ("channel", "resnet18")])
-def test_split_layers_become_one_graph(pool: Pool, key: str, model: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "model", "more"),
+    [
+        ("tensor", "vit", {"tp_degree": 2}),
+        ("filter", "resnet18", {"tp_degree": 2}),
+        ("channel", "resnet18", {"tp_degree": 2}),
+        ("pipedream", "vgg11", {"pp_degree": 2, "micro_batches": 2, "model_options": {"batch_norm": False}}),
+    ],
+)
+def test_ranks_compile_one_graph(pool: Pool, key: str, model: str, more: dict[str, Any]) -> None:
+    """The compiler traces collectives between layers, and takes the weights as inputs."""
     case = make_case(
-        2, model, "digits", steps=2, strategy=key, tp_degree=2, dp_degree=1, precision="fp64", compile=True,
-        replicated=False, narrow=model == "resnet18",
+        2, model, "digits", steps=2, strategy=key, dp_degree=1, precision="fp64", compile=True, replicated=False,
+        narrow=model != "vit", **more,
     )  # fmt: skip
     ranks = pool.call(2, run_traced, case)
     assert [(rank.graphs, rank.breaks) for rank in ranks] == [(1, {})] * 2

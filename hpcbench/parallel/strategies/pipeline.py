@@ -125,9 +125,7 @@ def pipedream_staleness(spec: RunSpec) -> Staleness:
 
 
 def pipedream_exclusion(spec: RunSpec) -> str | None:
-    """Check the limits of all pipelines, shared or compiled weights, and contradictory versions."""
-    if spec.compile:
-        return "pipedream exchanges the weights of its stages, which a compiled graph has taken in: compile = false"
+    """Check the limits of all pipelines, shared weights, and contradictory versions."""
     if spec.pp_degree > 1 and shares_output_weights(spec):
         return "pipedream with tied weights: two stages would have versions of their own of them; use 1f1b"
     if spec.options.get("vertical_sync") and spec.options.get("weight_versions") == "2bw":

@@ -212,7 +212,7 @@ def spatial_exclusion(spec: RunSpec) -> str | None:
     if dataset.kind == "tokens":
         return f"spatial cuts images and volumes; {spec.dataset} holds tokens"
     if spec.compile:
-        return "spatial exchanges halos with calls that torch.compile cannot trace: compile = false is right"
+        return "spatial exchanges halos, and torch.compile fails on their varying shapes: compile = false is right"
     if spec.precision == "fp16":
         return "spatial with fp16 would need a loss scale that all parts agree on: use bf16"
     extents = sample_shape(spec.dataset, spec.input_size)[1:]
