@@ -30,8 +30,8 @@ STAGES: dict[str, Any] = {"pp_degree": 2, "micro_batches": 2, "model_options": {
 def test_ranks_compile_one_graph(pool: Pool, key: str, model: str, more: dict[str, Any]) -> None:
     """The compiler traces collectives between layers, and takes the weights as inputs."""
     case = make_case(
-        2, model, "tokens" if model == "gpt" else "digits", steps=2, strategy=key, dp_degree=1, precision="fp64", compile=True, replicated=False,
-        narrow=model not in ("vit", "gpt"), **more,
+        2, model, "tokens" if model == "gpt" else "digits", steps=2, strategy=key, dp_degree=1, precision="fp64",
+        compile=True, replicated=False, narrow=model not in ("vit", "gpt"), **more,
     )  # fmt: skip
     ranks = pool.call(2, run_traced, case)
     assert all(rank.graphs for rank in ranks)
