@@ -23,11 +23,10 @@ from hpcbench.errors import ConfigError
 from hpcbench.forecast.forecast import Forecast
 from hpcbench.forecast.gpu_check import GpuCheck, evaluate_check, make_check_sweep
 from hpcbench.parallel.catalog import STRATEGIES
+from hpcbench.results.probe_records import LoopProbe, ProbeResults
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import (
     FailureRecord,
-    LoopProbe,
-    ProbeResults,
     RunMetrics,
     RunResult,
     StepTimeStatistics,
