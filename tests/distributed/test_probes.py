@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,8 +22,15 @@ from hpcbench.results.timing_statistics import quantile
 from hpcbench.worker.data.open_feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.measure.clocks import relative_spread
+from hpcbench.worker.microbench import collective_probes
 from hpcbench.worker.microbench.block_probes import BlockReadings, measure_blocks
-from hpcbench.worker.microbench.collective_probes import EXCHANGE, measure_collectives, message_sizes
+from hpcbench.worker.microbench.collective_probes import (
+    EXCHANGE,
+    ProbeGroup,
+    measure_collectives,
+    measure_overlap,
+    message_sizes,
+)
 from hpcbench.worker.microbench.message_probes import measure_messages
 from hpcbench.worker.microbench.module_capture import capture_modules, isolate_module
 from hpcbench.worker.models.build import build_model
@@ -214,6 +222,32 @@ def test_two_ranks_measure_every_operation_at_every_size(pool: Pool) -> None:
     assert overlap.comm_s >= overlap.issue_s > 0
 
 
+def convolved_batches(spec: RunSpec, shortest_kernel_s: float, group: Any) -> list[int]:
+    batches = set()
+
+    class RecordedConvolution(torch.nn.Conv2d):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            batches.add(len(images))
+            return super().forward(images)
+
+    place = ProbeGroup(group, [0, 1], torch.distributed.get_rank(), CPU)
+    with (
+        mock.patch.object(torch.nn, "Conv2d", RecordedConvolution),
+        mock.patch.object(collective_probes, "_SHORTEST_KERNEL_S", shortest_kernel_s),
+        mock.patch.object(collective_probes, "_MAX_IMAGES", 32),
+    ):
+        measure_overlap(place, spec, 1024, 0.01)
+    return sorted(batches)
+
+
+@pytest.mark.parametrize(("shortest_kernel_s", "batches"), [(0.0, [8]), (1e9, [8, 16, 32])])
+def test_the_overlapped_kernel_grows_until_its_launch_is_negligible(
+    pool: Pool, shortest_kernel_s: float, batches: list[int]
+) -> None:
+    spec = spec_of("probe_collectives", tasks_per_node=2, dp_degree=2)
+    assert pool.call(2, convolved_batches, spec, shortest_kernel_s) == [batches, batches]
+
+
 @pytest.mark.slow
 def test_two_ranks_a_node_measure_how_groups_share_the_way_out(pool: Pool) -> None:
     spec = spec_of("probe_collectives", nodes=2, tasks_per_node=2, dp_degree=4)
@@ -266,7 +300,7 @@ def test_probes_refuse_parameters_that_they_ignore(spec: RunSpec, said: str | No
     ("options", "memory_bytes", "expected"),
     [
         ({}, None, 16 * MIB),
-        ({}, 80 * 2**30, 512 * MIB),
+        ({}, 80 * 2**30, 1024 * MIB),
         ({}, 8 * 2**30, 256 * MIB),
         ({"largest_mb": 4}, 80 * 2**30, 4 * MIB),
     ],

@@ -24,7 +24,9 @@ from hpcbench.worker.measure.clocks import reading_statistics, synchronize
 _OVERLAP_REPEATS = 7
 _COMPUTE_SHARE = 0.7
 """Fraction of the all_reduce's time that the computation takes, so that all of the computation overlaps with it."""
-
+_SHORTEST_KERNEL_S = 5e-4
+"""A hundred times the launch of a kernel: with shorter ones the time of launches would be measured."""
+_MAX_IMAGES = 4096
 
 SIZE_COUNT = 12
 MIN_MESSAGE_BYTES = 1024
@@ -33,7 +35,7 @@ MIN_REPEATS, MAX_REPEATS = 3, 30
 _BURST_S = 2e-3
 """Calls follow each other for so long before the clock is read, unless one takes longer."""
 _PAIRWISE = ("send", EXCHANGE)
-_CONTENDED_BYTES = (2**18, 2**20, 2**22)
+_CONTENDED_BYTES = (2**18, 2**20, 2**22, 2**25, 2**28)
 _MAX_BUDGET_FACTOR = 8
 """A size that takes so many times its part of the budget is left out, and all larger ones."""
 
@@ -81,7 +83,7 @@ def measure_overlap(group: ProbeGroup, spec: RunSpec, payload_bytes: int, budget
     device = group.device
     buffer = torch.zeros(payload_bytes // 4, device=device)
     layer = torch.nn.Conv2d(64, 64, 3, padding=1, device=device).requires_grad_(False)
-    image = torch.zeros(8, 64, 32, 32, device=device)
+    images = torch.zeros(8, 64, 32, 32, device=device)
 
     def read(times: int, sends: bool) -> _OverlapReading:
         group.barrier()
@@ -90,7 +92,7 @@ def measure_overlap(group: ProbeGroup, spec: RunSpec, payload_bytes: int, budget
         work = dist.all_reduce(buffer, group=group.group, async_op=True) if sends else None
         issued_s = time.perf_counter() - began
         for _ in range(times):
-            layer(image)
+            layer(images)
         # The stream that computes, not the library's: its end is that of the computation alone.
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
@@ -101,7 +103,10 @@ def measure_overlap(group: ProbeGroup, spec: RunSpec, payload_bytes: int, budget
         return _OverlapReading(*group.maximum([issued_s, computed_s, time.perf_counter() - began]))
 
     read(1, True)
-    once_s, comm_s = read(10, False).computed_s / 10, read(0, True).ended_s
+    # All ranks read the same maxima, so all of them enlarge the batch as often.
+    while (once_s := read(10, False).computed_s / 10) < _SHORTEST_KERNEL_S and len(images) < _MAX_IMAGES:
+        images = torch.zeros(2 * len(images), 64, 32, 32, device=device)
+    comm_s = read(0, True).ended_s
     times = max(1, int(_COMPUTE_SHARE * comm_s / once_s))
     repeats = max(3, min(_OVERLAP_REPEATS, int(budget_s / max(3 * comm_s, 1e-6))))
     readings = [(read(times, False), read(0, True), read(times, True)) for _ in range(repeats)]

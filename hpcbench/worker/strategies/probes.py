@@ -29,7 +29,7 @@ from hpcbench.worker.microbench.message_probes import measure_messages
 from hpcbench.worker.microbench.plain_loops import measure_loops
 from hpcbench.worker.strategies.base import DataParallelStrategy
 
-_LARGEST_CUDA_MESSAGE_BYTES = 512 * MIB
+_LARGEST_CUDA_MESSAGE_BYTES = 1024 * MIB
 """Links of GPUs are not saturated below some 128 MiB, and sharded models send units of a GiB."""
 
 
