@@ -16,11 +16,12 @@ from hpcbench.forecast.forecast import Forecast
 from hpcbench.forecast.oracle_requests import collect_evidence
 from hpcbench.forecast.sweep_calibration import (
     SweepCalibration,
+    coverage_lines,
+    extend_calibration,
     make_probe_plan,
     prepare_sweep_calibration,
     probe_sweep_text,
 )
-from hpcbench.forecast.sweep_shapes import coverage_lines, extend_calibration
 from hpcbench.oracle.calibration.calibration_store import write_calibration
 from hpcbench.parallel.check_names import custom_model_folder
 from hpcbench.submit.plan import SweepPlan

@@ -25,7 +25,7 @@ from hpcbench.report.phrases import pluralize
 from hpcbench.report.sweep_selection import select_sweeps
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.submit.leftovers import LeftoverSearch, find_leftovers, remove_leftovers
-from hpcbench.submit.scheduler_settings import read_scheduler_settings
+from hpcbench.submit.scheduler import read_scheduler_settings
 from hpcbench.submit.submission_record import read_sweep_record
 from hpcbench.units import format_bytes, parse_quantity
 

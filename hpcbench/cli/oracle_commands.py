@@ -35,15 +35,16 @@ from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.fileio import make_folder, printable_excerpt, write_atomic
 from hpcbench.forecast.forecast import Forecast
-from hpcbench.forecast.layout_requests import LayoutRecommendation, recommend_layouts
 from hpcbench.forecast.oracle_requests import (
+    LayoutRecommendation,
     RecommendRequest,
     calibration_sweep_text,
     collect_evidence,
     make_calibration_plan,
     recommend_for,
+    recommend_layouts,
 )
-from hpcbench.forecast.sweep_shapes import carry_shapes
+from hpcbench.forecast.sweep_calibration import carry_shapes
 from hpcbench.oracle.calibration.calibration_runs import CalibrationRun, usable_runs
 from hpcbench.oracle.calibration.calibration_store import (
     Calibration,

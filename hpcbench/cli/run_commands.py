@@ -32,8 +32,7 @@ from hpcbench.report.sweep_selection import select_sweeps
 from hpcbench.submit.journal import read_journal
 from hpcbench.submit.plan import SweepPlan, available_cores
 from hpcbench.submit.run_state import RunState, cancel_runs, run_states
-from hpcbench.submit.scheduler import SendOutcome
-from hpcbench.submit.scheduler_settings import announce_silence
+from hpcbench.submit.scheduler import SendOutcome, announce_silence
 from hpcbench.submit.submission_record import read_sweep_record
 from hpcbench.submit.submit import RunSelection, SubmitOutcome, accepted_runs
 from hpcbench.submit.submit import submit as submit_plan

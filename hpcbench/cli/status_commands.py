@@ -40,8 +40,7 @@ from hpcbench.results.attempts import Attempt, attempt_numbers, latest_attempt
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.results.schema import FAILED_STATUSES, STATUSES
 from hpcbench.submit.run_state import ACTIVE_STATES, RunState, count_states, run_states
-from hpcbench.submit.scheduler import job_log
-from hpcbench.submit.scheduler_settings import announce_silence, read_scheduler_settings
+from hpcbench.submit.scheduler import announce_silence, job_log, read_scheduler_settings
 from hpcbench.submit.submission_record import (
     SweepRecord,
     find_submitted_runs,

@@ -23,7 +23,7 @@ from hpcbench.oracle.prediction import format_need_and_limit
 from hpcbench.parallel.catalog import get_strategy
 from hpcbench.results.dry_run_record import DryRun, DryRunAnswer, DryRunOutcome, DryRunTask
 from hpcbench.submit.plan import SweepPlan, available_cores
-from hpcbench.submit.scheduler_settings import scrubbed_environment
+from hpcbench.submit.scheduler import scrubbed_environment
 
 _WORKER_MODULE = "hpcbench.worker.dry_run"
 _MAX_PROCESSES = 4

@@ -17,7 +17,7 @@ from hpcbench.fileio import printable_text, write_atomic
 from hpcbench.parallel import layer_table
 from hpcbench.parallel.workloads import custom_model_file, is_custom_model
 from hpcbench.paths import cache_folder
-from hpcbench.submit.scheduler_settings import scrubbed_environment
+from hpcbench.submit.scheduler import scrubbed_environment
 
 _LAYERS_MODULE = "hpcbench.worker.layers"
 _TABLE_TIME_LIMIT_S = 600

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from hpcbench.config.sweep_file import sweep_toml
-from hpcbench.forecast.layout_requests import LayoutRecommendation, priced_only_reason, run_point
+from hpcbench.forecast.oracle_requests import LayoutRecommendation, priced_only_reason, run_point
 from hpcbench.oracle.transformer.layout import Layout
 from hpcbench.oracle.transformer.layout_search import LayoutRanking, RankedLayout
 from hpcbench.report.phrases import pluralize

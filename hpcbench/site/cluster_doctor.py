@@ -17,8 +17,14 @@ from hpcbench.render.job_script import rank_python
 from hpcbench.results.data_folder import list_datasets
 from hpcbench.site.node_probe import NodeProbe, parse_probe, render_probe, run_probe
 from hpcbench.site.profile_check import scheduler_partitions
-from hpcbench.submit.scheduler import Notify, account_error
-from hpcbench.submit.scheduler_settings import RunningCommand, find_command, scrubbed_environment, scrubbed_names
+from hpcbench.submit.scheduler import (
+    Notify,
+    RunningCommand,
+    account_error,
+    find_command,
+    scrubbed_environment,
+    scrubbed_names,
+)
 from hpcbench.submit.slurm_queue import hides_jobs, private_data
 
 

@@ -26,8 +26,7 @@ from hpcbench.paths import cache_folder
 from hpcbench.render.job_script import TemplateEngine, template_context
 from hpcbench.render.launch_step import JobShape
 from hpcbench.submit.sbatch import SbatchExecutor
-from hpcbench.submit.scheduler import Notify
-from hpcbench.submit.scheduler_settings import command_environment, run_command
+from hpcbench.submit.scheduler import Notify, command_environment, run_command
 from hpcbench.submit.slurm_queue import QueueQuery
 
 _ESCAPE_PATTERN = re.compile(r"\x1b\[[0-9;]*m")

@@ -16,8 +16,7 @@ from hpcbench.fileio import printable_text
 from hpcbench.render.job_script import TemplateEngine, render_script
 from hpcbench.render.launch_step import JobShape
 from hpcbench.site.slurm_facts import NodeFacts, PartitionFacts, SiteFacts, query_site
-from hpcbench.submit.scheduler import account_error
-from hpcbench.submit.scheduler_settings import run_command
+from hpcbench.submit.scheduler import account_error, run_command
 from hpcbench.submit.slurm_queue import SbatchOutcome, classify_sbatch_error
 from hpcbench.units import format_bytes
 

@@ -22,7 +22,7 @@ from hpcbench.parallel.workloads import CUSTOM_MODEL_PATTERN, DATASETS
 from hpcbench.paths import shared_folder
 from hpcbench.render.job_script import rank_python
 from hpcbench.results.schema import RunResult
-from hpcbench.submit.scheduler_settings import scrubbed_environment
+from hpcbench.submit.scheduler import scrubbed_environment
 
 _PROJECT_README = """# An hpcbench project
 

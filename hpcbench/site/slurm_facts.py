@@ -12,7 +12,7 @@ import msgspec
 
 from hpcbench.errors import SubmitError
 from hpcbench.fileio import printable_text
-from hpcbench.submit.scheduler_settings import HasSchedulerSettings, run_command
+from hpcbench.submit.scheduler import HasSchedulerSettings, run_command
 
 _GPU_PATTERN = re.compile(
     r"(?:^|,)(?P<tres>gres/)?gpu"

@@ -18,7 +18,7 @@ import hpcbench
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.errors import INSTALL_WORKER, SubmitError
 from hpcbench.render.job_script import rank_python
-from hpcbench.submit.scheduler_settings import scrubbed_environment
+from hpcbench.submit.scheduler import scrubbed_environment
 
 _VERSIONED_PACKAGES = ("torch", "torchvision", "numpy", "scikit_learn", "horovod", "fairscale")
 _DIST_INFO_PATTERN = re.compile(r"(?P<name>[A-Za-z0-9_.]+)-(?P<version>[^-]+)\.dist-info")

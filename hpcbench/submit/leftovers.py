@@ -25,8 +25,7 @@ from hpcbench.results.schema import STATUS_BROKEN, STATUS_OK, STATUSES
 from hpcbench.submit.journal import read_journal
 from hpcbench.submit.lock import exclusive_lock
 from hpcbench.submit.run_state import RUN_LEASE_S
-from hpcbench.submit.scheduler import StateQuery, scheduler_class
-from hpcbench.submit.scheduler_settings import HasSchedulerSettings
+from hpcbench.submit.scheduler import HasSchedulerSettings, StateQuery, scheduler_class
 from hpcbench.submit.submission_record import (
     NewestSubmission,
     Submission,

@@ -18,8 +18,7 @@ import msgspec
 from hpcbench.fileio import read_regular, write_atomic
 from hpcbench.results.decode import decode_record
 from hpcbench.submit.lock import exclusive_lock
-from hpcbench.submit.scheduler import JobStatus, Notify, Scheduler, SendOutcome
-from hpcbench.submit.scheduler_settings import command_environment
+from hpcbench.submit.scheduler import JobStatus, Notify, Scheduler, SendOutcome, command_environment
 from hpcbench.submit.submission_record import NewestSubmission, Submission, SubmittedRun
 
 if TYPE_CHECKING:

@@ -28,8 +28,7 @@ from hpcbench.results.attempts import latest_attempt
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_BROKEN, STATUS_OK, STATUSES, FailureRecord, ResultSummary, RunResult
 from hpcbench.submit.journal import drop_runs
-from hpcbench.submit.scheduler import JobStatus, StateQuery, scheduler_class
-from hpcbench.submit.scheduler_settings import HasSchedulerSettings
+from hpcbench.submit.scheduler import HasSchedulerSettings, JobStatus, StateQuery, scheduler_class
 from hpcbench.submit.submission_record import (
     NewestSubmission,
     SubmittedRun,

@@ -35,8 +35,7 @@ from hpcbench.fileio import printable_text
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.submit.journal import JobBatch, JournalWriter, mark_attempted
 from hpcbench.submit.lock import LeaseLock
-from hpcbench.submit.scheduler import Notify
-from hpcbench.submit.scheduler_settings import command_environment
+from hpcbench.submit.scheduler import Notify, command_environment
 from hpcbench.submit.slurm_queue import SbatchOutcome, classify_sbatch_error, find_job_by_name
 from hpcbench.submit.submission_record import Submission, started_attempt
 

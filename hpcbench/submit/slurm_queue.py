@@ -14,8 +14,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from hpcbench.errors import SubmitError
-from hpcbench.submit.scheduler import JobStatus
-from hpcbench.submit.scheduler_settings import HasSchedulerSettings, RunningCommand, command_environment, run_command
+from hpcbench.submit.scheduler import HasSchedulerSettings, JobStatus, RunningCommand, command_environment, run_command
 
 if TYPE_CHECKING:
     from hpcbench.config.cluster_profile import ClusterProfile

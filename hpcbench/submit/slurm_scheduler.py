@@ -10,15 +10,22 @@ from typing import TYPE_CHECKING, ClassVar
 from hpcbench.errors import SubmitError
 from hpcbench.fileio import printable_text
 from hpcbench.submit.journal import account_name, read_journal
-from hpcbench.submit.scheduler import JobStatus, Notify, Scheduler, SchedulerLimits, SendOutcome
-from hpcbench.submit.scheduler_settings import find_command, run_command
+from hpcbench.submit.scheduler import (
+    JobStatus,
+    Notify,
+    Scheduler,
+    SchedulerLimits,
+    SendOutcome,
+    find_command,
+    run_command,
+)
 from hpcbench.submit.slurm_queue import QueueQuery, count_queued_jobs, hides_jobs, max_array_size, private_data
 from hpcbench.submit.submission_record import NewestSubmission, Submission, SubmittedRun
 
 if TYPE_CHECKING:
     from hpcbench.config.cluster_profile import ClusterProfile
     from hpcbench.results.results_tree import ClusterTree
-    from hpcbench.submit.scheduler_settings import HasSchedulerSettings
+    from hpcbench.submit.scheduler import HasSchedulerSettings
 
 _SCANCEL_IDS_PER_CALL = 50
 """An id may list the tasks of an array, and a command line has an end."""

@@ -34,8 +34,7 @@ from hpcbench.submit.journal import read_journal
 from hpcbench.submit.lock import exclusive_lock
 from hpcbench.submit.plan import RERUN_ON_SUBMIT, JobGroup, StopGroups, SweepPlan
 from hpcbench.submit.run_state import ACTIVE_STATES, record_scheduler_failures, run_states
-from hpcbench.submit.scheduler import Notify, SendOutcome, check_scheduler, ignore_message, send_unsent
-from hpcbench.submit.scheduler_settings import scrubbed_names
+from hpcbench.submit.scheduler import Notify, SendOutcome, check_scheduler, ignore_message, scrubbed_names, send_unsent
 from hpcbench.submit.submission_record import (
     JobArray,
     Submission,

@@ -23,8 +23,7 @@ from hpcbench.results.attempts import Attempt, latest_start
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_OK, ResultSummary
 from hpcbench.submit.run_state import ACTIVE_STATES, RunState, record_scheduler_failures, run_states
-from hpcbench.submit.scheduler import poll_period_s, scheduler_class, send_unsent
-from hpcbench.submit.scheduler_settings import HasSchedulerSettings
+from hpcbench.submit.scheduler import HasSchedulerSettings, poll_period_s, scheduler_class, send_unsent
 from hpcbench.submit.submission_record import JobArray, list_submissions
 
 if TYPE_CHECKING:

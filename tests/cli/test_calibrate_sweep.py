@@ -17,8 +17,12 @@ from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.errors import HpcbenchError
 from hpcbench.forecast.oracle_requests import collect_evidence, count_calibrations
-from hpcbench.forecast.sweep_calibration import DISTURBANCES, make_probe_plan, prepare_sweep_calibration
-from hpcbench.forecast.sweep_shapes import extend_calibration
+from hpcbench.forecast.sweep_calibration import (
+    DISTURBANCES,
+    extend_calibration,
+    make_probe_plan,
+    prepare_sweep_calibration,
+)
 from hpcbench.oracle.calibration.calibration_store import machine_for, read_calibrations, write_calibration
 from hpcbench.oracle.calibration.fit_machine import fit_calibration
 from hpcbench.results.results_tree import ClusterTree

@@ -17,7 +17,7 @@ from submitit.slurm.slurm import SlurmJob
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.submit.journal import read_journal
-from hpcbench.submit.scheduler_settings import command_environment
+from hpcbench.submit.scheduler import command_environment
 from hpcbench.submit.submission_record import list_submissions
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]

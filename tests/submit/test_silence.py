@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from hpcbench.submit import scheduler_settings
-from hpcbench.submit.scheduler_settings import RunningCommand, announce_silence
+from hpcbench.submit import scheduler
+from hpcbench.submit.scheduler import RunningCommand, announce_silence
 
 
 def answer(words: str) -> str:
@@ -16,7 +16,7 @@ def answer(words: str) -> str:
 
 
 def test_a_silent_command_is_announced_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_settings, "SILENCE_S", 0.01)
+    monkeypatch.setattr(scheduler, "SILENCE_S", 0.01)
     messages: list[str] = []
     with announce_silence(messages.append):
         assert answer("echo early; sleep 0.5; echo late") == "early\nlate\n"
@@ -27,6 +27,6 @@ def test_without_a_listener_or_with_an_answer_nothing_is_announced(monkeypatch: 
     messages: list[str] = []
     with announce_silence(messages.append):
         assert answer("echo at once") == "at once\n"
-    monkeypatch.setattr(scheduler_settings, "SILENCE_S", 0.01)
+    monkeypatch.setattr(scheduler, "SILENCE_S", 0.01)
     assert answer("sleep 0.1; echo late") == "late\n"
     assert messages == []
