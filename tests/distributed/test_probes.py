@@ -211,7 +211,8 @@ def collectives(spec: RunSpec, largest_bytes: int, budget_s: float, group: Any) 
 @pytest.mark.slow
 def test_two_ranks_measure_every_operation_at_every_size(pool: Pool) -> None:
     spec = spec_of("probe_collectives", tasks_per_node=2, dp_degree=2)
-    answers: list[tuple[list[CollectiveProbe], list[OverlapProbe]]] = pool.call(2, collectives, spec, 2**16, 3.0)
+    # Far more than is used: on a busy machine a small budget would leave out sizes.
+    answers: list[tuple[list[CollectiveProbe], list[OverlapProbe]]] = pool.call(2, collectives, spec, 2**16, 60.0)
     found, overlaps = answers[0]
     assert found == answers[1][0]
     expected = {(operation, size) for operation in (*COMM_OPERATIONS, EXCHANGE) for size in message_sizes(2**16)}
@@ -251,7 +252,7 @@ def test_the_overlapped_kernel_grows_until_its_launch_is_negligible(
 @pytest.mark.slow
 def test_two_ranks_a_node_measure_how_groups_share_the_way_out(pool: Pool) -> None:
     spec = spec_of("probe_collectives", nodes=2, tasks_per_node=2, dp_degree=4)
-    found, overlaps = pool.call(4, collectives, spec, 2**20, 2.0)[0]
+    found, overlaps = pool.call(4, collectives, spec, 2**20, 60.0)[0]
     assert [(one.payload_bytes, one.groups) for one in found] == [(2**18, 1), (2**18, 2), (2**20, 1), (2**20, 2)]
     assert all((one.ranks, one.nodes) == (2, 2) for one in found)
     assert overlaps == []

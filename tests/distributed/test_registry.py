@@ -91,6 +91,7 @@ def test_bf16_parameters_train_what_one_device_does(pool: Pool, key: str, parity
     check_rounding(lambda one: pool.run(one) if parity.ranks > 1 else [run_parallel(one, None)], case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("key", "parity"), BF16_CASES)
 def test_bf16_parameters_pass_what_the_cost_predicts(pool: Pool, key: str, parity: ParityCase) -> None:
     spec = training(key, parity, precision="bf16_params").spec
