@@ -23,7 +23,6 @@ from hpcbench.worker.measure.counters import (
     process_tree_cpu_s,
     process_tree_pids,
     read_core_times,
-    sibling_cpu_s,
 )
 from hpcbench.worker.measure.host import cpu_quota_cores, throttled_s
 from hpcbench.worker.measure.interference import interference_warnings
@@ -138,21 +137,6 @@ def test_an_unreadable_counter_names_the_reason(tmp_path: Path) -> None:
     counter.unlink()
     counter.mkdir()  # root may read any file
     assert open_node_meter(root) == (None, "the rapl counters may be read by root only")
-
-
-def test_ranks_of_other_runs_are_siblings() -> None:
-    """A process that looks like a rank: ``-m hpcbench.worker --tasks ...``, of another run or of this one."""
-    arguments = ["--tasks", "t", "--index", "1", "--attempt", "1"]
-    words = [sys.executable, "-c", "import time; time.sleep(60)", "-m", "hpcbench.worker", *arguments]
-    mask = sorted(os.sched_getaffinity(0))
-    with subprocess.Popen(words) as process:
-        try:
-            other = sibling_cpu_s(mask, ["--tasks", "t", "--index", "2", "--attempt", "1"])
-            own = sibling_cpu_s(mask, arguments)
-        finally:
-            process.kill()
-    assert [pid for pid, _ in other if pid == process.pid] == [process.pid]
-    assert [pid for pid, _ in own if pid == process.pid] == []
 
 
 # Both edges

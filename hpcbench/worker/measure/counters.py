@@ -6,8 +6,9 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -17,6 +18,7 @@ from hpcbench.results.schema import HostActivity, RankResult
 from hpcbench.worker.distributed.rank_environment import RankInfo, cpu_mask
 from hpcbench.worker.measure import gpu
 from hpcbench.worker.measure.host import ROOT, cpu_quota_cores, read_int, read_text, throttled_s
+from hpcbench.worker.measure.other_processes import Identity, OtherTimes, TaskTime, read_other_times, used_between
 
 if TYPE_CHECKING:
     import torch
@@ -56,24 +58,6 @@ def process_tree_cpu_s() -> float:
             continue
         total += times.user + times.system
     return float(total)
-
-
-def sibling_cpu_s(mask: Sequence[int], arguments: Sequence[str]) -> dict[tuple[int, float], float]:
-    """Return the processor time of ranks of other runs that may use a core of ``mask``, by process id and start.
-
-    ``arguments`` are this rank's: the ranks of its run have the same.
-    """
-    times: dict[tuple[int, float], float] = {}
-    for process in psutil.process_iter():
-        try:
-            words = process.cmdline()
-            is_rank = "hpcbench.worker" in words and "--tasks" in words and "-m" in words
-            if is_rank and words[-len(arguments) :] != list(arguments) and {*process.cpu_affinity()} & {*mask}:
-                spent = process.cpu_times()
-                times[process.pid, process.create_time()] = spent.user + spent.system
-        except (psutil.Error, AttributeError):  # macOS has no affinity
-            continue
-    return times
 
 
 def process_tree_pids() -> set[int]:
@@ -181,7 +165,7 @@ class _Reading(NamedTuple):
     quota_cores: float | None
     hot_events: int | None
     core_hz: float | None
-    siblings: dict[tuple[int, float], float] | None = None
+    others: OtherTimes | None = None
     gpu_others: int | None = None
     gpu_reasons: tuple[str, ...] = ()
     gpu_held_s: dict[str, float] = {}  # noqa: RUF012 - never changed
@@ -199,7 +183,6 @@ class RegionCounters:
         self.energy_absent: str | None = None
         """Reason why a counter that exists was not read."""
         self._root = root
-        self._watches_siblings = info.local_rank == 0
         self._mask = cpu_mask()
         self._gpu = gpu.open_nvml_device(gpu.device_uuid(device)) if device.type == "cuda" else None
         self._meter: EnergyMeter | None = None
@@ -255,7 +238,7 @@ class RegionCounters:
         return _Reading(
             time.monotonic(), read_core_times(mask, root), process_tree_cpu_s(), throttled_s(root),
             cpu_quota_cores(root), count_thermal_throttles(mask, root), mean_core_hz(mask, root),
-            sibling_cpu_s(mask, sys.argv[1:]) if self._watches_siblings else None, *of_gpu,
+            read_other_times(mask, sys.argv[1:]), *of_gpu,
         )  # fmt: skip
 
 
@@ -270,7 +253,8 @@ def _summarize_regions(regions: Sequence[_Region]) -> HostActivity:
         busy_s=[sum(round(b.cores[core].busy_s - a.cores[core].busy_s, 2) for a, b in regions) for core in cores],
         stolen_s=[sum(round(b.cores[core].stolen_s - a.cores[core].stolen_s, 2) for a, b in regions) for core in cores],
         own_s=sum(after.own_s - before.own_s for before, after in regions),
-        siblings_s=_siblings_s(regions),
+        siblings_s=_others_s(regions, attrgetter("siblings")),
+        pinned_s=_others_s(regions, attrgetter("pinned")),
         throttled_s=_sum_differences([(before.throttled_s, after.throttled_s) for before, after in regions]),
         cpu_quota_cores=readings[-1].quota_cores,
         hot_events=_sum_differences([(before.hot_events, after.hot_events) for before, after in regions]),
@@ -282,16 +266,14 @@ def _summarize_regions(regions: Sequence[_Region]) -> HostActivity:
     )
 
 
-def _siblings_s(regions: Sequence[_Region]) -> float | None:
-    """Return the processor time of other runs' ranks; of one that ended within a region it is unknown, and left out."""
-    if any(reading.siblings is None for region in regions for reading in region):
-        return None
-    differences = [
-        spent_s - (before.siblings or {}).get(process, 0.0)
-        for before, after in regions
-        for process, spent_s in (after.siblings or {}).items()
-    ]
-    return round(sum(differences), 2)
+def _others_s(regions: Sequence[_Region], kind: Callable[[OtherTimes], Mapping[Identity, TaskTime]]) -> float | None:
+    """Return the processor time of one kind of other processes on the mask's cores; ``None`` where it was not read."""
+    seconds = 0.0
+    for before, after in regions:
+        if before.others is None or after.others is None:
+            return None
+        seconds += used_between(kind(before.others), kind(after.others))
+    return round(seconds, 2)
 
 
 def _sum_differences(pairs: Sequence[tuple[_Number | None, _Number | None]]) -> _Number | None:

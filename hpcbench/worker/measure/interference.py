@@ -70,7 +70,10 @@ def _one_warning_each(findings: Mapping[str, list[Finding]]) -> list[str]:
 def _foreign_cpu_use(ranks: Mapping[int, RankResult]) -> tuple[list[Finding], list[Finding]]:
     """Compare the busy time of the cores that some ranks share with what these ranks used themselves.
 
-    Returns the findings about ranks of other runs, and those about the rest.
+    Of the rest the time of processes that may use no other cores is known. Ranks of other runs have at most what then
+    remains: where they may use other cores, too, their part of these is an estimate.
+
+    Returns the findings about ranks of other runs, and those about other processes.
     """
     findings: tuple[list[Finding], list[Finding]] = ([], [])
     for group in _ranks_sharing_cores(ranks):
@@ -82,8 +85,9 @@ def _foreign_cpu_use(ranks: Mapping[int, RankResult]) -> tuple[list[Finding], li
         ]
         wall_s = max(watched.wall_s for _, watched in activities)
         foreign_s = sum(busy) - sum(watched.own_s or 0.0 for _, watched in activities)
-        on_host = (result.watched for result in ranks.values() if result.host == ranks[group[0]].host)
-        siblings_s = min(max(seen.siblings_s or 0.0 for seen in on_host if seen), max(foreign_s, 0.0))
+        pinned_s = max(watched.pinned_s or 0.0 for _, watched in activities)
+        siblings_s = max(watched.siblings_s or 0.0 for _, watched in activities)
+        siblings_s = min(siblings_s, max(foreign_s - pinned_s, 0.0))
         limit_s = min(MAX_FOREIGN_SHARE * len(cores), MAX_FOREIGN_CORES) * wall_s
         for kind, used_s in zip(findings, (siblings_s, foreign_s - siblings_s), strict=True):
             if used_s > max(limit_s, MIN_FOREIGN_S):
