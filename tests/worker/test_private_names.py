@@ -26,6 +26,7 @@ PACKAGE = Path(__file__).parents[2] / "hpcbench"
 
 NAMES = frozenset({
     "torch._C.DisableTorchFunction",
+    "torch._C._DisableTorchDispatch",
     "torch._C._autograd._get_sequence_nr",
     "torch._C._current_autograd_node",
     "torch._C._distributed_c10d.HashStore",
@@ -36,6 +37,8 @@ NAMES = frozenset({
     "torch._C._get_mkldnn_enabled",
     "torch._C._set_cudnn_enabled",
     "torch._C._set_mkldnn_enabled",
+    "torch._C._set_throw_on_mutable_data_ptr",
+    "torch.Tensor._make_subclass",
     "torch._dynamo",
     "torch._dynamo.utils.counters",
     "torch._inductor",
@@ -76,11 +79,19 @@ def _profiler_event() -> Any:
     return profiled.profiler.kineto_results.events()[0]
 
 
+def _fake_tensor() -> torch.Tensor:
+    fake_tensors = importlib.import_module("torch._subclasses.fake_tensor")
+    with fake_tensors.FakeTensorMode():
+        return torch.ones(1)
+
+
 MEMBERS: dict[str, Callable[[], Any]] = {
     # A private member, and what it is a member of.
     "_buffers": lambda: nn.Linear(1, 1),
     "_cdata": lambda: torch.ones(1).untyped_storage(),
+    "_fake_device": _fake_tensor,
     "_modules": lambda: nn.Linear(1, 1),
+    "_opname": lambda: torch.ops.aten.add.Tensor,
     "_parameters": lambda: nn.Linear(1, 1),
     "_process_group_name": lambda: importlib.import_module("torch.distributed.distributed_c10d"),
     "_reversed_padding_repeated_twice": lambda: nn.Conv2d(1, 1, 1),

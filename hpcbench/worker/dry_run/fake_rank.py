@@ -40,7 +40,7 @@ from hpcbench.worker.dry_run.fake_feed import FakeFeed, shorten_steps
 from hpcbench.worker.dry_run.modelled_ddp import ModelledDdp
 from hpcbench.worker.dry_run.modelled_libraries import ModelledHorovod, create_inline_workers, make_flat_parameter
 from hpcbench.worker.dry_run.repeated_passes import RepeatedPasses
-from hpcbench.worker.dry_run.shared_models import shared_meta_model, trace_once
+from hpcbench.worker.dry_run.shared_models import forms_of_model, shared_meta_model, trace_once
 from hpcbench.worker.dry_run.step_recorder import StepRecorder
 from hpcbench.worker.model_execution import MixedPrecision, wrap_blocks
 from hpcbench.worker.strategies.base import SingleStrategy, Strategy, resolve_runtime
@@ -199,7 +199,7 @@ def _become_fake(
 
     def to(module: nn.Module, *_device: Any, **_options: Any) -> nn.Module:
         if not replacer.is_used:
-            fakes.enter_context(FakeTensorMode())
+            recorder.fake_mode = fakes.enter_context(FakeTensorMode())
             fakes.enter_context(recorder)
             fakes.enter_context(recorder.host_copies)
             recorder.layers.name_modules(module)
@@ -327,6 +327,7 @@ def _own_replacements(task: DryRunTask, recorder: StepRecorder) -> dict[str, Any
         "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached": None,
         "hpcbench.worker.distributed.process_groups:_new_process_group": None,
         f"{strategies}.pipeline.chunk:ActivationMetaCache._trace": trace_once,
+        f"{strategies}.pipeline.chunk:copy_to_meta": partial(forms_of_model, spec),
         f"{strategies}.pipeline.fairscale_pipe:assign_blocks": assign_blocks,
         # Works of torch's fake process group are never complete: messages are, when the next one is sent.
         f"{strategies}.pipeline.p2p:MessageTransport._forget_finished_sends": lambda transport: transport._sent.clear(),

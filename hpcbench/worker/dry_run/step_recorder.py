@@ -20,12 +20,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules import module as module_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
 import hpcbench
+from hpcbench.worker.dry_run.operator_forms import run_operator
 from hpcbench.worker.measure import traffic_recorder
 from hpcbench.worker.measure.layer_trace import COMM_NAMESPACES
 from hpcbench.worker.measure.traffic_recorder import TrafficRecorder
@@ -53,6 +55,8 @@ _FUSED_UPDATES = (
 )
 """Updates in place that make no tensor. Of some of them torch has no form for fake tensors: it would compute them on
 real zeros of the same shapes."""
+_DEVICE_OF = torch.ops.prim.device.default
+_FAKE_ONLY = (FakeTensor,)
 _FROM_VALUES = (torch.tensor, torch.as_tensor, Tensor.new_tensor)
 
 
@@ -76,6 +80,8 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
         self.host_sync_sites: dict[str, None] = {}
         self.modelled: set[str] = set()
         """Stand-ins that were used: see ``StepFigures``."""
+        self.fake_mode: FakeTensorMode | None = None
+        """The mode of all fake tensors; ``None`` lets torch compute every operator."""
         self.layers = LayerMarks()
         self.storages: dict[int, tuple[weakref.ref[Any], int]] = {}
         """Those that are alive, by address: a reference and the bytes."""
@@ -116,11 +122,12 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE_OF:
+            # A question after the device, twice as many as operators: answered here, without the fake mode.
+            return getattr(args[0], "_fake_device", None) or func(*args, **(kwargs or {}))
         if func.namespace == "prim":
-            # A question after the device, as many as all operators together: answered here, without the fake mode.
-            device = getattr(args[0], "fake_device", None) if func is torch.ops.prim.device.default else None
-            return device or func(*args, **(kwargs or {}))
-        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return func(*args, **(kwargs or {}))
+        if types != _FAKE_ONLY and any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             # A sharded tensor: its own operators come here one by one.
             return NotImplemented
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -131,7 +138,9 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
         self._note_copy(func, args, kwargs or {})
         if func.namespace in COMM_NAMESPACES:
             self._note(func.__name__.partition(".")[0], args)
-        out = func(*args, **(kwargs or {}))
+        # What torch does within an operator is nothing that the program asked for.
+        with torch._C.DisableTorchFunction():
+            out = run_operator(func, args, kwargs or {}, self.fake_mode)
         if isinstance(out, Tensor):
             creates = self._follow(out)
         else:
@@ -143,7 +152,9 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
 
     def _changes(self, args: Any) -> bool:
         """Return whether the first tensor in ``args`` lies on the device."""
-        leaf = next((leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)), None)
+        leaf = args[0] if args else None
+        if not isinstance(leaf, Tensor):
+            leaf = next((leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)), None)
         return leaf is not None and device_of(leaf) == self.device
 
     def _note_copy(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -215,6 +226,8 @@ class HostCopies(TorchFunctionMode):
         self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not kwargs and func is not Tensor.new_tensor:
+            return func(*args)
         out = func(*args, **(kwargs or {}))
         target = (kwargs or {}).get("device")
         if target is None and func is Tensor.new_tensor:
@@ -245,7 +258,7 @@ class HostCopies(TorchFunctionMode):
 
 def device_of(tensor: Tensor) -> torch.device:
     """Return the device of ``tensor``; asking a fake one itself would be another operator."""
-    device: torch.device = getattr(tensor, "fake_device", None) or tensor.device
+    device: torch.device = getattr(tensor, "_fake_device", None) or tensor.device
     return device
 
 

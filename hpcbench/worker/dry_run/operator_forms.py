@@ -1,0 +1,155 @@
+"""The forms of operators' results on fake tensors, kept for all dry runs of this process.
+
+torch computes them in Python, and its own cache takes as long to ask as a small operator on a GPU takes. Equal
+arguments give results of equal form: one operator of each kind is computed by torch, and the results of the others are
+made of its. Arguments or results about which more must be known than their form go to torch each time.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+_MAX_KEPT = 200_000
+_CHANGE_STORAGES = frozenset({"resize_", "resize_as_", "set_", "lift_fresh", "lift_fresh_copy", "_local_scalar_dense"})
+"""Operators whose effect is another one than their result, or depends on values."""
+_ABSOLUTE_OFFSETS = frozenset({"as_strided", "as_strided_", "as_strided_scatter"})
+_PLAIN = (str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
+_NUMBERS = (bool, int, float)
+
+
+class _UnknownFormError(Exception):
+    """An argument or a result that is no fake tensor, or one with more than a form."""
+
+
+class _Result(NamedTuple):
+    """What makes one result: a constant, an argument itself, a view of it, or a new tensor."""
+
+    constant: Any = None
+    argument: int | None = None
+    """Of which it is a view, or which it is, if it has no state."""
+    shape: Any = ()
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+    """Of a view: from the beginning of its argument."""
+    dtype: torch.dtype | None = None
+    state: dict[str, Any] | None = None
+    """Attributes of the fake tensor."""
+
+
+class _Results(NamedTuple):
+    container: type | None
+    """``list`` or ``tuple``; ``None`` for one result."""
+    members: tuple[_Result, ...]
+
+
+_known: dict[Any, _Results | None] = {}
+"""The results by operator and arguments; ``None`` where torch is to be asked each time."""
+
+
+def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode | None) -> Any:
+    """Return what ``func`` makes of its arguments.
+
+    Args:
+        func: The operator.
+        args: Its arguments.
+        kwargs: More of them.
+        mode: The mode of the fake tensors; ``None`` where it is not known.
+    """
+    if mode is None or func.namespace != "aten" or func._opname in _CHANGE_STORAGES:
+        return func(*args, **kwargs)
+    tensors: list[Tensor] = []
+    try:
+        key = _key(func, args, kwargs, tensors)
+        results = _known[key]
+    except _UnknownFormError:
+        return func(*args, **kwargs)
+    except KeyError:
+        out = func(*args, **kwargs)
+        if len(_known) >= _MAX_KEPT:
+            _known.clear()
+        _known[key] = _results_of(out, tensors) if key == _key(func, args, kwargs, []) else None
+        return out
+    if results is None:
+        return func(*args, **kwargs)
+    with torch._C._DisableTorchDispatch():
+        members = [_make(result, tensors, mode) for result in results.members]
+    return members[0] if results.container is None else results.container(members)
+
+
+def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+    key = func, _form(args, tensors), _form(tuple(kwargs.items()), tensors) if kwargs else ()
+    return (*key, *(tensor.storage_offset() for tensor in tensors)) if func._opname in _ABSOLUTE_OFFSETS else key
+
+
+def _form(value: Any, tensors: list[Tensor]) -> Any:
+    """Return what ``value`` is for an operator, hashable; append its tensors to ``tensors``."""
+    kind = type(value)
+    if kind is FakeTensor:
+        if value.constant is not None or value.layout is not torch.strided:
+            raise _UnknownFormError
+        tensors.append(value)
+        return value.shape, value.stride(), value.dtype, value._fake_device
+    if kind in _NUMBERS:
+        return kind, value
+    if kind is list or kind is tuple or kind is torch.Size:
+        return tuple([_form(one, tensors) for one in value])
+    if kind in _PLAIN:
+        return value
+    raise _UnknownFormError
+
+
+def _results_of(out: Any, tensors: list[Tensor]) -> _Results | None:
+    members = out if isinstance(out, list | tuple) else (out,)
+    container = type(out) if members is out else None
+    if container not in (None, list, tuple):
+        return None
+    arguments = {tensor.untyped_storage()._cdata: number for number, tensor in enumerate(tensors)}
+    storages = [one.untyped_storage()._cdata for one in members if isinstance(one, Tensor)]
+    own = [storage for storage in storages if storage not in arguments]
+    try:
+        results = tuple(_result_of(one, tensors, arguments) for one in members)
+    except _UnknownFormError:
+        return None
+    return _Results(container, results) if len(own) == len(set(own)) else None
+
+
+def _result_of(out: Any, tensors: list[Tensor], arguments: dict[int, int]) -> _Result:
+    if type(out) in _NUMBERS or out is None:
+        return _Result(constant=out)
+    if type(out) is not FakeTensor or out.constant is not None or out.layout is not torch.strided:
+        raise _UnknownFormError
+    for number, tensor in enumerate(tensors):
+        if out is tensor:
+            return _Result(argument=number)
+    if out.is_conj() or out.is_neg():
+        raise _UnknownFormError
+    storage = out.untyped_storage()
+    argument = arguments.get(storage._cdata)
+    if argument is None:
+        last = sum((size - 1) * step for size, step in zip(out.shape, out.stride(), strict=True)) + 1
+        numbers = last if out.numel() else 0
+        if out.storage_offset() or storage.nbytes() != numbers * out.element_size():
+            raise _UnknownFormError
+    state = {name: value for name, value in vars(out).items() if name not in ("fake_mode", "_is_param")}
+    offset = 0 if argument is None else int(out.storage_offset()) - int(tensors[argument].storage_offset())
+    return _Result(None, argument, tuple(out.shape), out.stride(), offset, out.dtype, state)
+
+
+def _make(result: _Result, tensors: list[Tensor], mode: FakeTensorMode) -> Any:
+    if result.state is None:
+        return result.constant if result.argument is None else tensors[result.argument]
+    if result.argument is None:
+        form = torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device="meta")
+    else:
+        form = torch.empty(0, dtype=result.dtype, device="meta")
+        base = tensors[result.argument]
+        form.set_(base.untyped_storage(), base.storage_offset() + result.offset, result.shape, result.stride)
+    device = result.state["_fake_device"]
+    fake = Tensor._make_subclass(FakeTensor, form, False, dispatch_device=True, device_for_backend_keys=device)
+    torch._C._set_throw_on_mutable_data_ptr(fake)
+    vars(fake).update(result.state, fake_mode=mode)
+    return fake
