@@ -130,7 +130,13 @@ def predict(
 @click.option(
     "--global-batch-size", metavar="G", type=click.IntRange(min=1), help="Samples per step over all replicas."
 )
-@click.option("--precision", metavar="P", default="fp32", show_default=True, help="fp64, fp32, tf32, bf16 or fp16.")
+@click.option(
+    "--precision",
+    metavar="P",
+    default="fp32",
+    show_default=True,
+    help="fp64, fp32, tf32, bf16, fp16, or bf16_params: bf16 parameters with fp32 master weights.",
+)
 @click.option("--optimizer", metavar="O", default="sgd", show_default=True, help="sgd, adam or adamw.")
 @click.option("--partition", metavar="P", help="Partition of the profile. (default: the profile's)")
 @click.option("--objective", metavar="O", default="samples_per_s", show_default=True,

@@ -150,10 +150,10 @@ def main(arguments: list[str] | None = None) -> int:
     except HpcbenchError as error:
         print(f"hpcbench: {error}", file=sys.stderr)  # noqa: T201
         return error.exit_code
-    plans = [
-        make_partition_plan(profile, levels, memory_bytes, args.optimizer_states, replicated)
-        for replicated in (True, False)
-    ]
+    # In tensors as large as the parameters: master weights and their states are fp32, twice as large as bf16.
+    has_masters = args.precision == "bf16_params"
+    states = 2 * (1 + args.optimizer_states) if has_masters else args.optimizer_states
+    plans = [make_partition_plan(profile, levels, memory_bytes, states, replicated) for replicated in (True, False)]
     text = msgspec.json.encode({"plans": plans}).decode() if args.json else "\n".join(render_plans(profile, plans))
     print(text)  # noqa: T201
     return 2 if all(plan.error for plan in plans) else 0
@@ -176,7 +176,10 @@ def _argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--input-size", type=int, metavar="N")
     parser.add_argument("--model-options", default="{}", metavar="JSON")
     parser.add_argument("--model-folder", metavar="DIR", help="where a model of your own is")
-    parser.add_argument("--precision", default="fp32", choices=("fp64", "fp32", "tf32", "bf16"))
+    parser.add_argument(
+        "--precision", default="fp32", choices=("fp64", "fp32", "tf32", "bf16", "bf16_params"),
+        help="of the blocks; bf16_params: bf16 parameters, as of a run with fp32 master weights (default: fp32)",
+    )  # fmt: skip
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--refresh", action="store_true", help="measure anew, whatever the cache holds")
     parser.add_argument("--json", action="store_true", help="the plans as one JSON document")

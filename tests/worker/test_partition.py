@@ -56,6 +56,19 @@ def test_the_options_of_a_run(capsys: pytest.CaptureFixture[str], workers: str, 
     assert options in capsys.readouterr().out
 
 
+def test_master_weights_and_their_states_are_twice_as_large_as_bf16_parameters(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    held = []
+    for precision in ("bf16", "bf16_params"):
+        assert run("--workers", "2 x 1 TB/s", "--precision", precision, "--json") == 0
+        (stage,) = msgspec.json.decode(capsys.readouterr().out)["plans"][0]["stages"]
+        held.append(stage["held_bytes"])
+    parameter_bytes = sum(parameters for _, _, parameters in BLOCKS)
+    # A momentum, and four times the parameters: a master and its momentum.
+    assert held[1] - held[0] == (4 - 1) * parameter_bytes
+
+
 def test_for_a_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--workers", "2 x 1 TB/s", "--memory", "40 MB", "--json") == 0
     plans = msgspec.json.decode(capsys.readouterr().out)["plans"]
