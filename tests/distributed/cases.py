@@ -34,7 +34,7 @@ from hpcbench.worker.verification.reference import (
 )
 from hpcbench.worker.verification.rounding import AS_IT_IS, ORDERS, UNIT, Distances, bounds, distances
 from hpcbench.worker.verification.verify import MAX_SEEDS, train_strategy
-from tests.distributed.narrow import build_narrow
+from tests.distributed.narrow import WORDS, build_narrow
 from tests.distributed.rounding import Excess, excesses
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ class Case:
     """``samples`` makes the epoch so short that it ends within the steps.
 
     ``in_rank_order``: gradients are summed from rank 0 on, as the reference sums its shares, not as gloo's ring does.
-    ``narrow``: networks with an eighth of their channels, where what is proved is not about their size.
+    ``narrow``: networks with an eighth of their channels, and few words, where what is proved is not about their size.
     ``late_s``: after the steps others are profiled, in which rank 1 comes so much later to every all_reduce.
     ``replicated``: every rank holds all parameters, so they must be alike; not so where the state is sharded.
     """
@@ -129,7 +129,7 @@ def check_rounding(
 
 def _excess(case: Case, ours: TrainingRecord, reference: Callable[[Case], OneDevice]) -> list[Excess]:
     shares_layers = case.spec.tp_degree > 1 or case.spec.sp_degree > 1
-    with short_epoch(case.spec.dataset, case.samples):
+    with short_epoch(case.spec.dataset, case.samples, case.narrow):
         one = reference(case)
         expected = _trained(one)
         if max(distances(ours, expected).values()) <= UNIT["fp32"]:
@@ -157,10 +157,11 @@ def check_exactly(found: list[OfRank], expected: TrainingRecord, bound: float = 
 
 
 @contextlib.contextmanager
-def short_epoch(dataset: str, samples: int) -> Iterator[None]:
-    """Make an epoch of ``dataset`` that many samples long."""
+def short_epoch(dataset: str, samples: int, narrow: bool = False) -> Iterator[None]:
+    """Make an epoch of ``dataset`` that many samples long; ``narrow``: with few words."""
     whole = DATASETS[dataset]
-    DATASETS[dataset] = whole._replace(samples=samples)
+    outputs = min(WORDS, whole.outputs) if narrow and dataset == "tokens" else whole.outputs
+    DATASETS[dataset] = whole._replace(samples=samples, outputs=outputs)
     try:
         yield
     finally:
@@ -170,7 +171,7 @@ def short_epoch(dataset: str, samples: int) -> Iterator[None]:
 def run_parallel(case: Case, group: dist.ProcessGroup | None) -> OfRank:
     """Train as the case's strategy does; called on every rank of ``group`` (``None``: one rank)."""
     place = RankContext(0 if group is None else dist.get_rank(group), case.spec.ranks, CPU, group)
-    with short_epoch(case.spec.dataset, case.samples):
+    with short_epoch(case.spec.dataset, case.samples, case.narrow):
         feed = make_feed(case.spec, CPU, case.source)
         strategy = resolve_runtime(case.spec.strategy)()
         strategy.setup(wrap_blocks(build(case), case.spec), case.spec, place)
@@ -251,7 +252,7 @@ def run_reference(case: Case, backwards: bool = False) -> TrainingRecord:
 
     Data-parallel strategies are compared with one and the same, which knows nothing of theirs.
     """
-    with short_epoch(case.spec.dataset, case.samples):
+    with short_epoch(case.spec.dataset, case.samples, case.narrow):
         return _trained(one_device(case, backwards))
 
 

@@ -1,4 +1,4 @@
-"""Networks of a model's form with an eighth of its channels, for what is not proved by size."""
+"""Networks of a model's form with an eighth of its channels or few words, for what is not proved by size."""
 
 from __future__ import annotations
 
@@ -9,28 +9,44 @@ from unittest import mock
 from torch import nn
 
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.workloads import DATASETS
 from hpcbench.worker.models.build import build_model
 
+WORDS = 61
+"""Of a narrow vocabulary: a prime, uneven on any number of ranks."""
 LEAST = 64
-"""Fewer channels (those of an image, classes) stay as they are."""
+"""Fewer channels (those of an image) stay as they are."""
 
 
 def build_narrow(spec: RunSpec) -> nn.Sequential:
-    """The run's model, built and initialised as ever from layers that are made narrower."""
+    """The run's model, built and initialised as ever from layers that are made narrower.
+
+    A model of ``tokens`` keeps its width, which few parameters of a transformer are: its data set has ``WORDS`` words.
+    """
+    if spec.dataset == "tokens":
+        return build_model(spec)
+    classes = DATASETS[spec.dataset].outputs
     kinds: dict[str, Any] = {
-        "Conv2d": _narrow(nn.Conv2d, 2),
-        "BatchNorm2d": _narrow(nn.BatchNorm2d, 1),
-        "Linear": _narrow(nn.Linear, 2),
+        "Conv2d": _narrow(nn.Conv2d, 2, classes),
+        "Conv3d": _narrow(nn.Conv3d, 2, classes),
+        "BatchNorm2d": _narrow(nn.BatchNorm2d, 1, classes),
+        "Linear": _narrow(nn.Linear, 2, classes),
     }
     with mock.patch.multiple(nn, **kinds):
         return build_model(spec)
 
 
-def _narrow(kind: type[nn.Module], sizes: int) -> Callable[..., nn.Module]:
-    """``kind`` with an eighth of the channels that its first ``sizes`` arguments are numbers of."""
+def _narrow(kind: type[nn.Module], sizes: int, classes: int) -> Callable[..., nn.Module]:
+    """``kind`` with an eighth of the channels that its first ``sizes`` arguments, and ``groups``, are numbers of.
+
+    The model's outputs stay ``classes``.
+    """
+
+    def eighth(channels: int) -> int:
+        return channels // 8 if channels >= LEAST and channels != classes else channels
 
     def make(*arguments: Any, **more: Any) -> nn.Module:
-        given = [size // 8 if size >= LEAST else size for size in arguments[:sizes]]
-        return kind(*given, *arguments[sizes:], **more)
+        groups = {"groups": eighth(more["groups"])} if "groups" in more else {}
+        return kind(*map(eighth, arguments[:sizes]), *arguments[sizes:], **{**more, **groups})
 
     return make

@@ -36,10 +36,10 @@ from hpcbench.worker.strategies.tensor_layers import TensorParallelAttention, Te
 from hpcbench.worker.verification.reference import TrainingRecord
 from tests.distributed.cases import CPU, Case, OfRank, check_rounding, make_case, run_parallel, run_reference
 from tests.distributed.memory import storages
+from tests.distributed.narrow import WORDS
 from tests.distributed.pool import Pool
 
-VOCABULARY = 61
-"""A prime: uneven on any number of ranks."""
+VOCABULARY = WORDS
 
 
 @contextlib.contextmanager

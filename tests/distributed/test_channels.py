@@ -1,4 +1,7 @@
-"""Strategies ``filter`` and ``channel`` and their hybrids train what one process trains."""
+"""Strategies ``filter`` and ``channel`` and their hybrids train what one process trains.
+
+Narrow networks, but where one amplifies rounding or the soak tests train whole ones.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,6 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.worker.data.open_feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.model_execution import wrap_blocks
-from hpcbench.worker.models.build import build_model
 from hpcbench.worker.strategies.base import resolve_runtime
 from hpcbench.worker.training_loop import held_out_accuracy
 from tests.distributed import cases
@@ -23,6 +25,7 @@ from tests.distributed.cases import (
     EXACT,
     Case,
     OfRank,
+    build,
     check,
     check_exactly,
     check_rounding,
@@ -52,7 +55,8 @@ def split_case(
 
 
 def one_step(strategy: str, form: str, tp: int, model: str, dataset: str = "digits", **more: Any) -> Case:
-    return split_case(strategy, form, tp, model, dataset, **{"precision": "fp64", "steps": 1, **more})
+    given = {"precision": "fp64", "steps": 1, "narrow": True}
+    return split_case(strategy, form, tp, model, dataset, **{**given, **more})
 
 
 class Widening(nn.Sequential):
@@ -115,22 +119,22 @@ def test_large_models(pool: Pool, model: str, strategy: str, form: str) -> None:
 
 @pytest.mark.parametrize(("strategy", "form"), ALL)
 @pytest.mark.parametrize(
-    ("model", "dataset", "size", "tp"),
+    ("model", "dataset", "size", "tp", "narrow"),
     [
-        pytest.param("mobilenetv2", "cifar10", 16, 3, id="mobilenetv2-uneven"),
-        pytest.param("cosmoflow", "cosmoflow", 8, 4, id="cosmoflow"),
-        pytest.param("resnet50", "digits", None, 4, id="resnet50", marks=pytest.mark.soak),
-        pytest.param("vgg16", "digits", None, 4, id="vgg16", marks=pytest.mark.soak),
-        pytest.param("resnet50", "imagenet", 64, 3, id="resnet50-large-uneven", marks=pytest.mark.soak),
-        pytest.param("vgg16", "imagenet", 64, 2, id="vgg16-large", marks=pytest.mark.soak),
-        pytest.param("mobilenetv2", "imagenet", 64, 4, id="mobilenetv2-large", marks=pytest.mark.soak),
-        pytest.param("cosmoflow", "cosmoflow", 32, 3, id="cosmoflow-uneven", marks=pytest.mark.soak),
+        pytest.param("mobilenetv2", "cifar10", 16, 3, False, id="mobilenetv2-uneven"),
+        pytest.param("cosmoflow", "cosmoflow", 8, 4, True, id="cosmoflow"),
+        pytest.param("resnet50", "digits", None, 4, False, id="resnet50", marks=pytest.mark.soak),
+        pytest.param("vgg16", "digits", None, 4, False, id="vgg16", marks=pytest.mark.soak),
+        pytest.param("resnet50", "imagenet", 64, 3, False, id="resnet50-large-uneven", marks=pytest.mark.soak),
+        pytest.param("vgg16", "imagenet", 64, 2, False, id="vgg16-large", marks=pytest.mark.soak),
+        pytest.param("mobilenetv2", "imagenet", 64, 4, False, id="mobilenetv2-large", marks=pytest.mark.soak),
+        pytest.param("cosmoflow", "cosmoflow", 32, 3, False, id="cosmoflow-uneven", marks=pytest.mark.soak),
     ],
 )
 def test_whole_models_train_as_one_device_does(
-    pool: Pool, model: str, dataset: str, size: int | None, tp: int, strategy: str, form: str
+    pool: Pool, model: str, dataset: str, size: int | None, tp: int, narrow: bool, strategy: str, form: str
 ) -> None:
-    case = one_step(strategy, form, tp, model, dataset, input_size=size)
+    case = one_step(strategy, form, tp, model, dataset, input_size=size, narrow=narrow)
     check_exactly(pool.run(case), run_reference(case), WHOLE_MODEL)
 
 
@@ -181,7 +185,7 @@ def train_and_evaluate(case: Case, group: dist.ProcessGroup) -> tuple[float | No
     """Return a rank's evaluation after a step, and the weights that it would save."""
     place = RankContext(dist.get_rank(group), case.spec.ranks, CPU, group)
     strategy, feed = resolve_runtime(case.spec.strategy)(), make_feed(case.spec, CPU)
-    strategy.setup(wrap_blocks(build_model(case.spec), case.spec), case.spec, place)
+    strategy.setup(wrap_blocks(build(case), case.spec), case.spec, place)
     strategy.step(feed, 0)
     found = held_out_accuracy(strategy.module, feed)
     strategy.step(feed, 1)
@@ -191,12 +195,12 @@ def train_and_evaluate(case: Case, group: dist.ProcessGroup) -> tuple[float | No
 @pytest.mark.parametrize(("strategy", "form"), ALL)
 def test_every_rank_holds_the_same_model(pool: Pool, strategy: str, form: str) -> None:
     """Parts and what is replicated alike, within a replica to the last bit; evaluation sees the whole model."""
-    case = split_case(strategy, form, 2, dp=2)
+    case = split_case(strategy, form, 2, dp=2, narrow=True)
     (accuracy_of_rank_0, weights), *others = pool.call(4, train_and_evaluate, case)
     assert accuracy_of_rank_0 is not None
-    assert list(weights) == list(build_model(case.spec).state_dict())
+    assert list(weights) == list(build(case).state_dict())
     for place, (accuracy_of_rank, theirs) in enumerate(others, start=1):
-        parameters = {name for name, _ in build_model(case.spec).named_parameters()}
+        parameters = {name for name, _ in build(case).named_parameters()}
         for name, tensor in weights.items():
             if place == 1 or name in parameters:
                 assert torch.equal(theirs[name], tensor), name

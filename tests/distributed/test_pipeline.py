@@ -19,10 +19,13 @@ TIED = {"tied": True, "context": 8}
 def pipeline_case(
     schedule: str, stages: int, model: str = "resnet18", dataset: str = "digits", replicas: int = 1, **more: Any
 ) -> Case:
-    """Four micro-batches of two samples; the last batch of every third step has one sample fewer, so three."""
+    """Four micro-batches of two samples; the last batch of every third step has one sample fewer, so three.
+
+    Whole networks pass their messages in ``test_pipeline_cost.py`` and ``test_pipeline_launches.py``.
+    """
     given = {
         "strategy": schedule, "pp_degree": stages, "dp_degree": replicas, "micro_batches": 4, "batch_size": 8,
-        "replicated": False, "steps": 3,
+        "replicated": False, "steps": 3, "narrow": True,
     }  # fmt: skip
     return make_case(stages * replicas, model, dataset, **{**given, **more})
 
@@ -60,9 +63,17 @@ def test_four_stages_with_batch_norm(pool: Pool, schedule: str) -> None:
     ],
 )  # fmt: skip
 def test_a_transformer(pool: Pool, schedule: str, stages: int) -> None:
+    """As many blocks on each stage; ``test_tied_weights`` cuts by a layer table, which every rank traces."""
     chunks = {"virtual_stages": 1} if (schedule, stages) == ("interleaved_1f1b", 4) else {}
     case = pipeline_case(
-        schedule, stages, "gpt", "tokens", input_size=8, steps=2, model_options={"context": 8}, options=chunks
+        schedule,
+        stages,
+        "gpt",
+        "tokens",
+        input_size=8,
+        steps=2,
+        model_options={"context": 8},
+        options={"balance": "blocks", **chunks},
     )
     check_rounding(pool.run, case)
 
@@ -167,5 +178,7 @@ def test_bf16(pool: Pool, schedule: str) -> None:
 )
 def test_large_images(pool: Pool, model: str, dataset: str) -> None:
     """One step, of two micro-batches of two samples. In fp64, as all whole models with BatchNorm."""
-    case = pipeline_case("1f1b", 2, model, dataset, batch_size=4, micro_batches=2, steps=1, precision="fp64")
+    case = pipeline_case(
+        "1f1b", 2, model, dataset, batch_size=4, micro_batches=2, steps=1, precision="fp64", narrow=False
+    )
     check(pool.run(case), run_reference(case), EXACT)

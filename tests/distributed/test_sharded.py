@@ -69,7 +69,7 @@ def sharded_case(key: str, ranks: int, model: str = "vit", dataset: str = "digit
 
 def tokens_case(key: str, ranks: int, **more: Any) -> Case:
     """The output layer uses the weights of the embedding, so the first and the last block cannot be parted."""
-    given = {"batch_size": 2, "input_size": 8, "steps": 2, "model_options": TIED}
+    given = {"batch_size": 2, "input_size": 8, "steps": 2, "model_options": TIED, "narrow": True}
     return sharded_case(key, ranks, "gpt", "tokens", **{**given, **more})
 
 
