@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.ratios import median_interval
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.worker.data.feed import DataFeed
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.measure.clocks import make_step_clock
 from hpcbench.worker.models.build import build_model

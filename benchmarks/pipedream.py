@@ -27,7 +27,7 @@ from hpcbench.parallel.pipeline.schedules import PipelineLayout
 from hpcbench.parallel.pipeline.stage_partition import parse_cuts
 from hpcbench.parallel.pipeline.weight_versions import Staleness
 from hpcbench.worker.block_times import block_profile_request, profile_blocks
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.strategies.base import resolve_runtime

@@ -25,7 +25,7 @@ from benchmarks.ratios import median_interval, tell
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.pipeline.schedule_simulator import ActionSpan, measured_bubble_fraction
 from hpcbench.worker.data.feed import DataFeed
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.model_execution import summed_loss
 from hpcbench.worker.models.build import build_model

@@ -22,7 +22,7 @@ from hpcbench.oracle.machine import nominal_machine
 from hpcbench.oracle.prediction import Prediction, predict
 from hpcbench.parallel.layer_table import read_shipped_table
 from hpcbench.parallel.roofline import DeviceCompute
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.emulation_mode import EmulationMode
 from hpcbench.worker.models.build import build_model

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from benchmarks.ratios import tell
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.gradient_reducer import GradientReducer
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model

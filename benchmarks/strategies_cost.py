@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.ratios import median_interval, tell
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.worker.data.feed import DataFeed
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.strategies.base import resolve_runtime

@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 from benchmarks.ratios import Block, median_interval, paired
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.worker.data.feed import DataFeed
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.models.transformer import TransformerBlock

@@ -18,9 +18,8 @@ from hpcbench.oracle.measured_shapes import KernelConditions, MeasuredTimes
 from hpcbench.oracle.placement import GroupPlacement
 from hpcbench.oracle.tensor_sizes import FP32_BYTES, activation_number_bytes, input_bytes, optimizer_tensors
 from hpcbench.parallel.layer_table import LayerRow, LayerTable, cached_by_identity, cached_by_run_fields
-from hpcbench.parallel.message_shapes import MessageShape
 from hpcbench.parallel.roofline import BACKWARD, COPY_KIND, FORWARD, UPDATE, Kernel, RooflineModel
-from hpcbench.parallel.traffic import Traffic
+from hpcbench.parallel.traffic import MessageShape, Traffic
 
 
 class RowShare(NamedTuple):

@@ -16,8 +16,8 @@ import msgspec
 
 from hpcbench.oracle.collective_formulas import HockneyLink
 from hpcbench.parallel.layer_table import cached_by_identity
-from hpcbench.parallel.message_shapes import MessageShape
 from hpcbench.parallel.roofline import UPDATE, Kernel
+from hpcbench.parallel.traffic import MessageShape
 
 _MIN_S = 1e-9
 

@@ -94,31 +94,25 @@ def load_object(reference: str) -> object:
 
 @cache
 def shipped_model_entries() -> dict[str, ModelEntry]:
-    """Every shipped model, read from the literal tables of the model files without importing them."""
+    """Every shipped model, read from the literal tables of the model files without importing them.
+
+    A file has ``FAMILIES``, what several models share, and ``MODELS``: family, default input size and description.
+    """
     folder = Path(__file__).resolve().parent.parent / "worker" / "models"
-    found: dict[str, ModelEntry] = {}
+    entries: dict[str, ModelEntry] = {}
     for path in sorted(folder.glob("*.py")):
-        for name, entry in _read_models_table(path).items():
-            options = {key: Option(*declaration) for key, declaration in entry["options"].items()}
-            builder = f"hpcbench.worker.models.{path.stem}:{entry['builder']}"
-            found[name] = ModelEntry(
-                builder, entry["kind"], entry["min_size"], entry["description"], options,
-                input_size=entry.get("input_size"),
-            )  # fmt: skip
-    return found
-
-
-def _read_models_table(path: Path) -> dict[str, Any]:
-    """The entries of ``MODELS`` in a model file, each one completed by the file's ``DEFAULTS``."""
-    tables: dict[str, dict[str, Any]] = {"DEFAULTS": {}, "MODELS": {}}
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in tables:
-            tables[node.targets[0].id] = ast.literal_eval(node.value)
-    defaults = {"builder": "build", "options": {}} | tables["DEFAULTS"]
-    return {
-        name: defaults | entry | {"options": defaults["options"] | entry.get("options", {})}
-        for name, entry in tables["MODELS"].items()
-    }
+        tables: dict[str, dict[str, Any]] = {"FAMILIES": {}, "MODELS": {}}
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in tables:
+                tables[node.targets[0].id] = ast.literal_eval(node.value)
+        for name, (family, input_size, description) in tables["MODELS"].items():
+            shared = tables["FAMILIES"][family]
+            options = {key: Option(*declaration) for key, declaration in shared.get("options", {}).items()}
+            builder = f"hpcbench.worker.models.{path.stem}:{shared['builder']}"
+            entries[name] = ModelEntry(
+                builder, shared["kind"], shared["min_size"], description, options, input_size=input_size
+            )
+    return entries
 
 
 def get_model(key: str) -> ModelEntry:

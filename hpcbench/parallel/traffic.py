@@ -1,11 +1,15 @@
-"""The record of communication calls of one rank in one step, which the oracle predicts and the worker records."""
+"""Communication calls: the record of one rank in one step, which the oracle predicts and the worker records, and the
+messages of a probe with their form in an option of a sweep."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import msgspec
+
+from hpcbench.errors import ConfigError
 
 COMM_OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "reduce", "send")
 
@@ -46,3 +50,46 @@ def merge_calls(calls: Iterable[Traffic]) -> list[Traffic]:
 def total_payload_bytes(calls: Iterable[Traffic]) -> int:
     """Payload of all calls together."""
     return sum(call.payload_bytes * call.count for call in calls)
+
+
+class MessageShape(NamedTuple):
+    """One call of a group: ``all_reduce:4:2:1:65536`` in the option ``messages``."""
+
+    operation: str
+    ranks: int
+    """Number of ranks of one group."""
+    ranks_per_node: int
+    """On every node of the group."""
+    rivals: int
+    """Groups that use a node's way out at the same time; 1 inside a node."""
+    payload_bytes: int
+    """Bytes, counted as in ``parallel.traffic.Traffic``."""
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the group."""
+        return self.ranks // self.ranks_per_node
+
+
+def format_messages(shapes: Iterable[MessageShape]) -> str:
+    """Return the text that ``parse_messages`` reads."""
+    return ",".join(":".join(map(str, shape)) for shape in shapes)
+
+
+def parse_messages(text: str) -> list[MessageShape]:
+    """Read the option; ``ConfigError`` where it names an unknown operation or a group that cannot be."""
+    shapes = []
+    for part in filter(None, (word.strip() for word in text.split(","))):
+        operation, *numbers = part.split(":")
+        if operation not in COMM_OPERATIONS:
+            raise ConfigError(f"messages: {part!r} begins with no operation: {', '.join(COMM_OPERATIONS)}")
+        if len(numbers) != len(MessageShape._fields) - 1 or not all(map(str.isdecimal, numbers)):
+            raise ConfigError(f"messages: {part!r}: operation:{':'.join(MessageShape._fields[1:])} is right")
+        shape = MessageShape(operation, *map(int, numbers))
+        is_pair = operation != "send" or shape.ranks == 2
+        if min(shape[1:]) < 1 or shape.ranks < 2 or shape.ranks % shape.ranks_per_node or not is_pair:
+            raise ConfigError(
+                f"messages: {part!r}: {shape.ranks} ranks, {shape.ranks_per_node} on every node, cannot be"
+            )
+        shapes.append(shape)
+    return shapes

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError, HpcbenchError, WorkerError, unsupported
 from hpcbench.fileio import write_atomic
-from hpcbench.parallel.pipeline import block_profile
+from hpcbench.parallel.pipeline import stage_balance
 from hpcbench.parallel.resolve import InfeasiblePoint, single_device_run
 from hpcbench.parallel.workloads import is_custom_model
 from hpcbench.paths import cache_folder
@@ -44,8 +44,8 @@ _BLOCK_BUDGET_S = 0.5
 
 
 def profile_blocks(
-    request: block_profile.BlockProfileRequest, refresh: bool = False, shapes: nn.Sequential | None = None
-) -> block_profile.BlockProfile:
+    request: stage_balance.BlockProfileRequest, refresh: bool = False, shapes: nn.Sequential | None = None
+) -> stage_balance.BlockProfile:
     """The chain from the user's cache, or measured here and now and put there.
 
     ``shapes`` is the model on the meta device, where it is at hand; then a user's own model, whose text has no name,
@@ -56,14 +56,14 @@ def profile_blocks(
     threads = torch.get_num_threads() if device.type == "cpu" else 0
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
     version = str(torch.__version__)
-    digest = block_profile.block_profile_digest(request, name, version, threads)
+    digest = stage_balance.block_profile_digest(request, name, version, threads)
     path = cache_folder() / "chains" / f"{digest}.json"
     is_cached = shapes is None or not is_custom_model(request.model)
     if is_cached and not refresh:
         with contextlib.suppress(OSError, ConfigError):
-            return block_profile.decode_block_profile(path.read_bytes(), str(path))
+            return stage_balance.decode_block_profile(path.read_bytes(), str(path))
     blocks = _measure_blocks(request, device, shapes)
-    profile = block_profile.BlockProfile(
+    profile = stage_balance.BlockProfile(
         request=request, device_name=name, torch=version, threads=threads, blocks=blocks
     )
     if is_cached:
@@ -75,19 +75,19 @@ def profile_blocks(
 
 def block_profile_request(
     spec: RunSpec, device: torch.device, model_folder: str | None = None
-) -> block_profile.BlockProfileRequest:
+) -> stage_balance.BlockProfileRequest:
     """Return the request of a run's pipeline: its largest micro-batch, in its precision."""
     names = ("model", "dataset", "input_size", "model_options", "precision", "channels_last")
     shared = {name: getattr(spec, name) for name in names}
     size = -(-spec.batch_size // spec.micro_batches)
-    return block_profile.BlockProfileRequest(
+    return stage_balance.BlockProfileRequest(
         **shared, micro_batch_size=size, model_folder=model_folder, device=device.type
     )
 
 
 def _measure_blocks(
-    request: block_profile.BlockProfileRequest, device: torch.device, shapes: nn.Sequential | None
-) -> list[block_profile.MeasuredBlock]:
+    request: stage_balance.BlockProfileRequest, device: torch.device, shapes: nn.Sequential | None
+) -> list[stage_balance.MeasuredBlock]:
     spec = single_device_run(request.model, request.dataset, request.input_size, request.model_options)
     if isinstance(spec, InfeasiblePoint):
         raise WorkerError(spec.reason)
@@ -109,7 +109,7 @@ def _measure_blocks(
         own = [parameter for parameter in block.parameters() if id(parameter) not in counted]
         counted |= {id(parameter) for parameter in own}
         row, x, is_kept = bench.measure(materialize_block(block, device), x, is_kept, place == len(shapes) - 1)
-        blocks.append(block_profile.MeasuredBlock(name=name, parameter_bytes=sum(map(tensor_bytes, own)), **row))
+        blocks.append(stage_balance.MeasuredBlock(name=name, parameter_bytes=sum(map(tensor_bytes, own)), **row))
     return blocks
 
 
@@ -200,18 +200,18 @@ def _iqr(values: list[float]) -> float:
     return high - low
 
 
-def answer_request(data: bytes, refresh: bool = False) -> block_profile.BlockProfileResponse:
+def answer_request(data: bytes, refresh: bool = False) -> stage_balance.BlockProfileResponse:
     """Return the output for a request."""
     try:
-        return block_profile.BlockProfileResponse(
-            chain=profile_blocks(msgspec.json.decode(data, type=block_profile.BlockProfileRequest), refresh)
+        return stage_balance.BlockProfileResponse(
+            chain=profile_blocks(msgspec.json.decode(data, type=stage_balance.BlockProfileRequest), refresh)
         )
     except msgspec.MsgspecError as error:
-        hint = "see hpcbench/parallel/pipeline/block_profile.py: BlockProfileRequest"
-        return block_profile.BlockProfileResponse(error=f"no request: {error}", hint=hint, is_input=True)
+        hint = "see hpcbench/parallel/pipeline/stage_balance.py: BlockProfileRequest"
+        return stage_balance.BlockProfileResponse(error=f"no request: {error}", hint=hint, is_input=True)
     except HpcbenchError as error:
         is_input = not isinstance(error, WorkerError)
-        return block_profile.BlockProfileResponse(error=error.message, hint=error.hint, is_input=is_input)
+        return stage_balance.BlockProfileResponse(error=error.message, hint=error.hint, is_input=is_input)
 
 
 def main() -> int:

@@ -20,7 +20,7 @@ from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest, read_shipped_table
 from hpcbench.paths import expand_path
 from hpcbench.worker.data.feed import DataFeed, DataSource
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed import rank_environment
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.distributed.world import any_rank, barrier, choose_device, join_world, open_control_channel

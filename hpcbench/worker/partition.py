@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from hpcbench.errors import ConfigError, HpcbenchError
-from hpcbench.parallel.pipeline.block_profile import BlockProfile, BlockProfileRequest
+from hpcbench.parallel.pipeline.stage_balance import BlockProfile, BlockProfileRequest
 from hpcbench.parallel.pipeline.stage_partition import InterconnectLevel, PartitionStage, partition_pipeline
 from hpcbench.units import format_bytes, format_seconds, parse_quantity
 from hpcbench.worker.block_times import profile_blocks

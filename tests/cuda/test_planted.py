@@ -16,7 +16,7 @@ from hpcbench.parallel.gradient_buckets import fill_buckets
 from hpcbench.parallel.pipeline.exchange_order import Exchange
 from hpcbench.worker.distributed import gradient_reducer
 from hpcbench.worker.strategies.base import DataParallelStrategy
-from hpcbench.worker.strategies.pipeline.paired_p2p import PairedTransport
+from hpcbench.worker.strategies.pipeline.p2p import PairedTransport
 from tests.cuda.cases import gpu_run, ranks_to_step
 from tests.cuda.checks import memory_problems, order_problems, step_problems
 from tests.cuda.fake_gpu import step_on_gpu

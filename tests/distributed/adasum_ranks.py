@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext, TCPStore, to_timedelta
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.strategies.base import resolve_runtime

@@ -18,7 +18,7 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.workloads import DATASETS
 from hpcbench.results.schema import ReferenceComparison, StepPhases
 from hpcbench.worker.data.feed import NO_FILES, DataFeed, DataSource
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.measure.step_profiler import run_profiled_steps
 from hpcbench.worker.model_execution import MixedPrecision, summed_loss, wrap_blocks

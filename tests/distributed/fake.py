@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.traffic import Traffic
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed import process_groups
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.measure.traffic_recorder import TrafficRecorder

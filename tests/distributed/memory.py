@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.measure.host import peak_resident_bytes
 from hpcbench.worker.strategies.base import DataParallelStrategy, resolve_runtime

@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_leaves
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.workloads import DATASETS
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext, RankGroup
 from hpcbench.worker.model_execution import summed_loss, wrap_blocks
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.models.gpt import Embedding, TokenHead
+from hpcbench.worker.models.decoder import Embedding, TokenHead
 from hpcbench.worker.models.transformer import Attention, Mlp
 from hpcbench.worker.strategies.base import DataParallelStrategy, resolve_runtime
 from hpcbench.worker.strategies.model_parallel import gather_shards

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import TCPStore, to_timedelta
 from hpcbench.worker.model_execution import summed_loss
 from hpcbench.worker.models.build import build_model

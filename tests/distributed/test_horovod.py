@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import torch
 
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.verification.reference import TrainingRecord, max_relative_difference, train_reference
 from tests.conftest import require_horovod
 from tests.distributed.cases import (

@@ -13,7 +13,7 @@ from torch import nn
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.pipeline.block_profile import (
+from hpcbench.parallel.pipeline.stage_balance import (
     BlockProfile,
     BlockProfileRequest,
     MeasuredBlock,
@@ -21,7 +21,7 @@ from hpcbench.parallel.pipeline.block_profile import (
 )
 from hpcbench.results.schema import PipelinePrediction
 from hpcbench.worker import block_times
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.strategies.base import resolve_runtime

@@ -14,7 +14,7 @@ from torch import nn
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.catalog import STRATEGIES, exclusion_reason
 from hpcbench.parallel.pipeline.weight_versions import Staleness
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.strategies.base import resolve_runtime

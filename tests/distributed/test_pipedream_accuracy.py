@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.strategies.base import resolve_runtime
 from hpcbench.worker.training_loop import held_out_accuracy

@@ -12,7 +12,7 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.strategies.pipedream import PipedreamCost
 from hpcbench.parallel.pipeline.schedules import Action
 from hpcbench.parallel.traffic import Traffic
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.strategies.pipeline.pipedream import PipedreamStrategy

@@ -14,7 +14,7 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.strategies.pipeline import PipelineCost
 from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest
 from hpcbench.parallel.traffic import Traffic
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.layers import make_layer_table
 from hpcbench.worker.models.build import build_model

@@ -15,11 +15,10 @@ from hpcbench.errors import WorkerError
 from hpcbench.parallel.catalog import exclusion_reason
 from hpcbench.parallel.gradient_buckets import MIB
 from hpcbench.parallel.layer_table import read_shipped_table
-from hpcbench.parallel.message_shapes import MessageShape, format_messages, parse_messages
-from hpcbench.parallel.traffic import COMM_OPERATIONS
+from hpcbench.parallel.traffic import COMM_OPERATIONS, MessageShape, format_messages, parse_messages
 from hpcbench.results.probe_records import CollectiveProbe, OverlapProbe, ProbeResults
 from hpcbench.results.timing_statistics import quantile
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.measure.clocks import relative_spread
 from hpcbench.worker.microbench import collective_probes
@@ -28,10 +27,10 @@ from hpcbench.worker.microbench.collective_probes import (
     EXCHANGE,
     ProbeGroup,
     measure_collectives,
+    measure_messages,
     measure_overlap,
     message_sizes,
 )
-from hpcbench.worker.microbench.message_probes import measure_messages
 from hpcbench.worker.microbench.module_capture import capture_modules, isolate_module
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.strategies.probes import ProbeBlocksStrategy, ProbeLayersStrategy, largest_message_bytes

@@ -17,7 +17,7 @@ from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.parallel.strategy_entry import ParityCase
 from hpcbench.parallel.traffic import total_payload_bytes
-from hpcbench.worker.strategies.fairscale_library import import_fairscale
+from hpcbench.worker.strategies.base import import_fairscale
 from tests.conftest import absent
 from tests.distributed.cases import EXACT, Case, OfRank, check, check_rounding, make_case, run_parallel, run_reference
 from tests.distributed.pool import Pool

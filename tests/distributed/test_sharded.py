@@ -16,13 +16,12 @@ from torch import Tensor
 
 from hpcbench.errors import WorkerError
 from hpcbench.parallel.catalog import STRATEGIES
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.model_execution import compile_in_place, wrap_blocks
 from hpcbench.worker.strategies import base
-from hpcbench.worker.strategies.base import resolve_runtime
+from hpcbench.worker.strategies.base import import_fairscale, resolve_runtime
 from hpcbench.worker.strategies.data import FairscaleSddpStrategy
-from hpcbench.worker.strategies.fairscale_library import import_fairscale
 from hpcbench.worker.training_loop import held_out_accuracy
 from hpcbench.worker.verification.reference import lossy_tolerance, train_reference
 from tests.conftest import absent

@@ -15,7 +15,7 @@ from hpcbench.oracle.strategies.spatial import SpatialCost
 from hpcbench.oracle.strategies.spatial_rows import whole_row
 from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest, read_shipped_table
 from hpcbench.parallel.traffic import Traffic
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.layers import make_layer_table
 from hpcbench.worker.model_execution import summed_loss, wrap_blocks

@@ -12,8 +12,8 @@ from hpcbench.oracle.calibration.fit_kernels import part_share
 from hpcbench.oracle.cost_model import row_kernels
 from hpcbench.oracle.machine import nominal_machine
 from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
-from hpcbench.parallel.message_shapes import parse_messages
 from hpcbench.parallel.roofline import RooflineModel
+from hpcbench.parallel.traffic import parse_messages
 from hpcbench.results.probe_records import BlockProbe, CollectiveProbe, KernelProbe, ProbeResults
 from hpcbench.results.schema import RunMetrics, RunResult, StepTimeStatistics
 

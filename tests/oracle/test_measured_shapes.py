@@ -17,8 +17,8 @@ from hpcbench.oracle.machine import Machine, nominal_machine
 from hpcbench.oracle.measured_shapes import MeasuredShapes, SizeCurve
 from hpcbench.oracle.prediction import predict
 from hpcbench.oracle.strategies.base import resolve_cost
-from hpcbench.parallel.message_shapes import MessageShape, format_messages, parse_messages
 from hpcbench.parallel.resolve import PartitionLimits, resolve_point
+from hpcbench.parallel.traffic import MessageShape, format_messages, parse_messages
 from tests.oracle.planted_probes import CUT_PENALTY, blocks_probe, message_s, probe_run, table_of
 
 PROFILE, _ = load_cluster("slurmbox")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcbench.errors import WorkerError
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.model_execution import CheckpointedBlocks, SequentialBlocks, wrap_blocks
 from hpcbench.worker.strategies.base import SingleStrategy

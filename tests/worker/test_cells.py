@@ -13,7 +13,7 @@ import torch
 from hpcbench.parallel.catalog import shipped_model_entries
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.parallel.workloads import DATASETS
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.strategies.base import resolve_runtime

@@ -17,7 +17,7 @@ from torch import nn
 
 from hpcbench.errors import WorkerError
 from hpcbench.parallel.layer_table import LayerTableRequest
-from hpcbench.parallel.pipeline.block_profile import BlockProfile, BlockProfileRequest, BlockProfileResponse
+from hpcbench.parallel.pipeline.stage_balance import BlockProfile, BlockProfileRequest, BlockProfileResponse
 from hpcbench.worker import block_times as profiler
 from hpcbench.worker.block_times import answer_request, block_profile_request, profile_blocks
 from hpcbench.worker.layers import make_layer_table

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.failure import describe_error
 from hpcbench.worker.model_execution import compile_in_place, count_compiled_graphs, recompilation_warning, wrap_blocks

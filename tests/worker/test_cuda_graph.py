@@ -19,10 +19,10 @@ from hpcbench.config.run_spec import RunSpec, run_id
 from hpcbench.errors import WorkerError
 from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
-from hpcbench.worker import cuda_graph
-from hpcbench.worker.cuda_graph import GraphedStep, graph_stream_context
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker import model_execution
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
+from hpcbench.worker.model_execution import GraphedStep, graph_stream_context
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.strategies.base import SingleStrategy
 from tests.worker.helpers import make_spec
@@ -105,9 +105,9 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: FakeGraph(calls))
     monkeypatch.setattr(torch.cuda, "graph", graph)
-    cuda_graph._graph_stream.cache_clear()
+    model_execution._graph_stream.cache_clear()
     yield calls
-    cuda_graph._graph_stream.cache_clear()
+    model_execution._graph_stream.cache_clear()
 
 
 def trained(spec: RunSpec, steps: int, *, graphed: bool) -> tuple[list[float], dict[str, Tensor]]:

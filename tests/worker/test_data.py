@@ -9,10 +9,9 @@ import torch.nn.functional as F
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
-from hpcbench.worker.data import resident_feed, synthetic_feed
+from hpcbench.worker.data import feeds, resident_feed
 from hpcbench.worker.data.feed import DataFeed
-from hpcbench.worker.data.open_feed import make_feed
-from hpcbench.worker.data.synthetic_feed import BATCH_SLOTS
+from hpcbench.worker.data.feeds import BATCH_SLOTS, make_feed
 from tests.sample_ranges import step_sample_ranges
 from tests.worker.helpers import make_spec
 
@@ -120,7 +119,7 @@ def test_patterns_are_added_piece_by_piece_as_all_at_once(monkeypatch: pytest.Mo
     for dataset, size in (("cifar10", 12), ("cosmoflow", 8)):
         whole = feed_of(dataset, input_size=size).batch(0, 0)
         for pieces in (1, 3 * 12 * 12 * 3):
-            monkeypatch.setattr(synthetic_feed, "_MAX_PATTERN_NUMBERS", pieces)
+            monkeypatch.setattr(feeds, "_MAX_PATTERN_NUMBERS", pieces)
             assert torch.equal(feed_of(dataset, input_size=size).batch(0, 0)[0], whole[0])
         monkeypatch.undo()
 
@@ -149,7 +148,7 @@ def test_volumes_and_tokens_hold_what_is_to_be_found() -> None:
 
 
 def test_a_large_sample_has_one_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(synthetic_feed, "LARGE_SAMPLE_NUMBERS", 3 * 12 * 12)
+    monkeypatch.setattr(feeds, "LARGE_SAMPLE_NUMBERS", 3 * 12 * 12)
     feed = feed_of("cifar10", input_size=12)
     assert torch.equal(feed.batch(0, 0)[0], feed.batch(1, 0)[0])
     assert feed.description()["distinct_samples"] == 8

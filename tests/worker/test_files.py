@@ -18,8 +18,7 @@ from hpcbench.errors import WorkerError
 from hpcbench.worker.data import batch_loader
 from hpcbench.worker.data.batch_loader import BatchLoader, SampleLayout
 from hpcbench.worker.data.feed import DataFeed, DataSource
-from hpcbench.worker.data.file_feed import PREFETCHED_BATCHES
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import PREFETCHED_BATCHES, make_feed
 from hpcbench.worker.data.sample_files import decode_image
 from hpcbench.worker.data.sample_generator import SampleGenerator
 from hpcbench.worker.failure import describe_error

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from hpcbench.results.schema import HostSyncs
-from hpcbench.worker.measure.host_syncs import count_host_syncs, record_sync_sites
-from hpcbench.worker.measure.step_profiler import ProfilerEvent
+from hpcbench.worker.measure.step_profiler import ProfilerEvent, count_host_syncs, record_sync_sites
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SYNC = "called a synchronizing CUDA operation (Triggered internally at CUDAFunctions.cpp:151.)"

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.loop_cost import loop_overhead_s
 from hpcbench.worker.data.feed import DataFeed
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.measure.clocks import HostClock, process_age_s
 from hpcbench.worker.shutdown import StopController, Stopped
 from hpcbench.worker.strategies.base import Strategy

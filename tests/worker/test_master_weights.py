@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.worker import master_weights
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.master_weights import MasterWeights, use_bf16_parameters
 from hpcbench.worker.models.build import build_model

@@ -7,7 +7,7 @@ from unittest import mock
 import msgspec
 import pytest
 
-from hpcbench.parallel.pipeline.block_profile import BlockProfile, BlockProfileRequest, MeasuredBlock
+from hpcbench.parallel.pipeline.stage_balance import BlockProfile, BlockProfileRequest, MeasuredBlock
 from hpcbench.worker import partition as module
 from hpcbench.worker.partition import main
 

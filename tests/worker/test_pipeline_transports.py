@@ -15,10 +15,9 @@ from torch.utils._pytree import tree_structure
 from hpcbench.parallel.pipeline.exchange_order import Exchange, pipeline_links
 from hpcbench.parallel.pipeline.schedules import Action, PipelineLayout, PipelineMessage
 from hpcbench.worker.model_execution import MixedPrecision
-from hpcbench.worker.strategies.pipeline import p2p, paired_p2p
+from hpcbench.worker.strategies.pipeline import p2p
 from hpcbench.worker.strategies.pipeline.chunk import ActivationMeta, TensorMeta
-from hpcbench.worker.strategies.pipeline.p2p import P2PTransport
-from hpcbench.worker.strategies.pipeline.paired_p2p import PairedTransport
+from hpcbench.worker.strategies.pipeline.p2p import P2PTransport, PairedTransport
 from hpcbench.worker.strategies.pipeline.pipeline_runtime import ActionHooks, PipelineBatch, PipelineRuntime
 from tests.device_model.device import Kernel, Program
 from tests.device_model.programs import (
@@ -98,7 +97,7 @@ class RecordingPaired(PairedTransport):
             assert (message in self._outgoing) == label.startswith("sends")
         self.recorder.calls.append(tuple(labels))
         sends, receives = ([Work(self.recorder, one) for one in labels if one.startswith(verb)] for verb in ("s", "r"))
-        with mock.patch.object(paired_p2p, "_start_together", return_value=(sends, receives)):
+        with mock.patch.object(p2p, "_start_together", return_value=(sends, receives)):
             super().exchange(exchange)
 
 
@@ -204,7 +203,7 @@ def test_works_of_a_pair(answers: int) -> None:
         mock.patch.object(dist, "P2POp") as call,
         mock.patch.object(dist, "batch_isend_irecv", return_value=works) as batch,
     ):
-        sends, receives = paired_p2p._start_together([(numbers[0], 3)], [(numbers[1], 4)], link)
+        sends, receives = p2p._start_together([(numbers[0], 3)], [(numbers[1], 4)], link)
     assert (sends, receives) == (works[:1], works[-1:])
     assert len(batch.call_args.args[0]) == 2
     assert [(one.args, one.kwargs["tag"], one.kwargs["group_peer"]) for one in call.call_args_list] == [

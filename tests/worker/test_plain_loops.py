@@ -13,7 +13,7 @@ from torch import nn
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.catalog import exclusion_reason
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.microbench.plain_loops import MIN_ROUNDS, STEPS_PER_BLOCK, make_library_model, plain_step
 from hpcbench.worker.models.build import build_model

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hpcbench.config.run_spec import run_id
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.model_execution import MixedPrecision, allow_tf32, choose_convolution_algorithms
 from hpcbench.worker.strategies.base import SingleStrategy, optimizer_class_and_arguments

@@ -14,7 +14,7 @@ import torch
 
 from hpcbench.results.schema import StepPhases
 from hpcbench.worker.data.feed import DataFeed
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.measure import step_profiler
 from hpcbench.worker.measure.clocks import no_marker
 from hpcbench.worker.measure.step_profiler import run_profiled_steps

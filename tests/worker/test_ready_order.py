@@ -10,7 +10,7 @@ import torch
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.gradient_buckets import gradient_ready_order
 from hpcbench.parallel.layer_table import LayerTableRequest
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.layers import make_layer_table
 from hpcbench.worker.model_execution import MixedPrecision, summed_loss, wrap_blocks
 from hpcbench.worker.models.build import build_model

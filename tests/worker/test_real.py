@@ -19,7 +19,7 @@ from PIL import Image
 
 from hpcbench.errors import WorkerError
 from hpcbench.worker.data.feed import DataFeed, DataSource
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.data.resident_feed import read_cifar_batch, read_idx
 from tests.worker.helpers import make_spec
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.pipeline.weight_versions import Staleness
 from hpcbench.worker.data.feed import DataFeed, MinibatchSequence
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.verification.reference import TrainingRecord, VerificationCheck, compare_training, train_reference
 from hpcbench.worker.verification.reference_pipelines import train_delayed
 from tests.distributed.cases import short_epoch

@@ -16,7 +16,7 @@ from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.parallel.strategy_entry import Option
 from hpcbench.results.schema import ReferenceComparison, VerificationResult
 from hpcbench.worker.data.feed import NO_FILES
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext, TCPStore, clone_connection, to_timedelta
 from hpcbench.worker.distributed.rendezvous import ControlChannel
 from hpcbench.worker.failure import decide_outcome

@@ -14,8 +14,8 @@ from hpcbench.oracle.cost_model import kernel_conditions, row_kernels, update_ke
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.measured_shapes import MeasuredKernel, MeasuredMessage, MeasuredShapes
 from hpcbench.parallel.layer_table import LayerRow
-from hpcbench.parallel.message_shapes import MessageShape
 from hpcbench.parallel.roofline import Kernel, RooflineModel
+from hpcbench.parallel.traffic import MessageShape
 from hpcbench.results.probe_records import BlockProbe, ProbeResults
 
 _NORMAL_90 = 1.645

@@ -16,7 +16,7 @@ from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.measured_shapes import KernelConditions, per_sample_sizes
 from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.parallel.layer_table import LayerTable
-from hpcbench.parallel.message_shapes import MessageShape, format_messages
+from hpcbench.parallel.traffic import MessageShape, format_messages
 from hpcbench.units import format_bytes
 
 CUTS = ("outputs", "inputs", "positions", "channels")

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError
-from hpcbench.parallel.message_shapes import parse_messages
 from hpcbench.parallel.strategy_entry import Option, StrategyEntry
+from hpcbench.parallel.traffic import parse_messages
 
 _BUDGET_OPTION = Option(20.0, "seconds that the measurements may take, about")
 

@@ -8,8 +8,8 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.strategies.pipeline import pipedream_staleness
 from hpcbench.parallel.workloads import DATASETS
 from hpcbench.worker.data.feed import Batch, DataFeed
+from hpcbench.worker.data.feeds import BATCH_SLOTS, LARGE_SAMPLE_NUMBERS
 from hpcbench.worker.data.resident_feed import RESIDENT_DATASETS
-from hpcbench.worker.data.synthetic_feed import BATCH_SLOTS, LARGE_SAMPLE_NUMBERS
 from hpcbench.worker.dry_run.repeated_passes import SteadyWindow
 from hpcbench.worker.layers import zero_batch
 from hpcbench.worker.strategies.base import Strategy

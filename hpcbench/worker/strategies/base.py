@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -17,12 +20,19 @@ from hpcbench.errors import unsupported
 from hpcbench.parallel import catalog
 from hpcbench.results.probe_records import ProbeResults
 from hpcbench.results.schema import PipelinePrediction, TimelineSpan
-from hpcbench.worker.cuda_graph import StepFunction, graph_stream_context, graphed_step
 from hpcbench.worker.data.feed import Batch, DataFeed
 from hpcbench.worker.distributed.process_groups import RankContext
+from hpcbench.worker.failure import install_hint
 from hpcbench.worker.master_weights import MasterWeights
 from hpcbench.worker.measure.clocks import PhaseMarker, no_marker
-from hpcbench.worker.model_execution import MixedPrecision, compile_in_place, summed_loss
+from hpcbench.worker.model_execution import (
+    MixedPrecision,
+    StepFunction,
+    compile_in_place,
+    graph_stream_context,
+    graphed_step,
+    summed_loss,
+)
 
 
 class Strategy(ABC):
@@ -327,3 +337,20 @@ def untied_blocks(module: nn.Module) -> list[nn.Module]:
         for block in module.children()
         if (parameters := list(block.parameters())) and all(users[id(parameter)] == 1 for parameter in parameters)
     ]
+
+
+def import_fairscale(module: str) -> ModuleType:
+    """Import ``fairscale.<module>``.
+
+    Raises:
+        WorkerError: ``unsupported``, with the command that installs fairscale.
+    """
+    try:
+        with warnings.catch_warnings():
+            # Its decorators for autocast have moved since; they still work.
+            warnings.simplefilter("ignore", FutureWarning)
+            return importlib.import_module(f"fairscale.{module}")
+    except Exception as error:
+        raise unsupported(
+            f"this strategy needs fairscale: {type(error).__name__}: {error}", install_hint("fairscale")
+        ) from error

@@ -24,12 +24,12 @@ from hpcbench.parallel.catalog import get_strategy
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.strategies.base import (
     WrapperStrategy,
+    import_fairscale,
     make_optimizer,
     optimizer_class_and_arguments,
     refuse_fp16,
     untied_blocks,
 )
-from hpcbench.worker.strategies.fairscale_library import import_fairscale
 from hpcbench.worker.strategies.model_parallel import all_gather_single
 
 

@@ -11,21 +11,20 @@ from torch import nn
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.catalog import options_with_defaults
 from hpcbench.parallel.gradient_buckets import MIB
-from hpcbench.parallel.message_shapes import parse_messages
+from hpcbench.parallel.traffic import parse_messages
 from hpcbench.results.probe_records import ProbeResults
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.distributed.world import any_rank
 from hpcbench.worker.measure.host import peak_resident_bytes, throttled_s
 from hpcbench.worker.microbench.block_probes import measure_blocks
-from hpcbench.worker.microbench.collective_probes import measure_collectives
+from hpcbench.worker.microbench.collective_probes import measure_collectives, measure_messages
 from hpcbench.worker.microbench.kernel_probes import (
     CHANNELS,
     LAYER_SPLITS,
     measure_kernels,
     measure_optimizer_updates,
 )
-from hpcbench.worker.microbench.message_probes import measure_messages
 from hpcbench.worker.microbench.plain_loops import measure_loops
 from hpcbench.worker.strategies.base import DataParallelStrategy
 

@@ -19,7 +19,7 @@ from hpcbench.parallel.mesh import even_ranges
 from hpcbench.worker.distributed.gradient_reducer import GradientReducer
 from hpcbench.worker.distributed.process_groups import RankGroup, make_group
 from hpcbench.worker.model_execution import summed_loss
-from hpcbench.worker.models.gpt import Embedding, TokenHead
+from hpcbench.worker.models.decoder import Embedding, TokenHead
 from hpcbench.worker.models.transformer import TransformerBlock
 from hpcbench.worker.strategies.model_parallel import (
     ModelParallelStrategy,

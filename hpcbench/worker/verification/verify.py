@@ -21,7 +21,7 @@ from hpcbench.errors import WorkerError
 from hpcbench.parallel.catalog import get_strategy
 from hpcbench.results.schema import ReferenceComparison, VerificationResult
 from hpcbench.worker.data.feed import DataFeed, DataSource
-from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.distributed.rendezvous import ControlChannel
 from hpcbench.worker.failure import is_out_of_memory

@@ -14,8 +14,7 @@ from hpcbench.parallel.pipeline.schedules import PipelineLayout
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.model_execution import frozen_running_statistics
-from hpcbench.worker.strategies.base import DataParallelStrategy
-from hpcbench.worker.strategies.fairscale_library import import_fairscale
+from hpcbench.worker.strategies.base import DataParallelStrategy, import_fairscale
 from hpcbench.worker.strategies.pipeline.stage_assignment import assign_blocks
 
 

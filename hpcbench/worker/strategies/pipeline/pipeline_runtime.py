@@ -13,7 +13,7 @@ An action with a result for another rank sends it and continues; an action that 
     B on stage 0 <--- gradients ----- B on stage 1 <-+
 
 A step is ``begin`` (receives are posted), ``execute`` (all actions in order) and ``end`` (sends are complete). Where
-the transport gives messages fixed places between the actions (``paired_p2p``), nothing is posted ahead.
+the transport gives messages fixed places between the actions (``PairedTransport``), nothing is posted ahead.
 
 When a step of an asynchronous pipeline ends, a stage is one forward pass ahead of the next one. Its output is received
 before the step ends, so that nothing is in flight between steps and other collectives are possible.

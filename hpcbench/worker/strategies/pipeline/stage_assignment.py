@@ -20,10 +20,9 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import HpcbenchError, unsupported
 from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.layer_table import read_shipped_table
-from hpcbench.parallel.pipeline.block_profile import BlockProfile, BlockProfileResponse
 from hpcbench.parallel.pipeline.schedule_simulator import schedule_step_time
 from hpcbench.parallel.pipeline.schedules import PipelineLayout
-from hpcbench.parallel.pipeline.stage_balance import chunk_blocks
+from hpcbench.parallel.pipeline.stage_balance import BlockProfile, BlockProfileResponse, chunk_blocks
 from hpcbench.parallel.pipeline.stage_partition import balanced_cuts, block_ranges, parse_cuts
 from hpcbench.results.schema import PipelinePrediction
 from hpcbench.worker.distributed.process_groups import RankContext

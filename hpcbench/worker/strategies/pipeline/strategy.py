@@ -28,8 +28,13 @@ from hpcbench.worker.strategies.pipeline.action_timeline import (
     watch_progress,
 )
 from hpcbench.worker.strategies.pipeline.chunk import ActivationMetaCache, ModelChunk
-from hpcbench.worker.strategies.pipeline.p2p import P2PTransport, make_p2p_groups, warm_up_links
-from hpcbench.worker.strategies.pipeline.paired_p2p import PairedTransport, open_links
+from hpcbench.worker.strategies.pipeline.p2p import (
+    P2PTransport,
+    PairedTransport,
+    make_p2p_groups,
+    open_links,
+    warm_up_links,
+)
 from hpcbench.worker.strategies.pipeline.pipeline_runtime import PipelineBatch, PipelineRuntime
 from hpcbench.worker.strategies.pipeline.stage_assignment import assign_blocks, measure_blocks, predict_step
 from hpcbench.worker.strategies.pipeline.stage_module import (
@@ -54,8 +59,8 @@ class PipelineStrategy(ModelParallelStrategy):
     axis = "pp"
     module: StageModule
     pairs_messages: bool | None = None
-    """Whether messages are exchanged in pairs at fixed places between the actions (``paired_p2p``) or receives are
-    posted ahead (``p2p``). ``None``: in pairs on cuda."""
+    """Whether messages are exchanged in pairs at fixed places between the actions (``PairedTransport``) or receives
+    are posted ahead (``P2PTransport``). ``None``: in pairs on cuda."""
 
     def setup(self, model: nn.Sequential, spec: RunSpec, context: RankContext) -> None:
         self.context = context
