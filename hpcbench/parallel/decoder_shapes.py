@@ -35,16 +35,8 @@ class DecoderShape:
     learned_positions: int = 0
 
     def __post_init__(self) -> None:
-        counts = {
-            "layers": self.layers,
-            "hidden": self.hidden,
-            "ffn": self.ffn,
-            "heads": self.heads,
-            "kv_heads": self.kv_heads,
-            "vocabulary": self.vocabulary,
-        }
-        for name, value in counts.items():
-            if value < 1:
+        for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "vocabulary"):
+            if (value := getattr(self, name)) < 1:
                 raise ConfigError(f"{name} is {value}, at least 1 is required", where=f"model {self.name}")
         if self.hidden % self.heads or self.heads % self.kv_heads:
             raise ConfigError(

@@ -184,10 +184,8 @@ def write_run_result(
     attempt, spec = context.attempt, context.spec
     if not attempt.folder.is_dir():
         # Making the tree anew would hide the results where nobody looks for them.
-        raise StorageError(
-            f"the results tree {context.header.tree} is gone: its folder {attempt.folder} was there at the start",
-            hint="was it moved or removed while jobs ran? submit runs this again",
-        )
+        message = f"the results tree {context.header.tree} is gone: its folder {attempt.folder} was there at the start"
+        raise StorageError(message, hint="was it moved or removed while jobs ran? submit runs this again")
     if channel is not None:
         ranks = channel.collect(attempt, wait_s)
     else:

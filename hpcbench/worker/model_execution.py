@@ -7,7 +7,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -198,17 +198,11 @@ def disable_inplace_first_op(block: nn.Module) -> None:
 
 def checkpoint_block(block: nn.Module, x: Tensor) -> Tensor:
     """``block(x)``, of which only ``x`` is kept for the backward pass."""
-    output: Tensor
-    if torch.compiler.is_compiling():
-        # A compiled graph writes statistics once, in its forward part.
-        output = checkpoint(block, x, use_reentrant=False)
-    else:
-        output = checkpoint(block, x, use_reentrant=False, context_fn=partial(_checkpoint_contexts, block))
+    # A compiled graph writes statistics once, in its forward part.
+    is_compiling = torch.compiler.is_compiling()
+    contexts: Any = {} if is_compiling else {"context_fn": lambda: (nullcontext(), frozen_running_statistics(block))}
+    output: Tensor = checkpoint(block, x, use_reentrant=False, **contexts)
     return output
-
-
-def _checkpoint_contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), frozen_running_statistics(block)
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ def run_rank(tasks: Path, index: int, attempt_number: int | None) -> int:
     stop.set_deadline(marker.deadline_unix_s if marker else None, task.time_limit_s, header.warning_s)
     context = RunContext(header, task, attempt, info, user_env)
     finalizer = RunFinalizer(context, RankMeasurements.of(context), stop)
-    stop.set_abort_callback(finalizer.abort)
+    stop.abort = finalizer.abort
     try:
         rank_environment.check_world_size(info, task.spec)
         try:

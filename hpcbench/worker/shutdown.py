@@ -79,7 +79,8 @@ class StopController:
         self._deadline_step = float("inf")
         self._near = 0.0
         self._warning_s: float | None = None
-        self._abort: Callable[[BaseException], None] | None = None
+        self.abort: Callable[[BaseException], None] | None = None
+        """Called by a thread when the main thread is stuck; it must not return."""
         self._lock = threading.Lock()
         self._reader: socket.socket | None = None
         self._writer: socket.socket | None = None
@@ -109,10 +110,6 @@ class StopController:
         if deadline is not None:
             threading.Thread(target=self._watch_clock, name="deadline", daemon=True).start()
 
-    def set_abort_callback(self, abort: Callable[[BaseException], None]) -> None:
-        """Set the callback that a thread calls when the main thread is stuck; it must not return."""
-        self._abort = abort
-
     def should_stop(self) -> bool:
         """Whether the loop should end before its next step. Costs well under a microsecond."""
         if self.reason is None and time.time() >= self._deadline_step:
@@ -131,8 +128,8 @@ class StopController:
         """
         self._set(cause)
         time.sleep(grace_s)
-        if self._abort is not None:
-            self._abort(cause)
+        if self.abort is not None:
+            self.abort(cause)
 
     def _set(self, reason: Stopped | PeerEnded) -> None:
         with self._lock:

@@ -78,7 +78,7 @@ def test_a_rank_that_is_stuck_at_its_deadline_is_ended() -> None:
     """Nobody tells a run of a pack that its time is over."""
     stop = StopController()
     seen = threading.Event()
-    stop.set_abort_callback(lambda _: seen.set())
+    stop.abort = lambda _: seen.set()
     stop.set_deadline(time.time() + 0.2, 1.0)
     assert seen.wait(30)
     assert isinstance(stop.reason, Stopped)
@@ -88,7 +88,7 @@ def test_a_rank_that_is_stuck_at_its_deadline_is_ended() -> None:
 def test_the_first_reason_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     stop = StopController()
     abandoned: list[BaseException] = []
-    stop.set_abort_callback(abandoned.append)
+    stop.abort = abandoned.append
     first, second = Stopped("timeout", "first"), PeerEnded("second")
     stop.stop_after_grace(first, grace_s=0)
     stop.stop_after_grace(second, grace_s=0)
@@ -102,7 +102,7 @@ def test_a_signal_reaches_the_flag_while_the_main_thread_does_not_look(monkeypat
     before = signal.getsignal(signal.SIGUSR2)
     seen = threading.Event()
     stop = StopController()
-    stop.set_abort_callback(lambda _: seen.set())
+    stop.abort = lambda _: seen.set()
     try:
         stop.install()
         signal.raise_signal(signal.SIGUSR2)

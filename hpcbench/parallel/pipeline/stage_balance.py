@@ -21,23 +21,7 @@ from hpcbench.errors import ConfigError
 from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.layer_table import LayerTable, ModelResponse
 from hpcbench.parallel.mesh import even_ranges
-from hpcbench.parallel.pipeline.schedules import (
-    BACKWARD,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    PipelineLayout,
-    schedule_actions,
-    warmup_forwards,
-)
-from hpcbench.parallel.pipeline.stage_partition import (
-    FP32_BYTES,
-    BlockCost,
-    balanced_cuts,
-    block_costs,
-    block_ranges,
-    minimax_cuts,
-    parse_cuts,
-)
+from hpcbench.parallel.pipeline import schedules, stage_partition
 from hpcbench.parallel.workloads import custom_model_file, is_custom_model
 
 BLOCK_PROFILE_VERSION = 1
@@ -85,9 +69,12 @@ class BlockProfile(msgspec.Struct, frozen=True, kw_only=True):
     """Threads of torch on a cpu."""
     blocks: list[MeasuredBlock]
 
-    def chain(self) -> list[BlockCost]:
+    def chain(self) -> list[stage_partition.BlockCost]:
         """Return the blocks' costs, for ``stage_partition``."""
-        return [BlockCost(*(getattr(block, field) for field in BlockCost._fields)) for block in self.blocks]
+        return [
+            stage_partition.BlockCost(*(getattr(block, field) for field in stage_partition.BlockCost._fields))
+            for block in self.blocks
+        ]
 
 
 class BlockProfileResponse(ModelResponse, frozen=True, kw_only=True, omit_defaults=True):
@@ -120,7 +107,9 @@ def decode_block_profile(data: bytes, where: str) -> BlockProfile:
 _OPTIMIZER_STATES = {"adam": 2, "adamw": 2}
 
 
-def chunk_blocks(spec: RunSpec, options: Mapping[str, Any], layout: PipelineLayout, table: LayerTable) -> list[range]:
+def chunk_blocks(
+    spec: RunSpec, options: Mapping[str, Any], layout: schedules.PipelineLayout, table: LayerTable
+) -> list[range]:
     """Return the blocks of every chunk, from ``options.cuts`` or so that the largest cost of a chunk is smallest.
 
     ``options`` are all options of the strategy, including defaults.
@@ -128,20 +117,22 @@ def chunk_blocks(spec: RunSpec, options: Mapping[str, Any], layout: PipelineLayo
     if layout.chunks == 1:
         return [range(table.blocks)]
     if options["cuts"]:
-        cuts = parse_cuts(options["cuts"])
+        cuts = stage_partition.parse_cuts(options["cuts"])
         assert cuts is not None, "cuts that were not checked"
     elif options["balance"] == "memory":
-        cuts = minimax_cuts(table.blocks, layout.chunks, chunk_memory_cost(spec, options, layout, table))
+        cuts = stage_partition.minimax_cuts(
+            table.blocks, layout.chunks, chunk_memory_cost(spec, options, layout, table)
+        )
     else:
-        cuts = _cached_balanced_cuts(tuple(block_costs(table, options["balance"])), layout.chunks)
-    return block_ranges(cuts, table.blocks)
+        cuts = _cached_balanced_cuts(tuple(stage_partition.block_costs(table, options["balance"])), layout.chunks)
+    return stage_partition.block_ranges(cuts, table.blocks)
 
 
-_cached_balanced_cuts = lru_cache(maxsize=256)(balanced_cuts)
+_cached_balanced_cuts = lru_cache(maxsize=256)(stage_partition.balanced_cuts)
 
 
 def chunk_memory_cost(
-    spec: RunSpec, options: Mapping[str, Any], layout: PipelineLayout, table: LayerTable
+    spec: RunSpec, options: Mapping[str, Any], layout: schedules.PipelineLayout, table: LayerTable
 ) -> Callable[[int, int, int], float]:
     """Return a function of chunk, first block and last block + 1: the chunk's bytes in fp32.
 
@@ -150,9 +141,13 @@ def chunk_memory_cost(
     """
     blocks = table.rows_by_block()
     input_bytes = [
-        FP32_BYTES * prod(rows[0].input_shape) if rows and number else 0 for number, rows in enumerate(blocks)
+        stage_partition.FP32_BYTES * prod(rows[0].input_shape) if rows and number else 0
+        for number, rows in enumerate(blocks)
     ]
-    parameter_sums = [0, *accumulate(FP32_BYTES * sum(row.parameters for row in rows) for rows in blocks)]
+    parameter_sums = [
+        0,
+        *accumulate(stage_partition.FP32_BYTES * sum(row.parameters for row in rows) for rows in blocks),
+    ]
     activation_sums = [0, *accumulate(sum(row.activation_bytes for row in rows) for rows in blocks)]
     fixed_sums = [0, *accumulate(sum(row.activation_fixed_bytes for row in rows) for rows in blocks)]
     samples = max(len(part) for part in even_ranges(spec.batch_size, spec.micro_batches))
@@ -173,16 +168,16 @@ def chunk_memory_cost(
     return cost
 
 
-def peak_micro_batches_in_flight(spec: RunSpec, layout: PipelineLayout) -> list[int]:
+def peak_micro_batches_in_flight(spec: RunSpec, layout: schedules.PipelineLayout) -> list[int]:
     """Return, for each chunk, the most micro-batches whose activations a rank keeps at the same time."""
     entry = get_strategy(spec.strategy)
     if entry.staleness is not None:
-        return [warmup_forwards(layout, stage) + 1 for stage in range(layout.stages)]
+        return [schedules.warmup_forwards(layout, stage) + 1 for stage in range(layout.stages)]
     assert entry.schedule is not None, f"{spec.strategy} is no pipeline"
     peaks = [0] * layout.chunks
-    for actions in schedule_actions(entry.schedule, layout, spec.micro_batches):
+    for actions in schedules.schedule_actions(entry.schedule, layout, spec.micro_batches):
         live: Counter[int] = Counter()
         for kind, chunk, _ in actions:
-            live[chunk] += {FORWARD: 1, BACKWARD: -1, BACKWARD_WEIGHT: -1}.get(kind, 0)
+            live[chunk] += {schedules.FORWARD: 1, schedules.BACKWARD: -1, schedules.BACKWARD_WEIGHT: -1}.get(kind, 0)
             peaks[chunk] = max(peaks[chunk], live[chunk])
     return peaks

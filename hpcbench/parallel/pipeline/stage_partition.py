@@ -142,10 +142,8 @@ def partition_pipeline(
         return partition
     workers = prod(level.groups for level in levels)
     if not replicated and workers > len(chain):
-        raise ConfigError(
-            f"{workers} workers without replicas need as many stages, and there are {len(chain)} blocks",
-            hint="let stages be replicated, or use fewer workers",
-        )
+        message = f"{workers} workers without replicas need as many stages, and there are {len(chain)} blocks"
+        raise ConfigError(message, hint="let stages be replicated, or use fewer workers")
     smallest = _PartitionSearch(chain, levels, inf, replicated, optimizer_states, by_memory=True).best()
     assert smallest is not None, "without a limit some plan fits"
     number, worst = max(enumerate(smallest.stages), key=lambda entry: entry[1].held_bytes)

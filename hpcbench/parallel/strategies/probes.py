@@ -3,6 +3,8 @@ Their timed steps are those of replicas that do not communicate; the measurement
 
 from __future__ import annotations
 
+from functools import partial
+
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError
 from hpcbench.parallel.strategy_entry import Option, StrategyEntry
@@ -11,17 +13,8 @@ from hpcbench.parallel.traffic import parse_messages
 _BUDGET_OPTION = Option(20.0, "seconds that the measurements may take, about")
 
 
-def probe_layers_exclusion(spec: RunSpec) -> str | None:
-    """Layers are called one by one; parts are whole numbers."""
-    return _layers_exclusion(spec, "layers") or _probe_exclusion(spec)
-
-
-def probe_blocks_exclusion(spec: RunSpec) -> str | None:
-    """Blocks are called one by one; parts are whole numbers."""
-    return _layers_exclusion(spec, "blocks") or _probe_exclusion(spec)
-
-
-def _layers_exclusion(spec: RunSpec, called: str) -> str | None:
+def probe_pieces_exclusion(spec: RunSpec, called: str) -> str | None:
+    """Layers or blocks (``called``) are called one by one; parts are whole numbers."""
     name = spec.strategy
     if spec.compile or spec.activation_checkpointing:
         return f"{name} calls {called} one by one: compile and activation_checkpointing would change nothing"
@@ -30,7 +23,7 @@ def _layers_exclusion(spec: RunSpec, called: str) -> str | None:
     shares = str(spec.options.get("shares", "1"))
     if not all(one.strip().isdecimal() and int(one) >= 1 for one in shares.split(",")):
         return f'{name} with shares {shares!r}: whole numbers between commas are right, "1,2,4" for instance'
-    return None
+    return _probe_exclusion(spec)
 
 
 def probe_messages_exclusion(spec: RunSpec) -> str | None:
@@ -80,35 +73,33 @@ def _probe_exclusion(spec: RunSpec) -> str | None:
     return None if isinstance(budget_s, int | float) and budget_s > 0 else f"{spec.strategy} with budget_s {budget_s}"
 
 
+_probe_entry = partial(StrategyEntry, cost="hpcbench.oracle.strategies.data:SingleCost")
 PROBES = {
-    "probe_layers": StrategyEntry(
+    "probe_layers": _probe_entry(
         own_degree=None,
         runtime="hpcbench.worker.strategies.probes:ProbeLayersStrategy",
-        cost="hpcbench.oracle.strategies.data:SingleCost",
         description="calibration: every kernel of the model by itself, whole and in the parts that ranks get",
         options={
             "shares": Option("1,2,4", "layers are also cut into so many parts, by samples and by what ranks share"),
             "budget_s": _BUDGET_OPTION,
         },
-        exclusion=probe_layers_exclusion,
+        exclusion=partial(probe_pieces_exclusion, called="layers"),
         without_bf16_params="kernels are measured with fp32 weights",
     ),
-    "probe_blocks": StrategyEntry(
+    "probe_blocks": _probe_entry(
         own_degree="dp_degree",
         runtime="hpcbench.worker.strategies.probes:ProbeBlocksStrategy",
-        cost="hpcbench.oracle.strategies.data:SingleCost",
         description="calibration for a sweep: every block as a whole, forward and backward, on ranks side by side",
         options={
             "shares": Option("1", "layers are also cut into so many parts, by what ranks share"),
             "accumulates": Option(False, "gradients are added to those of an earlier micro-batch"),
             "budget_s": _BUDGET_OPTION,
         },
-        exclusion=probe_blocks_exclusion,
+        exclusion=partial(probe_pieces_exclusion, called="blocks"),
     ),
-    "probe_collectives": StrategyEntry(
+    "probe_collectives": _probe_entry(
         own_degree="dp_degree",
         runtime="hpcbench.worker.strategies.probes:ProbeCollectivesStrategy",
-        cost="hpcbench.oracle.strategies.data:SingleCost",
         description="calibration: every collective at many sizes, alone, beside others and under computation",
         options={
             "largest_mb": Option(16.0, "largest message in MiB; on cuda 512 unless it is set"),
@@ -117,18 +108,16 @@ PROBES = {
         exclusion=probe_collectives_exclusion,
         without_bf16_params="kernels are measured with fp32 weights",
     ),
-    "probe_loops": StrategyEntry(
+    "probe_loops": _probe_entry(
         own_degree=None,
         runtime="hpcbench.worker.strategies.probes:ProbeLoopsStrategy",
-        cost="hpcbench.oracle.strategies.data:SingleCost",
         description="comparison: a step of one device in turns with that of a hand-written loop and of one as timm's",
         options={"budget_s": _BUDGET_OPTION},
         exclusion=probe_loops_exclusion,
     ),
-    "probe_messages": StrategyEntry(
+    "probe_messages": _probe_entry(
         own_degree="dp_degree",
         runtime="hpcbench.worker.strategies.probes:ProbeMessagesStrategy",
-        cost="hpcbench.oracle.strategies.data:SingleCost",
         description="calibration for a sweep: its messages, in its groups and placement",
         options={
             "messages": Option("", "operation:ranks:ranks_per_node:rivals:bytes of each, between commas"),

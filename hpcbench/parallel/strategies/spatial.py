@@ -9,15 +9,9 @@ from typing import Any, NamedTuple
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError
+from hpcbench.parallel import layer_table
 from hpcbench.parallel.gradient_buckets import DEFAULT_BUCKET_CAP_MB
 from hpcbench.parallel.layer_table import LayerRow as Row
-from hpcbench.parallel.layer_table import (
-    LayerTable,
-    cached_by_identity,
-    first_rows_by_name,
-    owning_row,
-    read_shipped_table,
-)
 from hpcbench.parallel.strategies.halo import HaloLayer, SlidingWindow
 from hpcbench.parallel.strategy_entry import CalibrationRuns, HybridAlias, Option, PlotStyle, StrategyEntry
 from hpcbench.parallel.workloads import DATASETS, sample_shape
@@ -68,11 +62,11 @@ class SpatialSplit(NamedTuple):
 
     def is_cut(self, tensor: str) -> bool:
         """Whether a parameter or buffer, by its name in the model, belongs to the cut part."""
-        owner = owning_row(tensor, _first_rows(self.rows))
+        owner = layer_table.owning_row(tensor, _first_rows(self.rows))
         return owner is not None and owner < self.end
 
 
-_first_rows = cached_by_identity(32)(first_rows_by_name)
+_first_rows = layer_table.cached_by_identity(32)(layer_table.first_rows_by_name)
 
 
 def spatial_extents(shape: Sequence[int]) -> tuple[int, ...]:
@@ -98,7 +92,7 @@ def parse_spatial_grid(text: str, degree: int, dims: int) -> tuple[int, ...]:
     return (*numbers, *[1] * (dims - len(numbers)))
 
 
-@cached_by_identity(4096)
+@layer_table.cached_by_identity(4096)
 def halo_layer(row: Row) -> HaloLayer:
     """The geometry of a convolution or pool."""
     extents = spatial_extents(row.input_shape)
@@ -116,8 +110,8 @@ def halo_layer(row: Row) -> HaloLayer:
     return HaloLayer(extents, windows, pads_itself=row.kind in CONVOLUTION_KINDS)
 
 
-@cached_by_identity(256)
-def spatial_split(table: LayerTable, grid: tuple[int, ...], until: int = 0) -> SpatialSplit:
+@layer_table.cached_by_identity(256)
+def spatial_split(table: layer_table.LayerTable, grid: tuple[int, ...], until: int = 0) -> SpatialSplit:
     """Return the part of a model that is cut over ``grid``.
 
     By itself the cut part ends before the first layer that cannot be cut: one with fewer positions than ranks along a
@@ -135,7 +129,7 @@ def spatial_split(table: LayerTable, grid: tuple[int, ...], until: int = 0) -> S
     return SpatialSplit(grid, tuple(table.layers), end, by_mean)
 
 
-@cached_by_identity(4096)
+@layer_table.cached_by_identity(4096)
 def _spatial_region_end(rows: Sequence[Row], grid: tuple[int, ...], until: int) -> tuple[int, int, str]:
     """Return the first row that is not cut, the row that cannot be cut, and why it cannot."""
     known = {spatial_extents(rows[0].input_shape)}
@@ -190,7 +184,7 @@ def _composite_block_start(rows: Sequence[Row], number: int, known: set[tuple[in
     return next(index for index, first in enumerate(rows) if first.block == row.block)
 
 
-def largest_spatial_degree(table: LayerTable, grid: tuple[int, ...], until: int = 0) -> int | None:
+def largest_spatial_degree(table: layer_table.LayerTable, grid: tuple[int, ...], until: int = 0) -> int | None:
     """The most ranks along the longest dim of ``grid`` that work; ``None`` where not even two do."""
     longest = max(range(len(grid)), key=lambda dim: grid[dim])
     for parts in range(grid[longest] - 1, 1, -1):
@@ -229,7 +223,7 @@ def spatial_exclusion(spec: RunSpec) -> str | None:
                 f"spatial: samples have an extent of {extent} in dim {dim}, fewer than the {parts} ranks of the grid; "
                 f"{extent} is the most there"
             )
-    table = read_shipped_table(spec.model, spec.dataset, spec.input_size, shape_changing_options(spec))
+    table = layer_table.read_shipped_table(spec.model, spec.dataset, spec.input_size, shape_changing_options(spec))
     return None if table is None else spatial_table_exclusion(spec, table)
 
 
@@ -247,12 +241,12 @@ def spatial_grid(spec: RunSpec) -> tuple[int, ...]:
     return parse_spatial_grid(str(spec.options.get("grid", "")), spec.sp_degree, dims)
 
 
-def spatial_split_of_run(spec: RunSpec, table: LayerTable) -> SpatialSplit:
+def spatial_split_of_run(spec: RunSpec, table: layer_table.LayerTable) -> SpatialSplit:
     """Return the split of a run that the limits allow; raises as ``spatial_split``."""
     return spatial_split(table, spatial_grid(spec), int(spec.options.get("until", 0)))
 
 
-def spatial_table_exclusion(spec: RunSpec, table: LayerTable) -> str | None:
+def spatial_table_exclusion(spec: RunSpec, table: layer_table.LayerTable) -> str | None:
     """Return the reason why the model of ``table`` cannot be cut as asked, with the largest degree that works."""
     if spec.sp_degree == 1:
         return None

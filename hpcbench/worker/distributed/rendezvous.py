@@ -198,10 +198,8 @@ def _find_store(path: Path, launch: str, wait_s: float) -> TCPStore:
                     return store
                 seen = f"no process with its nonce answers at {meeting.address} port {meeting.port}"
         time.sleep(_STORE_POLL_S)
-    raise WorkerError(
-        f"waited {wait_s:g} s for rank 0's address in {path}: {seen}",
-        hint="is rank 0 running, and is the results tree on a file system that all nodes share?",
-    )
+    message = f"waited {wait_s:g} s for rank 0's address in {path}: {seen}"
+    raise WorkerError(message, hint="is rank 0 running, and is the results tree on a file system that all nodes share?")
 
 
 def _read_rendezvous(path: Path) -> RendezvousFile | None:

@@ -12,14 +12,7 @@ import torch.distributed as dist
 from hpcbench.config.run_spec import RunSpec, TaskFileHeader
 from hpcbench.errors import WorkerError
 from hpcbench.parallel.catalog import get_strategy
-from hpcbench.worker.distributed.process_groups import (
-    HashStore,
-    PrefixStore,
-    RankContext,
-    Store,
-    clone_connection,
-    to_timedelta,
-)
+from hpcbench.worker.distributed import process_groups
 from hpcbench.worker.distributed.rank_environment import RankInfo
 from hpcbench.worker.distributed.rendezvous import ControlChannel, join_store, set_interface_variables, wait_for_keys
 from hpcbench.worker.measure.gpu import device_uuid
@@ -83,22 +76,22 @@ def open_control_channel(
 
 def join_world(
     spec: RunSpec, info: RankInfo, device: torch.device, channel: ControlChannel | None, wait_s: float
-) -> RankContext:
+) -> process_groups.RankContext:
     """Create the default process group; a lone rank gets one only where its strategy needs one.
 
     Raises:
         WorkerError: two ranks have the same GPU.
     """
-    context = RankContext(info.rank, info.world_size, device, wait_s=wait_s)
-    store: Store
+    context = process_groups.RankContext(info.rank, info.world_size, device, wait_s=wait_s)
+    store: process_groups.Store
     if channel is not None:
         if device.type == "cuda":
             _refuse_shared_devices(channel.store, context, wait_s)
         # A separate connection: while a collective is set up, the channel's must stay free for the stop thread.
-        store = PrefixStore("group", clone_connection(channel.store))
+        store = process_groups.PrefixStore("group", process_groups.clone_connection(channel.store))
     elif get_strategy(spec.strategy).own_degree is not None:
         set_interface_variables("lo", named_by_profile=False, single_node=True)
-        store = HashStore()
+        store = process_groups.HashStore()
     else:
         return context
     dist.init_process_group(
@@ -106,12 +99,12 @@ def join_world(
         store=store,
         rank=context.rank,
         world_size=context.world_size,
-        timeout=to_timedelta(wait_s),
+        timeout=process_groups.to_timedelta(wait_s),
     )
     return context
 
 
-def _refuse_shared_devices(store: Store, context: RankContext, wait_s: float) -> None:
+def _refuse_shared_devices(store: process_groups.Store, context: process_groups.RankContext, wait_s: float) -> None:
     store.set(f"device/{context.rank}", device_uuid(context.device))
     if context.rank != 0:
         return
@@ -126,13 +119,13 @@ def _refuse_shared_devices(store: Store, context: RankContext, wait_s: float) ->
         )
 
 
-def barrier(context: RankContext) -> None:
+def barrier(context: process_groups.RankContext) -> None:
     """Wait for all ranks of the default group, if there is one."""
     if dist.is_initialized():
         dist.barrier(device_ids=[context.device.index] if context.device.type == "cuda" else None)
 
 
-def any_rank(context: RankContext, flag: bool) -> bool:
+def any_rank(context: process_groups.RankContext, flag: bool) -> bool:
     """Return on every rank whether ``flag`` is true on any rank of the default group. Waits for all of them."""
     if not dist.is_initialized():
         return flag

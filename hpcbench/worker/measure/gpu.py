@@ -127,9 +127,9 @@ def query_or_none(question: Callable[[], Any]) -> Any:
         return None
 
 
-def _in_root_pid_namespace(namespace: Path = Path("/proc/self/ns/pid")) -> bool:
+def _in_root_pid_namespace() -> bool:
     try:
-        return namespace.stat().st_ino == _ROOT_PID_NAMESPACE_INODE
+        return Path("/proc/self/ns/pid").stat().st_ino == _ROOT_PID_NAMESPACE_INODE
     except OSError:
         return False
 

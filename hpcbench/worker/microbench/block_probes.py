@@ -18,7 +18,7 @@ from hpcbench.errors import unsupported
 from hpcbench.results.probe_records import BlockProbe
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.measure.clocks import CallTimer, relative_spread, synchronize
-from hpcbench.worker.microbench.kernel_probes import MAX_ROUNDS, MIN_ROUNDS, LayerCall, make_layer_call
+from hpcbench.worker.microbench.kernel_probes import MAX_ROUNDS, MIN_ROUNDS, LayerCall, make_layer_call, time_passes
 from hpcbench.worker.microbench.module_capture import CapturedModule, replay_tensor
 from hpcbench.worker.strategies.base import DataParallelStrategy
 
@@ -57,7 +57,7 @@ def measure_blocks(
         check()
         _clear(calls, accumulates)
         timer = CallTimer(device)
-        _timed_pass(calls, timer)
+        time_passes(calls, timer)
         timer.flush()
         _clear(calls, accumulates)
         passes_s.append(_whole_pass_s(calls, device))
@@ -104,17 +104,6 @@ def _clear(calls: Sequence[LayerCall], accumulates: bool) -> None:
     for call in calls:
         if not accumulates:
             call.clear()
-        call.output = None
-
-
-def _timed_pass(calls: Sequence[LayerCall], timer: CallTimer) -> None:
-    timer.queue_sleep()
-    for call in calls:
-        timer.time(call.forward, call.forward_s)
-    back = [call for call in reversed(calls) if call.prepare_backward()]
-    timer.queue_sleep()
-    for call in back:
-        timer.time(call.backward, call.backward_s)
         call.output = None
 
 

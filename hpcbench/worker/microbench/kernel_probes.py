@@ -213,25 +213,26 @@ def _run_rounds(
         check()
         timer = CallTimer(device)
         for group, optimizer in groups:
-            _run_round(group, optimizer, timer)
+            for piece in group:
+                piece.clear()
+            time_passes(group, timer)
+            # Of large weights the update leaves nothing in the caches.
+            if optimizer is not None:
+                optimizer.step()
         timer.flush()
         done += 1
 
 
-def _run_round(group: list[LayerCall], optimizer: torch.optim.Optimizer | None, timer: CallTimer) -> None:
-    """Forward through all, then back, then the update: of large weights it leaves nothing in the caches."""
-    for piece in group:
-        piece.clear()
+def time_passes(calls: Sequence[LayerCall], timer: CallTimer) -> None:
+    """Time each of ``calls`` forward, then each of them backward, in reverse order."""
     timer.queue_sleep()
-    for piece in group:
-        timer.time(piece.forward, piece.forward_s)
-    back = [piece for piece in reversed(group) if piece.prepare_backward()]
+    for call in calls:
+        timer.time(call.forward, call.forward_s)
+    back = [call for call in reversed(calls) if call.prepare_backward()]
     timer.queue_sleep()
-    for piece in back:
-        timer.time(piece.backward, piece.backward_s)
-        piece.output = None
-    if optimizer is not None:
-        optimizer.step()
+    for call in back:
+        timer.time(call.backward, call.backward_s)
+        call.output = None
 
 
 def _kernel_probe(piece: LayerCall, overhead_s: tuple[float, float]) -> KernelProbe:

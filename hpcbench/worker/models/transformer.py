@@ -134,13 +134,7 @@ class TransformerBlock(nn.Module):
     """Attention and an MLP, each with a normalisation before it and a residual connection around it."""
 
     def __init__(
-        self,
-        width: int,
-        heads: int,
-        causal: bool,
-        dropout: float,
-        epsilon: float = 1e-5,
-        style: BlockStyle = GPT_STYLE,
+        self, width: int, heads: int, causal: bool, dropout: float, epsilon: float = 1e-5, style: BlockStyle = GPT_STYLE
     ) -> None:
         super().__init__()
         self.norm1 = make_norm(style, width, epsilon)

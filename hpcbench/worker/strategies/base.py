@@ -266,11 +266,15 @@ class DataParallelStrategy(Strategy):
         self.arithmetic.update(self.optimizer)
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: tensor.detach() for name, tensor in self.module.state_dict().items()}
+        return {name: self.whole_tensor(name, tensor) for name, tensor in self.module.state_dict().items()}
 
     def gradients(self) -> dict[str, Tensor]:
-        named = self.module.named_parameters()
-        return {name: parameter.grad.detach() for name, parameter in named if parameter.grad is not None}
+        named = [(name, parameter.grad) for name, parameter in self.module.named_parameters()]
+        return {name: self.whole_tensor(name, gradient) for name, gradient in named if gradient is not None}
+
+    def whole_tensor(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the weight or gradient ``name`` of the whole model, from this rank's ``tensor``. May be collective."""
+        return tensor.detach()
 
     def _accumulate(self, inputs: Tensor, targets: Tensor, samples: range, global_count: int) -> None:
         rows = slice(samples.start, samples.stop)
@@ -316,14 +320,6 @@ class WrapperStrategy(DataParallelStrategy):
 
 class SingleStrategy(DataParallelStrategy):
     """The unchanged model on one device: the baseline of every speed-up."""
-
-
-def refuse_fp16(spec: RunSpec) -> None:
-    """Raise ``WorkerError`` (``unsupported``) for fp16: the shards would choose different loss scales."""
-    if spec.precision == "fp16":
-        raise unsupported(
-            f"{spec.strategy} with fp16 would need a loss scale that all shards agree on", "use precision bf16"
-        )
 
 
 def untied_blocks(module: nn.Module) -> list[nn.Module]:

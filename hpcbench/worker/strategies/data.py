@@ -22,18 +22,11 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import unsupported
 from hpcbench.parallel.catalog import get_strategy
 from hpcbench.worker.distributed.process_groups import RankContext
-from hpcbench.worker.strategies.base import (
-    WrapperStrategy,
-    import_fairscale,
-    make_optimizer,
-    optimizer_class_and_arguments,
-    refuse_fp16,
-    untied_blocks,
-)
+from hpcbench.worker.strategies import base
 from hpcbench.worker.strategies.model_parallel import all_gather_single
 
 
-class DdpStrategy(WrapperStrategy):
+class DdpStrategy(base.WrapperStrategy):
     """A replica per rank; gradients are all-reduced in buckets during the backward pass.
 
     Buffers (BatchNorm's running statistics) are those of rank 0: DDP broadcasts them before every forward pass.
@@ -98,15 +91,15 @@ class Zero1Strategy(DdpStrategy):
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         make: Any = ZeroRedundancyOptimizer
-        optimizer_class, arguments = optimizer_class_and_arguments(spec, context.device)
+        optimizer_class, arguments = base.optimizer_class_and_arguments(spec, context.device)
         arguments |= {"parameters_as_bucket_view": self.options["parameters_as_bucket_view"]}
         return make(list(self.module.parameters()), optimizer_class, process_group=context.group, **arguments)
 
 
 def make_oss_optimizer(module: nn.Module, spec: RunSpec, context: RankContext, **options: Any) -> Any:
     """Create fairscale's sharded optimizer (OSS) over the parameters of ``module``."""
-    optimizer_class, arguments = optimizer_class_and_arguments(spec, context.device)
-    return import_fairscale("optim.oss").OSS(
+    optimizer_class, arguments = base.optimizer_class_and_arguments(spec, context.device)
+    return base.import_fairscale("optim.oss").OSS(
         list(module.parameters()), optim=optimizer_class, group=context.group, **arguments, **options
     )
 
@@ -120,7 +113,7 @@ class FairscaleOssStrategy(DdpStrategy):
         return make_oss_optimizer(self.module, spec, context, broadcast_fp16=self.options["broadcast_fp16"])
 
 
-class FairscaleSddpStrategy(WrapperStrategy):
+class FairscaleSddpStrategy(base.WrapperStrategy):
     """Each rank owns a part of the optimizer state; each gradient is reduced to the rank that owns its parameter.
 
     With buckets, gradients are permanent views of them: an optimizer that sets ``grad`` to ``None`` (torch's default
@@ -130,10 +123,9 @@ class FairscaleSddpStrategy(WrapperStrategy):
     optimizer: Any
 
     def wrap(self, module: nn.Module, spec: RunSpec, context: RankContext) -> Any:
-        refuse_fp16(spec)
         self._oss = make_oss_optimizer(module, spec, context)
         buffer_bytes = self.options["reduce_buffer_mb"] * 2**20
-        return import_fairscale("nn.data_parallel").ShardedDataParallel(
+        return base.import_fairscale("nn.data_parallel").ShardedDataParallel(
             module,
             self._oss,
             process_group=context.group,
@@ -200,7 +192,7 @@ def replace_cuda_streams(wrapper: Any) -> None:
     torch.Tensor.record_stream = lambda *_args, **_kwargs: None  # type: ignore[method-assign]
 
 
-class FairscaleFsdpStrategy(WrapperStrategy):
+class FairscaleFsdpStrategy(base.WrapperStrategy):
     """Parameters, gradients and optimizer state are sharded; a block's parameters are whole only while it is used."""
 
     forward_is_collective = True
@@ -209,10 +201,9 @@ class FairscaleFsdpStrategy(WrapperStrategy):
         return module
 
     def wrap(self, module: nn.Module, spec: RunSpec, context: RankContext) -> Any:
-        refuse_fp16(spec)
         # The casts of all blocks together would be a whole model.
         self.arithmetic.keeps_casts = False
-        self._wrapper = import_fairscale("nn.data_parallel").FullyShardedDataParallel
+        self._wrapper = base.import_fairscale("nn.data_parallel").FullyShardedDataParallel
         self._group = context.members()
         arguments: dict[str, Any] = {
             "process_group": self._group,
@@ -224,13 +215,11 @@ class FairscaleFsdpStrategy(WrapperStrategy):
         }
         if context.device.type == "cpu":
             if self.options["bucket_cap_mb"]:
-                raise unsupported(
-                    "fairscale's buckets are filled through a CUDA-only collective; this run's device is cpu",
-                    "set options.bucket_cap_mb = 0",
-                )
+                message = "fairscale's buckets are filled through a CUDA-only collective; this run's device is cpu"
+                raise unsupported(message, "set options.bucket_cap_mb = 0")
             replace_cuda_streams(self._wrapper)
         assert isinstance(module, nn.Sequential)
-        untied = {id(block) for block in untied_blocks(module)}
+        untied = {id(block) for block in base.untied_blocks(module)}
         for name, block in list(module.named_children()):
             # One after the other: the device holds the shards and one whole block.
             block.to(context.device)
@@ -243,7 +232,7 @@ class FairscaleFsdpStrategy(WrapperStrategy):
         return self.module
 
     def make_optimizer(self, spec: RunSpec, context: RankContext) -> torch.optim.Optimizer:
-        return make_optimizer(spec, self.runner)
+        return base.make_optimizer(spec, self.runner)
 
     def gradients(self) -> dict[str, Tensor]:
         gradients: dict[str, Tensor] = {}

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import unsupported
 from hpcbench.worker.distributed.process_groups import RankContext
-from hpcbench.worker.strategies.base import DataParallelStrategy, make_optimizer, refuse_fp16, untied_blocks
+from hpcbench.worker.strategies.base import DataParallelStrategy, make_optimizer, untied_blocks
 
 
 class FsdpStrategy(DataParallelStrategy):
@@ -34,7 +34,6 @@ class FsdpStrategy(DataParallelStrategy):
         return module
 
     def wrap(self, module: nn.Module, spec: RunSpec, context: RankContext) -> nn.Module:
-        refuse_fp16(spec)
         # The casts of all blocks together would be a whole model.
         self.arithmetic.keeps_casts = False
         self.loss_factor = float(spec.dp_degree)
@@ -71,15 +70,14 @@ class FsdpStrategy(DataParallelStrategy):
             self.runner.set_requires_gradient_sync(True)
 
     def weights(self) -> dict[str, Tensor]:
-        whole = {name: full_tensor(tensor) for name, tensor in self.module.state_dict().items()}
+        whole = super().weights()
         if self.spec.precision == "bf16_params":
             # As the forward pass uses them.
             whole |= {name: whole[name].bfloat16() for name, _ in self.module.named_parameters(remove_duplicate=False)}
         return whole
 
-    def gradients(self) -> dict[str, Tensor]:
-        named = self.module.named_parameters()
-        return {name: full_tensor(parameter.grad) for name, parameter in named if parameter.grad is not None}
+    def whole_tensor(self, name: str, tensor: Tensor) -> Tensor:
+        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def refuse_batch_norm(module: nn.Module) -> None:
@@ -105,9 +103,3 @@ def make_shard_mesh(context: RankContext, shard_degree: int) -> DeviceMesh:
         return DeviceMesh.from_group(group, context.device.type)
     ranks = torch.tensor(dist.get_process_group_ranks(group)).view(-1, shard_degree)
     return DeviceMesh(context.device.type, ranks, mesh_dim_names=("replicate", "shard"))
-
-
-def full_tensor(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` without shards. Collective if it is sharded."""
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach()

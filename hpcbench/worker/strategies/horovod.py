@@ -178,10 +178,8 @@ def _ipv4_interface() -> tuple[str | None, str]:
         name, addresses = interface or "", [address]
     usable = [address for address in addresses if ipaddress.ip_address(address.partition("%")[0]).version == 4]
     if not usable:
-        raise unsupported(
-            f"Horovod's ranks meet over IPv4, and {name or socket.gethostname()} has only {', '.join(addresses)}",
-            "set `interface` in the cluster's profile to one with an IPv4 address",
-        )
+        message = f"Horovod's ranks meet over IPv4, and {name or socket.gethostname()} has only {', '.join(addresses)}"
+        raise unsupported(message, "set `interface` in the cluster's profile to one with an IPv4 address")
     return name or None, usable[0]
 
 
@@ -226,10 +224,8 @@ class HorovodStrategy(DataParallelStrategy):
         self._hvd = load_horovod()
         for name, (variable, _) in _OPTION_VARIABLES.items():
             if variable in spec.env:
-                raise WorkerError(
-                    f"the run's env sets {variable}, which options.{name} ({options[name]}) decides",
-                    hint=f"sweep options.{name} instead",
-                )
+                message = f"the run's env sets {variable}, which options.{name} ({options[name]}) decides"
+                raise WorkerError(message, hint=f"sweep options.{name} instead")
         _refuse_unsupported(spec, options, self._hvd)
         start_horovod(self._hvd, context, options["controller"], horovod_variables(options))
         super().setup(model, spec, context)
@@ -249,10 +245,8 @@ class HorovodStrategy(DataParallelStrategy):
     def wrap(self, module: nn.Module, spec: RunSpec, context: RankContext) -> nn.Module:
         strided = [name for name, parameter in module.named_parameters() if not parameter.is_contiguous()]
         if strided:
-            raise unsupported(
-                f"Horovod reduces contiguous tensors only, and {strided[0]} is stored otherwise",
-                "set channels_last = false",
-            )
+            message = f"Horovod reduces contiguous tensors only, and {strided[0]} is stored otherwise"
+            raise unsupported(message, "set channels_last = false")
         return module
 
     def step(self, feed: DataFeed, step: int) -> Tensor:

@@ -114,14 +114,7 @@ class ModelParallelStrategy(DataParallelStrategy):
         loss = super()._take_loss()
         return loss if self.group.place == 0 else torch.zeros_like(loss)
 
-    def weights(self) -> dict[str, Tensor]:
-        return {name: self._gather(name, tensor) for name, tensor in self.module.state_dict().items()}
-
-    def gradients(self) -> dict[str, Tensor]:
-        named = self.module.named_parameters()
-        return {name: self._gather(name, parameter.grad) for name, parameter in named if parameter.grad is not None}
-
-    def _gather(self, name: str, tensor: Tensor) -> Tensor:
+    def whole_tensor(self, name: str, tensor: Tensor) -> Tensor:
         # Shards lie along tp, also those of a pipeline's stages.
         owner, _, tensor_name = name.rpartition(".")
         shards: dict[str, TensorSharding] = vars(self.module.get_submodule(owner)).get("shards", {})

@@ -17,14 +17,9 @@ from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.distributed.world import any_rank
 from hpcbench.worker.measure.host import peak_resident_bytes, throttled_s
+from hpcbench.worker.microbench import kernel_probes
 from hpcbench.worker.microbench.block_probes import measure_blocks
 from hpcbench.worker.microbench.collective_probes import measure_collectives, measure_messages
-from hpcbench.worker.microbench.kernel_probes import (
-    CHANNELS,
-    LAYER_SPLITS,
-    measure_kernels,
-    measure_optimizer_updates,
-)
 from hpcbench.worker.microbench.plain_loops import measure_loops
 from hpcbench.worker.strategies.base import DataParallelStrategy
 
@@ -44,11 +39,6 @@ def largest_message_bytes(spec: RunSpec, device_memory_bytes: int | None) -> int
     if device_memory_bytes is None or "largest_mb" in spec.options:
         return int(float(options_with_defaults(spec)["largest_mb"]) * MIB)
     return min(_LARGEST_CUDA_MESSAGE_BYTES, device_memory_bytes // (4 * spec.ranks))
-
-
-def cuda_memory_bytes(device: torch.device) -> int | None:
-    """Return the memory of a cuda device; ``None`` for others."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 class _IndependentReplicasStrategy(DataParallelStrategy):
@@ -72,8 +62,8 @@ class ProbeLayersStrategy(_IndependentReplicasStrategy):
     def measure(self, feed: DataFeed, check: Callable[[], None]) -> ProbeResults:
         shares = _numbers_of_parts(self.options["shares"])
         batch = feed.batch(0, self.replica)
-        kernels = measure_kernels(self, batch, shares, float(self.options["budget_s"]), check)
-        updates = measure_optimizer_updates(self.spec, self.module)
+        kernels = kernel_probes.measure_kernels(self, batch, shares, float(self.options["budget_s"]), check)
+        updates = kernel_probes.measure_optimizer_updates(self.spec, self.module)
         return ProbeResults(base_memory_bytes=self.base_memory_bytes, kernels=kernels, updates=updates)
 
 
@@ -95,12 +85,12 @@ class ProbeBlocksStrategy(_IndependentReplicasStrategy):
         kernels = []
         if parts:
             # Where a layer has no weights, fewer samples are as fewer channels.
-            splits = ("samples", *LAYER_SPLITS, CHANNELS)
-            kernels = measure_kernels(self, batch, parts, budget_s, check, splits=splits, agree=agree)
+            splits = ("samples", *kernel_probes.LAYER_SPLITS, kernel_probes.CHANNELS)
+            kernels = kernel_probes.measure_kernels(self, batch, parts, budget_s, check, splits=splits, agree=agree)
         return ProbeResults(
             base_memory_bytes=self.base_memory_bytes,
             kernels=kernels,
-            updates=measure_optimizer_updates(self.spec, self.module),
+            updates=kernel_probes.measure_optimizer_updates(self.spec, self.module),
             blocks=found.blocks,
             pass_s=found.pass_s,
             throttled_s=held_s or None,
@@ -120,7 +110,9 @@ class ProbeCollectivesStrategy(_IndependentReplicasStrategy):
     """Ranks that train side by side without communication; then collectives, contention and overlap are timed."""
 
     def measure(self, feed: DataFeed, check: Callable[[], None]) -> ProbeResults:
-        largest_bytes = largest_message_bytes(self.spec, cuda_memory_bytes(self.context.device))
+        device = self.context.device
+        memory_bytes = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+        largest_bytes = largest_message_bytes(self.spec, memory_bytes)
         collectives, overlaps = measure_collectives(
             self.spec, self.context, largest_bytes, float(self.options["budget_s"]), check
         )

@@ -21,21 +21,7 @@ from hpcbench.worker.distributed.process_groups import RankGroup, make_group
 from hpcbench.worker.model_execution import summed_loss
 from hpcbench.worker.models.decoder import Embedding, TokenHead
 from hpcbench.worker.models.transformer import TransformerBlock
-from hpcbench.worker.strategies.model_parallel import (
-    ModelParallelStrategy,
-    gather_shards,
-    group_reducers,
-    own_shard,
-    sharding_along,
-)
-from hpcbench.worker.strategies.tensor_layers import (
-    ColumnLinear,
-    RankLocalDropout,
-    TensorParallelComm,
-    mark_partial_gradients,
-    partial_gradient_ids,
-    split_transformer_blocks,
-)
+from hpcbench.worker.strategies import model_parallel, tensor_layers
 
 
 def _local_words(words: Tensor, own_words: range) -> tuple[Tensor, Tensor]:
@@ -51,8 +37,8 @@ class WordEmbeddingShard(nn.Embedding):
     def __init__(self, embedding: nn.Embedding, ranges: list[range], rank: int) -> None:
         self.own_words = ranges[rank]
         super().__init__(len(self.own_words), embedding.embedding_dim, device="meta")
-        self.shards = {"weight": sharding_along(0, ranges)}
-        self.weight = own_shard(embedding.weight, self.shards["weight"], rank)
+        self.shards = {"weight": model_parallel.sharding_along(0, ranges)}
+        self.weight = model_parallel.own_shard(embedding.weight, self.shards["weight"], rank)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name for it
         """[n, tokens] -> [n, tokens, width], to be summed over the ranks."""
@@ -63,7 +49,7 @@ class WordEmbeddingShard(nn.Embedding):
 class VocabularyParallelEmbedding(Embedding):
     """An embedding split by words: [n, tokens] -> [n, tokens or own tokens, width]."""
 
-    def __init__(self, embedding: Embedding, comm: TensorParallelComm) -> None:
+    def __init__(self, embedding: Embedding, comm: tensor_layers.TensorParallelComm) -> None:
         nn.Module.__init__(self)
         self.comm = comm
         ranges = even_ranges(embedding.tokens.num_embeddings, comm.group.size)
@@ -72,8 +58,8 @@ class VocabularyParallelEmbedding(Embedding):
         self.dropout = embedding.dropout
         if comm.by_tokens:
             if self.positions is not None:
-                mark_partial_gradients(self.positions, "weight")
-            self.dropout = RankLocalDropout(embedding.dropout, comm.group.place)
+                tensor_layers.mark_partial_gradients(self.positions, "weight")
+            self.dropout = tensor_layers.RankLocalDropout(embedding.dropout, comm.group.place)
 
     def forward(self, x: Tensor) -> Tensor:
         """One collective after the words."""
@@ -91,21 +77,23 @@ class VocabularyParallelHead(TokenHead):
     In eval mode it returns the scores of all words.
     """
 
-    def __init__(self, head: TokenHead, comm: TensorParallelComm) -> None:
+    def __init__(self, head: TokenHead, comm: tensor_layers.TensorParallelComm) -> None:
         nn.Module.__init__(self)
         self.comm = comm
         self.ranges = even_ranges(head.output.out_features, comm.group.size)
         self.norm = head.norm
-        self.output = ColumnLinear(head.output, self.ranges, comm.group.place)
+        self.output = tensor_layers.ColumnLinear(head.output, self.ranges, comm.group.place)
         if comm.by_tokens:
-            mark_partial_gradients(self.norm, "weight", "bias")
+            tensor_layers.mark_partial_gradients(self.norm, "weight", "bias")
 
     def forward(self, x: Tensor) -> Tensor:
         """One collective before the output layer."""
         scores: Tensor = self.output(self.comm.enter(self.norm(x)))
         if self.training:
             return scores
-        return gather_shards(scores, sharding_along(scores.dim() - 1, self.ranges), self.comm.group)
+        return model_parallel.gather_shards(
+            scores, model_parallel.sharding_along(scores.dim() - 1, self.ranges), self.comm.group
+        )
 
 
 def vocabulary_parallel_losses(outputs: Tensor, targets: Tensor, own_words: range, group: RankGroup) -> Tensor:
@@ -153,7 +141,7 @@ class _VocabularyParallelCrossEntropy(Function):
         return grad_scores, None, None, None
 
 
-class TensorParallelStrategy(ModelParallelStrategy):
+class TensorParallelStrategy(model_parallel.ModelParallelStrategy):
     """The ranks along ``tp`` divide heads, inner features and words among themselves."""
 
     axis = "tp"
@@ -170,11 +158,13 @@ class TensorParallelStrategy(ModelParallelStrategy):
                 f"tp_degree is {spec.tp_degree}",
                 "build it of TransformerBlocks",
             )
-        self.comm = TensorParallelComm(self.group, bool(self.options["sequence_parallel"]) and self.group.size > 1)
+        self.comm = tensor_layers.TensorParallelComm(
+            self.group, bool(self.options["sequence_parallel"]) and self.group.size > 1
+        )
         self.head: VocabularyParallelHead | None = None
         if self.options["vocabulary_parallel"] and self.group.size > 1:
             self._split_vocabulary(model)
-        split_transformer_blocks([model], self.comm, spec)
+        tensor_layers.split_transformer_blocks([model], self.comm, spec)
         if self.comm.by_tokens:
             self._part_and_join(model)
         return model
@@ -186,11 +176,11 @@ class TensorParallelStrategy(ModelParallelStrategy):
 
     def make_reducers(self, module: nn.Module) -> list[GradientReducer]:
         """Partial gradients are reduced among all ranks, all others across replicas."""
-        partial = partial_gradient_ids(module)
+        partial = tensor_layers.partial_gradient_ids(module)
         replicated = [parameter for parameter in module.parameters() if id(parameter) not in partial]
         by_tokens = [parameter for parameter in module.parameters() if id(parameter) in partial]
         all_ranks = make_group(self.mesh, self.context, "dp", "tp")
-        return group_reducers((replicated, self.groups["dp"]), (by_tokens, all_ranks))
+        return model_parallel.group_reducers((replicated, self.groups["dp"]), (by_tokens, all_ranks))
 
     def _split_vocabulary(self, model: nn.Sequential) -> None:
         """Split an embedding and the head at the model's end; a weight that they share stays shared."""

@@ -228,10 +228,8 @@ def split_transformer_blocks(
         heads = block.attention.key.out_features // block.attention.head_width
         if heads < comm.group.size:
             kind = "heads" if block.attention.kv_heads is None else "key-value heads"
-            raise unsupported(
-                f"a transformer block of {spec.model} has {heads} {kind}, tp_degree is {spec.tp_degree}",
-                f"set tp_degree to at most {heads}",
-            )
+            message = f"a transformer block of {spec.model} has {heads} {kind}, tp_degree is {spec.tp_degree}"
+            raise unsupported(message, f"set tp_degree to at most {heads}")
         block.attention = TensorParallelAttention(block.attention, comm)
         block.mlp = TensorParallelMlp(block.mlp, comm)
         if comm.by_tokens:

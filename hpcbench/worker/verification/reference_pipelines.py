@@ -6,6 +6,7 @@ delayed gradients.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -38,10 +39,10 @@ def train_pipeline_reference(
     """
     if spec.options.get("stage_replicas"):
         assert isinstance(model, nn.Sequential), "a pipeline of no sequence"
-        first = _FirstReplicaStatistics(model, spec)
+        begin_step = _keep_first_replica_statistics(model, spec)
 
         def after_step() -> None:
-            first.begin()
+            begin_step()
             tick()
 
         return train_reference(model, spec, feed, steps, after_step)
@@ -60,31 +61,31 @@ def train_pipeline_reference(
     return train_reference(model, spec, feed, steps, after_replica)
 
 
-class _FirstReplicaStatistics:
-    """Only every ``n``-th micro-batch of a stage with ``n`` replicas moves running statistics: the first replica's."""
+def _keep_first_replica_statistics(model: nn.Sequential, spec: RunSpec) -> Callable[[], None]:
+    """Let only every ``n``-th micro-batch of a stage with ``n`` replicas move running statistics: the first replica's.
 
-    def __init__(self, model: nn.Sequential, spec: RunSpec) -> None:
-        layout = pipeline_layout(spec)
-        self._seen: dict[nn.Module, int] = {}
-        self._kept: list[Tensor] = []
-        for stage, held in enumerate(assign_blocks(model, spec, options_with_defaults(spec), layout)):
-            for block in list(model)[held.start : held.stop]:
-                block.register_forward_pre_hook(self._before)
-                block.register_forward_hook(partial(self._after, layout.stage_sizes[stage]))
-        self.begin()
+    Returns the function to call before each further step.
+    """
+    layout = pipeline_layout(spec)
+    forwards: Counter[nn.Module] = Counter()
+    saved: dict[nn.Module, list[Tensor]] = {}
 
-    def begin(self) -> None:
-        """Start a step."""
-        self._seen.clear()
+    def before(block: nn.Module, _inputs: Any) -> None:
+        saved[block] = [buffer.clone() for buffer in block.buffers()]
 
-    def _before(self, block: nn.Module, _inputs: Any) -> None:
-        self._kept = [one.clone() for one in block.buffers()]
+    def after(replicas: int, block: nn.Module, _inputs: Any, _output: Any) -> None:
+        if forwards[block] % replicas:
+            for buffer, value in zip(block.buffers(), saved[block], strict=True):
+                buffer.data.copy_(value)
+        forwards[block] += 1
 
-    def _after(self, width: int, block: nn.Module, _inputs: Any, _output: Any) -> None:
-        seen = self._seen[block] = self._seen.get(block, -1) + 1
-        if seen % width:
-            for buffer, kept in zip(block.buffers(), self._kept, strict=True):
-                buffer.data.copy_(kept)
+    for replicas, held in zip(
+        layout.stage_sizes, assign_blocks(model, spec, options_with_defaults(spec), layout), strict=True
+    ):
+        for block in list(model)[held.start : held.stop]:
+            block.register_forward_pre_hook(before)
+            block.register_forward_hook(partial(after, replicas))
+    return forwards.clear
 
 
 class _WholeBatchStatistics:
@@ -92,7 +93,7 @@ class _WholeBatchStatistics:
 
     def __init__(self, norms: list[_BatchNorm]) -> None:
         self._inputs: dict[_BatchNorm, list[Tensor]] = {norm: [] for norm in norms}
-        self._before = {norm: _copy_running_statistics(norm) for norm in norms}
+        self._before = {norm: [tensor.clone() for tensor in _running_statistics(norm)] for norm in norms}
         for norm in norms:
             norm.register_forward_pre_hook(self._record)
 
@@ -110,15 +111,11 @@ class _WholeBatchStatistics:
                     # By the layer's own rule, once over the whole batch; the output is not used.
                     norm.forward(torch.cat(inputs))
             inputs.clear()
-            self._before[norm] = _copy_running_statistics(norm)
+            self._before[norm] = [tensor.clone() for tensor in _running_statistics(norm)]
 
 
 def _running_statistics(norm: _BatchNorm) -> list[Tensor]:
     return [one for one in (norm.running_mean, norm.running_var, norm.num_batches_tracked) if one is not None]
-
-
-def _copy_running_statistics(norm: _BatchNorm) -> list[Tensor]:
-    return [one.clone() for one in _running_statistics(norm)]
 
 
 def train_pipedream_reference(

@@ -108,22 +108,16 @@ class _Reordered(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             if "input" in more or "weight" in more:
                 return func(*args, **more)
-            if func is F.linear:
-                return self.linear(*args, **more)
-            if func in (torch.conv2d, torch.conv3d) and args[0].dim() == args[1].dim():
-                return self.convolution(func, *args, **more)
+            if func is F.linear or (func in (torch.conv2d, torch.conv3d) and args[0].dim() == args[1].dim()):
+                return self.product(func, *args, **more)
             if func is F.batch_norm:
                 return self.batch_norm(*args, **more)
             return func(*args, **more)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``x`` [samples, ..., inputs]."""
-        return F.linear(x, weight, bias)
-
-    def convolution(
+    def product(
         self, func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, *more: Any, **named: Any
     ) -> Tensor:
-        """``x`` [samples, channels, *extents]."""
+        """Compute ``func``, a linear layer of ``x`` [samples, ..., inputs] or a convolution."""
         return func(x, weight, bias, *more, **named)  # type: ignore[no-any-return]
 
     def batch_norm(self, x: Tensor, *more: Any, **named: Any) -> Tensor:
@@ -134,10 +128,7 @@ class _Reordered(TorchFunctionMode):
 class SamplesBackwards(_Reordered):
     """Sums over samples begin with the last one."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x.flip(0), weight, bias).flip(0)
-
-    def convolution(
+    def product(
         self, func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, *more: Any, **named: Any
     ) -> Tensor:
         return func(x.flip(0), weight, bias, *more, **named).flip(0)  # type: ignore[no-any-return]
@@ -150,10 +141,7 @@ class SamplesBackwards(_Reordered):
 class SamplesInHalves(_Reordered):
     """The gradient of a weight is the sum of those of two halves of the samples."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return torch.cat([F.linear(part, weight, bias) for part in x.tensor_split(2)])
-
-    def convolution(
+    def product(
         self, func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, *more: Any, **named: Any
     ) -> Tensor:
         return torch.cat([func(part, weight, bias, *more, **named) for part in x.tensor_split(2) if len(part)])
@@ -165,15 +153,14 @@ class PositionsInHalves(_Reordered):
     With one sample, sums over positions are the longest, and no order of the samples changes them.
     """
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if x.dim() < 3:
-            return F.linear(x, weight, bias)
-        return torch.cat([F.linear(part, weight, bias) for part in x.tensor_split(2, 1)], 1)
-
-    def convolution(
+    def product(
         self, func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
         dilation: Any = 1, groups: int = 1,
     ) -> Tensor:  # fmt: skip
+        if func is F.linear and x.dim() > 2:
+            return torch.cat([F.linear(part, weight, bias) for part in x.tensor_split(2, 1)], 1)
+        if func is F.linear:
+            return F.linear(x, weight, bias)
         if isinstance(padding, str):
             return func(x, weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
         dims = x.dim() - 2
@@ -200,16 +187,13 @@ def _per_dim(value: Any, dims: int) -> tuple[int, ...]:
 class InputsInHalves(_Reordered):
     """An output is the sum of what two halves of the inputs give, of BatchNorm's statistics those of the samples."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        first, second = zip(x.tensor_split(2, -1), weight.tensor_split(2, -1), strict=True)
-        return F.linear(*first, bias) + F.linear(*second)
-
-    def convolution(
+    def product(
         self, func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, *more: Any, **named: Any
     ) -> Tensor:
-        if weight.shape[1] == 1 or weight.shape[1] != x.shape[1]:
+        dim = -1 if func is F.linear else 1
+        if func is not F.linear and (weight.shape[1] == 1 or weight.shape[1] != x.shape[1]):
             return func(x, weight, bias, *more, **named)  # type: ignore[no-any-return]
-        first, second = zip(x.tensor_split(2, 1), weight.tensor_split(2, 1), strict=True)
+        first, second = zip(x.tensor_split(2, dim), weight.tensor_split(2, 1), strict=True)
         return func(*first, bias, *more, **named) + func(*second, None, *more, **named)  # type: ignore[no-any-return]
 
 

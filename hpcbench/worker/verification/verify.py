@@ -44,15 +44,7 @@ from hpcbench.worker.verification.reference import (
     train_reference,
     verification_checks,
 )
-from hpcbench.worker.verification.rounding import (
-    AS_IT_IS,
-    FACTOR,
-    ORDERS,
-    UNIT,
-    bounds,
-    distances,
-    result_tolerances,
-)
+from hpcbench.worker.verification.rounding import AS_IT_IS, FACTOR, ORDERS, UNIT, bounds, distances, result_tolerances
 
 _PROGRESS_KEY = "verify/progress"
 _DONE_KEY = "verify/done/{}"
@@ -99,7 +91,9 @@ def verify_run(
                     channel.publish(_DONE_KEY.format(attempt), _AGAIN if again else "done")
             else:
                 assert channel is not None, "a second rank without a channel"
-                again = _wait_for_rank_0(channel, _DONE_KEY.format(attempt), wait_s, stop)
+                done_key, awaited = _DONE_KEY.format(attempt), "rank 0 to train the reference of verify"
+                channel.wait_while_progressing(_PROGRESS_KEY, done_key, wait_s, stop.raise_if_stopped, awaited)
+                again = channel.store.get(done_key).decode() == _AGAIN
             if not again:
                 break
         return comparer.result() if context.rank == 0 else None
@@ -111,14 +105,6 @@ def verify_run(
             raise
         hint = "the reference is the whole model in fp64 on one device: verify with a smaller batch_size or input_size"
         raise WorkerError(f"the run was measured, but verifying it needs more memory: {error}", hint=hint) from error
-
-
-def _wait_for_rank_0(channel: ControlChannel, done_key: str, wait_s: float, stop: StopController) -> bool:
-    """Whether another attempt follows."""
-    channel.wait_while_progressing(
-        _PROGRESS_KEY, done_key, wait_s, stop.raise_if_stopped, "rank 0 to train the reference of verify"
-    )
-    return channel.store.get(done_key).decode() == _AGAIN
 
 
 def train_strategy(

@@ -279,16 +279,12 @@ def _check_splittable(
             problems.append(f"{call.name} is called with different channels")
     if problems:
         other_form = "" if scheme.form == "gathered" or trace.refused else 'try options.form = "gathered", or '
-        raise unsupported(
-            f"{scheme.strategy} in its {scheme.form} form cannot split this model: {'; '.join(problems[:3])}",
-            f"{other_form}use ddp or fsdp",
-        )
+        message = f"{scheme.strategy} in its {scheme.form} form cannot split this model: {'; '.join(problems[:3])}"
+        raise unsupported(message, f"{other_form}use ddp or fsdp")
     if not fits_degree(list(layers.values()), scheme, degree):
         largest = largest_channel_degree(list(layers.values()), scheme, degree)
-        raise unsupported(
-            f"{scheme.strategy} over {degree} ranks: a layer has fewer channels than that",
-            f"the largest tp_degree that works is {largest}",
-        )
+        message = f"{scheme.strategy} over {degree} ranks: a layer has fewer channels than that"
+        raise unsupported(message, f"the largest tp_degree that works is {largest}")
 
 
 class FilterStrategy(ModelParallelStrategy):

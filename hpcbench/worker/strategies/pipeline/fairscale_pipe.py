@@ -38,21 +38,16 @@ class PipeModule(nn.Module):
         return output
 
 
-class _SingleStatisticsUpdate:
-    """Keeps the running statistics of ``partition`` unchanged when a backward pass recomputes it."""
+def _count_statistics_once(partition: nn.Module) -> None:
+    """Keep the running statistics of ``partition`` unchanged when a backward pass recomputes it."""
+    checkpoint, stack = import_fairscale("nn.pipe.checkpoint"), ExitStack()
 
-    def __init__(self, partition: nn.Module) -> None:
-        self._checkpoint = import_fairscale("nn.pipe.checkpoint")
-        self._stack = ExitStack()
-        partition.register_forward_pre_hook(self._before)
-        partition.register_forward_hook(self._after)
+    def before(_partition: nn.Module, _inputs: Any) -> None:
+        if checkpoint.is_recomputing():
+            stack.enter_context(frozen_running_statistics(partition))
 
-    def _before(self, partition: nn.Module, _inputs: Any) -> None:
-        if self._checkpoint.is_recomputing():
-            self._stack.enter_context(frozen_running_statistics(partition))
-
-    def _after(self, _partition: nn.Module, _inputs: Any, _output: Any) -> None:
-        self._stack.close()
+    partition.register_forward_pre_hook(before)
+    partition.register_forward_hook(lambda *_: stack.close())
 
 
 class FairscalePipeStrategy(DataParallelStrategy):
@@ -71,7 +66,7 @@ class FairscalePipeStrategy(DataParallelStrategy):
             checkpoint=self.options["recompute"],
         )
         for partition in pipe.partitions:
-            _SingleStatisticsUpdate(partition)
+            _count_statistics_once(partition)
         self.module = PipeModule(pipe)
         return self.module
 
@@ -101,8 +96,6 @@ def _stage_devices(count: int, device: torch.device) -> list[torch.device]:
         return [device] * count
     available = torch.cuda.device_count()
     if available < count:
-        raise unsupported(
-            f"fairscale_pipe with pp_degree {count} needs as many GPUs in one process, and sees {available}",
-            "the profile must give a task all of its devices_per_task",
-        )
+        message = f"fairscale_pipe with pp_degree {count} needs as many GPUs in one process, and sees {available}"
+        raise unsupported(message, "the profile must give a task all of its devices_per_task")
     return [torch.device("cuda", number) for number in range(count)]

@@ -104,17 +104,20 @@ class MessageTransport(ABC):
         self._sent: list[tuple[dist.Work, Sequence[Tensor]]] = []
         self._shapes: MessageShapes = lambda _: ()
 
-    @abstractmethod
     def order(
         self, ranks: Sequence[Sequence[Action]], layout: PipelineLayout, rank: int
     ) -> Sequence[Action | Exchange]:
         """Return the actions of ``rank`` in a step, with the exchanges that the runtime has to start between them.
+
+        By default there are none: no transfer has a fixed place.
 
         Args:
             ranks: The actions of every rank of the pipeline.
             layout: The pipeline's stages and chunks.
             rank: This rank of the pipeline.
         """
+        del layout
+        return ranks[rank]
 
     @abstractmethod
     def post_receives(self, messages: Iterable[PipelineMessage], shapes: MessageShapes) -> None:
@@ -124,9 +127,9 @@ class MessageTransport(ABC):
     def send(self, message: PipelineMessage, tensors: Sequence[Tensor]) -> None:
         """Send ``tensors``, which must not change any more, without waiting."""
 
-    @abstractmethod
     def exchange(self, exchange: Exchange) -> None:
         """Start the transfers of an exchange in ``order``."""
+        raise AssertionError(f"{exchange}: no transfer has a fixed place")
 
     def receive(self, message: PipelineMessage) -> tuple[Tensor, ...]:
         """Return the tensors of ``message`` when they have arrived.
@@ -189,13 +192,6 @@ class P2PTransport(MessageTransport):
         self._awaited: dict[tuple[int, bool], deque[PipelineMessage]] = {}
         """Messages whose receives are not posted, by link (sender and direction), in the sender's order."""
 
-    def order(
-        self, ranks: Sequence[Sequence[Action]], layout: PipelineLayout, rank: int
-    ) -> Sequence[Action | Exchange]:
-        """Return the actions alone: no transfer has a fixed place."""
-        del layout
-        return ranks[rank]
-
     def post_receives(self, messages: Iterable[PipelineMessage], shapes: MessageShapes) -> None:
         """Announce the messages of a step, each sender's in its order, and post the first receives of every link."""
         assert not any([self._posted, *self._awaited.values()]), "messages that were not received"
@@ -212,9 +208,6 @@ class P2PTransport(MessageTransport):
             work = dist.isend(flat, group=group.members(), group_dst=message.target, tag=self._tag(message))
             assert work is not None, "a send of a rank outside its group"
             self._sent.append((work, [flat]))
-
-    def exchange(self, exchange: Exchange) -> None:
-        raise AssertionError(f"{exchange}: no transfer has a fixed place")
 
     def receive(self, message: PipelineMessage) -> tuple[Tensor, ...]:
         link = self._awaited[message.source, message.is_forward]

@@ -30,19 +30,8 @@ import torch
 from torch import Tensor
 
 from hpcbench.errors import WorkerError
+from hpcbench.parallel.pipeline import schedules
 from hpcbench.parallel.pipeline.exchange_order import Exchange
-from hpcbench.parallel.pipeline.schedules import (
-    BACKWARD,
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    UPDATE,
-    Action,
-    PipelineLayout,
-    PipelineMessage,
-    message_after,
-    received_messages,
-)
 from hpcbench.worker.distributed.gradient_reducer import GradientReducer
 from hpcbench.worker.measure.clocks import PhaseMarker, no_marker
 from hpcbench.worker.model_execution import MixedPrecision, summed_loss
@@ -72,8 +61,8 @@ class PipelineBatch(NamedTuple):
 class ActionHooks:
     """Functions of a strategy that run before and after every action."""
 
-    before: Callable[[Action], None] = lambda _: None
-    after: Callable[[Action], None] = lambda _: None
+    before: Callable[[schedules.Action], None] = lambda _: None
+    after: Callable[[schedules.Action], None] = lambda _: None
 
 
 @dataclass
@@ -86,7 +75,7 @@ class PipelineRuntime:
         >>> loss = runtime.end()
     """
 
-    layout: PipelineLayout
+    layout: schedules.PipelineLayout
     rank: int
     chunks: Mapping[int, ModelChunk]
     """This rank's chunks by number."""
@@ -100,7 +89,7 @@ class PipelineRuntime:
     """The reducer of each chunk's gradients; it sends with the chunk's last backward pass of a step."""
     hooks: ActionHooks = field(default_factory=ActionHooks)
     recorder: ActionRecorder | None = None
-    current: tuple[str, Action | None] = ("before its first action", None)
+    current: tuple[str, schedules.Action | None] = ("before its first action", None)
     """The current activity and action, for ``progress_report``."""
     actions_done: int = 0
     """Actions of all steps so far; on cuda those that were enqueued."""
@@ -108,10 +97,10 @@ class PipelineRuntime:
     def __post_init__(self) -> None:
         self._pending = PendingActions(self.boundaries.device)
         self._is_in_step = False
-        self._local: dict[Action, tuple[Tensor, ...]] = {}
+        self._local: dict[schedules.Action, tuple[Tensor, ...]] = {}
         """Results of this rank for itself, and messages that were received before the step that needs them."""
 
-    def begin(self, ranks: list[list[Action]], batch: PipelineBatch) -> None:
+    def begin(self, ranks: list[list[schedules.Action]], batch: PipelineBatch) -> None:
         """Start a step and post its receives.
 
         Args:
@@ -123,10 +112,12 @@ class PipelineRuntime:
         self._pending.remove_finished()
         self._loss: Tensor | None = None
         self._last_backward = {
-            action.chunk: index for index, action in enumerate(self._actions) if action.kind not in (FORWARD, UPDATE)
+            action.chunk: index
+            for index, action in enumerate(self._actions)
+            if action.kind not in (schedules.FORWARD, schedules.UPDATE)
         }
-        messages = received_messages(ranks, self.layout, self.rank)
-        forwarded = {action.micro_batch for action in self._actions if action.kind == FORWARD}
+        messages = schedules.received_messages(ranks, self.layout, self.rank)
+        forwarded = {action.micro_batch for action in self._actions if action.kind == schedules.FORWARD}
         self._sent_ahead = [
             message for message in messages if message.is_forward and message.action.micro_batch not in forwarded
         ]
@@ -146,11 +137,11 @@ class PipelineRuntime:
                 continue
             index += 1
             self.hooks.before(action)
-            if action.kind == FORWARD:
+            if action.kind == schedules.FORWARD:
                 self._forward(action)
-            elif action.kind in (BACKWARD, BACKWARD_INPUT):
+            elif action.kind in (schedules.BACKWARD, schedules.BACKWARD_INPUT):
                 self._backward(action)
-            elif action.kind == BACKWARD_WEIGHT:
+            elif action.kind == schedules.BACKWARD_WEIGHT:
                 with self._running(action), self.phases("backward"):
                     self.chunks[action.chunk].finish_weights(action.micro_batch)
             self.actions_done += 1
@@ -172,14 +163,14 @@ class PipelineRuntime:
         self._is_in_step = False
         return torch.zeros((), device=self.boundaries.device) if self._loss is None else self._loss
 
-    def _forward(self, action: Action) -> None:
+    def _forward(self, action: schedules.Action) -> None:
         _, chunk, micro_batch = action
         inputs: tuple[Tensor, ...]
         if chunk == 0:
             input_meta, inputs = None, (self._batch.inputs[micro_batch],)
         else:
             input_meta = self.boundaries.outputs_of(chunk - 1, self._batch.sizes[micro_batch])
-            inputs = self._receive_or_local(Action(FORWARD, chunk - 1, micro_batch), action)
+            inputs = self._receive_or_local(schedules.Action(schedules.FORWARD, chunk - 1, micro_batch), action)
         is_last = chunk == self.layout.chunks - 1
 
         def loss(output: Tensor) -> Tensor:
@@ -198,10 +189,10 @@ class PipelineRuntime:
         else:
             self._send_or_keep(action, tuple(tensor.detach() for tensor in outputs))
 
-    def _backward(self, action: Action) -> None:
+    def _backward(self, action: schedules.Action) -> None:
         kind, chunk, micro_batch = action
         is_last = chunk == self.layout.chunks - 1
-        grads = () if is_last else self._receive_or_local(Action(kind, chunk + 1, micro_batch), action)
+        grads = () if is_last else self._receive_or_local(schedules.Action(kind, chunk + 1, micro_batch), action)
 
         def run(outputs: tuple[Tensor, ...]) -> None:
             if is_last:
@@ -216,36 +207,38 @@ class PipelineRuntime:
         if chunk > 0:
             self._send_or_keep(action, input_grads)
 
-    def _running(self, action: Action) -> AbstractContextManager[None]:
+    def _running(self, action: schedules.Action) -> AbstractContextManager[None]:
         self.current = ("at", action)
         return _NOT_RECORDED if self.recorder is None else self.recorder.of(action)
 
-    def _send_or_keep(self, action: Action, tensors: tuple[Tensor, ...]) -> None:
+    def _send_or_keep(self, action: schedules.Action, tensors: tuple[Tensor, ...]) -> None:
         """Send the result of ``action`` to the rank that needs it, or keep it if that is this rank."""
-        message = message_after(action, self.layout)
+        message = schedules.message_after(action, self.layout)
         if message is None:
             self._local[action] = tensors
         else:
             self.transport.send(message, tensors)
 
-    def _receive_or_local(self, source: Action, action: Action) -> tuple[Tensor, ...]:
+    def _receive_or_local(self, source: schedules.Action, action: schedules.Action) -> tuple[Tensor, ...]:
         """Return the result of ``source``, which ``action`` needs."""
         if source in self._local:
             return self._local.pop(source)
-        message = message_after(source, self.layout)
+        message = schedules.message_after(source, self.layout)
         assert message is not None, f"{source} comes after {action}"
         self.current = ("waiting for what it needs before", action)
         return self._receive(message)
 
-    def _receive(self, message: PipelineMessage) -> tuple[Tensor, ...]:
+    def _receive(self, message: schedules.PipelineMessage) -> tuple[Tensor, ...]:
         try:
             return self.transport.receive(message)
         except RuntimeError as error:
             raise self._wait_error(f"the result of {message.action} from rank {message.source}", error) from error
 
-    def _message_shapes(self, message: PipelineMessage) -> Sequence[TensorMeta]:
+    def _message_shapes(self, message: schedules.PipelineMessage) -> Sequence[TensorMeta]:
         kind, chunk, micro_batch = message.action
-        outputs = self.boundaries.outputs_of(chunk if kind == FORWARD else chunk - 1, self._batch.sizes[micro_batch])
+        outputs = self.boundaries.outputs_of(
+            chunk if kind == schedules.FORWARD else chunk - 1, self._batch.sizes[micro_batch]
+        )
         if message.is_forward:
             return outputs.shapes
         return [outputs.shapes[index] for index in outputs.differentiable]

@@ -22,31 +22,10 @@ from hpcbench.worker.distributed.gradient_reducer import GradientReducer
 from hpcbench.worker.distributed.process_groups import RankContext, make_group, make_group_of_ranks
 from hpcbench.worker.strategies.base import make_optimizer
 from hpcbench.worker.strategies.model_parallel import ModelParallelStrategy, group_reducers
-from hpcbench.worker.strategies.pipeline.action_timeline import (
-    WATCHDOG_TIMEOUT_FRACTION,
-    ActionRecorder,
-    watch_progress,
-)
+from hpcbench.worker.strategies.pipeline import action_timeline, p2p, stage_module
 from hpcbench.worker.strategies.pipeline.chunk import ActivationMetaCache, ModelChunk
-from hpcbench.worker.strategies.pipeline.p2p import (
-    P2PTransport,
-    PairedTransport,
-    make_p2p_groups,
-    open_links,
-    warm_up_links,
-)
 from hpcbench.worker.strategies.pipeline.pipeline_runtime import PipelineBatch, PipelineRuntime
 from hpcbench.worker.strategies.pipeline.stage_assignment import assign_blocks, measure_blocks, predict_step
-from hpcbench.worker.strategies.pipeline.stage_module import (
-    DeferredBatchNorm,
-    StageModule,
-    TiedParameter,
-    chunks_of_tensors,
-    gather_on_first_rank,
-    slice_chunks,
-    sum_tied_gradients,
-    tied_parameters,
-)
 from hpcbench.worker.strategies.pipeline.warm_up import open_communicators, run_chunks_once
 from hpcbench.worker.strategies.tensor_layers import TensorParallelComm, split_transformer_blocks
 
@@ -57,7 +36,7 @@ class PipelineStrategy(ModelParallelStrategy):
     """Any of the synchronous schedules: one update per step, after the backward passes of all micro-batches."""
 
     axis = "pp"
-    module: StageModule
+    module: stage_module.StageModule
     pairs_messages: bool | None = None
     """Whether messages are exchanged in pairs at fixed places between the actions (``PairedTransport``) or receives
     are posted ahead (``P2PTransport``). ``None``: in pairs on cuda."""
@@ -79,30 +58,30 @@ class PipelineStrategy(ModelParallelStrategy):
             wait_s=context.wait_s,
             reducers=self._reducer_of,
         )
-        self._statistics: DeferredBatchNorm | None = None
+        self._statistics: stage_module.DeferredBatchNorm | None = None
         if self.options.get("batch_norm") == "deferred":
-            self._statistics = DeferredBatchNorm(self.module)
+            self._statistics = stage_module.DeferredBatchNorm(self.module)
             self.runtime.hooks.before = self._statistics.before
 
-    def _make_p2p_transport(self) -> P2PTransport:
+    def _make_p2p_transport(self) -> p2p.P2PTransport:
         context, schedule = self.context, self.schedule(self.spec.micro_batches)
-        groups = make_p2p_groups(
+        groups = p2p.make_p2p_groups(
             self.group, self.layout, lambda purpose: make_group(self.mesh, context, "pp", purpose=purpose)
         )
         messages = (message_after(action, self.layout) for actions in schedule for action in actions)
-        warm_up_links(groups, [message for message in messages if message], self.group.place, context.device)
-        return P2PTransport(groups, context.device, context.wait_s)
+        p2p.warm_up_links(groups, [message for message in messages if message], self.group.place, context.device)
+        return p2p.P2PTransport(groups, context.device, context.wait_s)
 
-    def _make_paired_transport(self, chunks: Mapping[int, ModelChunk]) -> PairedTransport:
+    def _make_paired_transport(self, chunks: Mapping[int, ModelChunk]) -> p2p.PairedTransport:
         """Run the chunks once, create all communicators, and open the links last."""
         context, schedule = self.context, self.schedule(self.spec.micro_batches)
         recomputes = self.options["recompute"] != "never"
         run_chunks_once(chunks, self.boundaries, self.spec, self.arithmetic, self.reducers, recomputes)
         open_communicators([self._reduced_group] if self.reducers else [], self._ties, self.group, context.device)
-        links = open_links(self.group, pipeline_links(schedule, self.layout), context)
-        return PairedTransport(links, context.device, context.wait_s)
+        links = p2p.open_links(self.group, pipeline_links(schedule, self.layout), context)
+        return p2p.PairedTransport(links, context.device, context.wait_s)
 
-    def split_model(self, model: nn.Sequential, spec: RunSpec) -> StageModule:
+    def split_model(self, model: nn.Sequential, spec: RunSpec) -> stage_module.StageModule:
         """Return this rank's chunks, with their names in ``model``.
 
         Raises:
@@ -116,20 +95,22 @@ class PipelineStrategy(ModelParallelStrategy):
         self.blocks = blocks = assign_blocks(model, spec, self.options, self.layout)
         self.predicted = None if profile is None else predict_step(profile, spec, self.layout, blocks)
         self.boundaries = ActivationMetaCache(model, blocks, spec, self.context.device)
-        self._chunk_of_state = chunks_of_tensors(model.state_dict(), model, blocks)
-        self._chunk_of_parameter = chunks_of_tensors(dict(model.named_parameters()), model, blocks)
+        self._chunk_of_state = stage_module.chunks_of_tensors(model.state_dict(), model, blocks)
+        self._chunk_of_parameter = stage_module.chunks_of_tensors(dict(model.named_parameters()), model, blocks)
         self._chunk_numbers = self.layout.chunks_of(self.group.place)
-        self._ties = tied_parameters(model, blocks, self.layout)
-        chunks = slice_chunks(model, blocks, self._chunk_numbers)
+        self._ties = stage_module.tied_parameters(model, blocks, self.layout)
+        chunks = stage_module.slice_chunks(model, blocks, self._chunk_numbers)
         if spec.tp_degree > 1:
             split_transformer_blocks(chunks.values(), TensorParallelComm(self.groups["tp"], by_tokens=False), spec)
-        return StageModule(chunks, self.layout, self.group, self.boundaries)
+        return stage_module.StageModule(chunks, self.layout, self.group, self.boundaries)
 
     def make_reducers(self, module: nn.Module) -> list[GradientReducer]:
         """Create a reducer per chunk, which sends when the chunk is done, and one for tied weights, after their sum."""
-        assert isinstance(module, StageModule)
+        assert isinstance(module, stage_module.StageModule)
         own = {id(parameter) for parameter in module.parameters()}
-        self._ties = [tie if id(tie.parameter) in own else TiedParameter(tie.ranks, None) for tie in self._ties]
+        self._ties = [
+            tie if id(tie.parameter) in own else stage_module.TiedParameter(tie.ranks, None) for tie in self._ties
+        ]
         tied = [tie.parameter for tie in self._ties if tie.parameter is not None]
         self._reducer_of: dict[int, GradientReducer] = {}
         group = self.groups["dp"]
@@ -161,7 +142,7 @@ class PipelineStrategy(ModelParallelStrategy):
             self.runtime.execute()
             loss = self.runtime.end()
         with self.phases("backward"):
-            sum_tied_gradients(self._ties, self.group)
+            stage_module.sum_tied_gradients(self._ties, self.group)
             self.finish_gradient_reduction()
         with self.phases("optimizer"):
             self.update()
@@ -175,14 +156,14 @@ class PipelineStrategy(ModelParallelStrategy):
         """Watch the progress on cuda; on a cpu every wait has its own time limit."""
         if context.device.type != "cuda":
             return nullcontext()
-        timeout_s = WATCHDOG_TIMEOUT_FRACTION * context.wait_s
-        return watch_progress(self.runtime.progress, self.runtime.progress_report, timeout_s, abandon)
+        timeout_s = action_timeline.WATCHDOG_TIMEOUT_FRACTION * context.wait_s
+        return action_timeline.watch_progress(self.runtime.progress, self.runtime.progress_report, timeout_s, abandon)
 
     def record_actions(self, feed: DataFeed, step: int, device: torch.device) -> list[TimelineSpan]:
         """Record the first step with a whole batch from number ``step`` on; the ranks begin it together."""
         while feed.global_count(step) < feed.global_batch_size and feed.steps_per_epoch > 1:
             step += 1
-        self.runtime.recorder = recorder = ActionRecorder(device)
+        self.runtime.recorder = recorder = action_timeline.ActionRecorder(device)
         try:
             dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
             recorder.start()
@@ -224,7 +205,7 @@ class PipelineStrategy(ModelParallelStrategy):
     def _gather_stages(self, tensors: dict[str, Tensor], chunk_of: dict[str, int]) -> dict[str, Tensor]:
         # In the whole model the names have no "chunks.<number>." in front.
         own = {name.split(".", 2)[2]: tensor for name, tensor in tensors.items()}
-        return gather_on_first_rank(own, chunk_of, self.layout, self.group, self.context.device)
+        return stage_module.gather_on_first_rank(own, chunk_of, self.layout, self.group, self.context.device)
 
     def _prepare_boundaries(self, feed: DataFeed, sizes: Iterable[int]) -> None:
         """Compute the shapes between chunks, also for the partial batch, so that no timed step does it."""

@@ -51,43 +51,35 @@ def run_chunks_once(
     device = boundaries.device
     samples = -(-spec.batch_size // spec.micro_batches)
     modules = nn.ModuleList([chunk.module for chunk in chunks.values()])
+
+    def run_once(number: int, chunk: ModelChunk) -> None:
+        is_last = number == boundaries.chunks - 1
+        inputs, targets = (tensor.to(device) for tensor in zero_batch(spec, samples))
+        input_meta = None if number == 0 else boundaries.outputs_of(number - 1, samples)
+        tensors: tuple[Tensor, ...] = (in_run_format(inputs, spec),)
+        if input_meta is not None:
+            tensors = tuple(shape.empty(device).zero_() for shape in input_meta.shapes)
+        output_meta = boundaries.outputs_of(number, samples)
+
+        def loss(output: Tensor) -> Tensor:
+            return summed_loss(output, targets) / samples
+
+        def run_backward(outputs: tuple[Tensor, ...]) -> None:
+            if is_last:
+                arithmetic.backward(outputs[0])
+            else:
+                shapes = [output_meta.shapes[index] for index in output_meta.differentiable]
+                backward_from(outputs, tuple(shape.empty(device).zero_() for shape in shapes))
+
+        chunk.forward(_MICRO_BATCH, tensors, input_meta, recompute, arithmetic.autocast(), loss if is_last else None)
+        chunk.backward(_MICRO_BATCH, run_backward)
+        if chunk.splits_backward:
+            chunk.finish_weights(_MICRO_BATCH)
+
     with torch.random.fork_rng([device.index] if device.type == "cuda" else []), _without_trace(modules, reducers):
         for number, chunk in chunks.items():
-            _run_once(number, chunk, boundaries, spec, samples, arithmetic, recompute)
+            run_once(number, chunk)
     modules.zero_grad()
-
-
-def _run_once(
-    number: int,
-    chunk: ModelChunk,
-    boundaries: ActivationMetaCache,
-    spec: RunSpec,
-    samples: int,
-    arithmetic: MixedPrecision,
-    recompute: bool,
-) -> None:
-    device, is_last = boundaries.device, number == boundaries.chunks - 1
-    inputs, targets = (tensor.to(device) for tensor in zero_batch(spec, samples))
-    input_meta = None if number == 0 else boundaries.outputs_of(number - 1, samples)
-    tensors: tuple[Tensor, ...] = (in_run_format(inputs, spec),)
-    if input_meta is not None:
-        tensors = tuple(shape.empty(device).zero_() for shape in input_meta.shapes)
-    output_meta = boundaries.outputs_of(number, samples)
-
-    def loss(output: Tensor) -> Tensor:
-        return summed_loss(output, targets) / samples
-
-    def run_backward(outputs: tuple[Tensor, ...]) -> None:
-        if is_last:
-            arithmetic.backward(outputs[0])
-        else:
-            shapes = [output_meta.shapes[index] for index in output_meta.differentiable]
-            backward_from(outputs, tuple(shape.empty(device).zero_() for shape in shapes))
-
-    chunk.forward(_MICRO_BATCH, tensors, input_meta, recompute, arithmetic.autocast(), loss if is_last else None)
-    chunk.backward(_MICRO_BATCH, run_backward)
-    if chunk.splits_backward:
-        chunk.finish_weights(_MICRO_BATCH)
 
 
 @contextmanager

@@ -15,31 +15,16 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError, WorkerError, unsupported
 from hpcbench.parallel.layer_table import LayerRow as Row
 from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
+from hpcbench.parallel.strategies import spatial
 from hpcbench.parallel.strategies.halo import Box, box_volume, owned_box
-from hpcbench.parallel.strategies.spatial import (
-    CONVOLUTION_KINDS,
-    MAX_POOL_KINDS,
-    NORM_KINDS,
-    WINDOWED_KINDS,
-    SpatialSplit,
-    halo_layer,
-    shape_changing_options,
-    spatial_extents,
-    spatial_split_of_run,
-)
 from hpcbench.parallel.workloads import sample_shape
 from hpcbench.worker.data.feed import Batch, DataFeed
 from hpcbench.worker.distributed.gradient_reducer import GradientReducer
 from hpcbench.worker.distributed.process_groups import RankContext, make_group
 from hpcbench.worker.models.build import copy_to_meta
 from hpcbench.worker.strategies.model_parallel import ModelParallelStrategy, group_reducers
+from hpcbench.worker.strategies.spatial import spatial_layers
 from hpcbench.worker.strategies.spatial.halo_exchange import GatherFeatureMaps, SpatialGlobalPool, SpatialGrid, box_view
-from hpcbench.worker.strategies.spatial.spatial_layers import (
-    SpatialAveragePool,
-    SpatialBatchNorm,
-    SpatialConvolution,
-    SpatialMaxPool,
-)
 
 
 def layer_table_for(model: nn.Sequential, spec: RunSpec) -> LayerTable:
@@ -48,7 +33,7 @@ def layer_table_for(model: nn.Sequential, spec: RunSpec) -> LayerTable:
     Raises:
         WorkerError: The model cannot run with fake tensors.
     """
-    shipped = read_shipped_table(spec.model, spec.dataset, spec.input_size, shape_changing_options(spec))
+    shipped = read_shipped_table(spec.model, spec.dataset, spec.input_size, spatial.shape_changing_options(spec))
     if shipped is not None:
         return shipped
     # Fake tensors take a second to import, which no other run should wait for before its first step.
@@ -71,7 +56,7 @@ class SpatialStrategy(ModelParallelStrategy):
     """
 
     axis = "sp"
-    split: SpatialSplit | None = None
+    split: spatial.SpatialSplit | None = None
 
     def setup(self, model: nn.Sequential, spec: RunSpec, context: RankContext) -> None:
         super().setup(model, spec, context)
@@ -88,13 +73,13 @@ class SpatialStrategy(ModelParallelStrategy):
         if self.group.size == 1:
             return model
         try:
-            self.split = split = spatial_split_of_run(spec, layer_table_for(model, spec))
+            self.split = split = spatial.spatial_split_of_run(spec, layer_table_for(model, spec))
         except ConfigError as error:
             raise unsupported(f"spatial: {error.message}", "a smaller sp_degree, or another grid") from error
         _refuse_shared_weights(model, split)
         grid = SpatialGrid(self.group, split.grid)
         for row in split.rows[: split.end]:
-            if row.kind in WINDOWED_KINDS | NORM_KINDS:
+            if row.kind in spatial.WINDOWED_KINDS | spatial.NORM_KINDS:
                 part = self._split_layer(model.get_submodule(row.name), row, grid)
                 if part is not None:
                     model.set_submodule(row.name, part)
@@ -107,25 +92,25 @@ class SpatialStrategy(ModelParallelStrategy):
 
     def _split_layer(self, layer: Any, row: Row, grid: SpatialGrid) -> nn.Module | None:
         """Return the module that replaces ``layer``; ``None`` if the layer stays."""
-        if row.kind in NORM_KINDS:
+        if row.kind in spatial.NORM_KINDS:
             if self.options["batch_norm"] == "local":
                 return None
-            extents = spatial_extents(row.input_shape)
+            extents = spatial.spatial_extents(row.input_shape)
             ranks = range(grid.group.size)
             positions = tuple(box_volume(owned_box(extents, grid.grid, rank)) for rank in ranks)
-            return SpatialBatchNorm(layer, positions, grid.group)
-        windows = halo_layer(row)
-        if row.kind in CONVOLUTION_KINDS:
+            return spatial_layers.SpatialBatchNorm(layer, positions, grid.group)
+        windows = spatial.halo_layer(row)
+        if row.kind in spatial.CONVOLUTION_KINDS:
             if layer.padding_mode != "zeros":
                 raise _unsupported_layer(row, f"padding_mode {layer.padding_mode!r}, only zeros can be cut")
-            return SpatialConvolution(layer, grid, windows, self.options["overlap"])
-        if row.kind in MAX_POOL_KINDS:
+            return spatial_layers.SpatialConvolution(layer, grid, windows, self.options["overlap"])
+        if row.kind in spatial.MAX_POOL_KINDS:
             if layer.return_indices:
                 raise _unsupported_layer(row, "return_indices, which would be a part's own")
-            return SpatialMaxPool(grid, windows)
-        return SpatialAveragePool(layer, grid, windows)
+            return spatial_layers.SpatialMaxPool(grid, windows)
+        return spatial_layers.SpatialAveragePool(layer, grid, windows)
 
-    def _insert_gather(self, model: nn.Sequential, split: SpatialSplit, grid: SpatialGrid) -> None:
+    def _insert_gather(self, model: nn.Sequential, split: spatial.SpatialSplit, grid: SpatialGrid) -> None:
         """Make the feature maps at the gather point whole on every rank."""
         row = split.rows[split.end]
         if split.by_mean and self.options["global_pool"] == "reduce":
@@ -162,16 +147,14 @@ class SpatialStrategy(ModelParallelStrategy):
         return (inputs if self.split is None else self.slice_input(inputs)), targets
 
 
-def _refuse_shared_weights(model: nn.Module, split: SpatialSplit) -> None:
+def _refuse_shared_weights(model: nn.Module, split: spatial.SpatialSplit) -> None:
     """Raise ``WorkerError``: the gradient of a weight of split and whole layers would need two sums at once."""
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         other = first.setdefault(id(parameter), name)
         if split.is_cut(name) != split.is_cut(other):
-            raise unsupported(
-                f"spatial: {other} and {name} are one weight, of a layer that is cut and of one that is whole",
-                "let options.until end the cut part before both, or after",
-            )
+            message = f"spatial: {other} and {name} are one weight, of a layer that is cut and of one that is whole"
+            raise unsupported(message, "let options.until end the cut part before both, or after")
 
 
 def _unsupported_layer(row: Row, what: str) -> WorkerError:
