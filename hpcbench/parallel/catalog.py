@@ -96,7 +96,8 @@ def load_object(reference: str) -> object:
 def shipped_model_entries() -> dict[str, ModelEntry]:
     """Every shipped model, read from the literal tables of the model files without importing them.
 
-    A file has ``FAMILIES``, what several models share, and ``MODELS``: family, default input size and description.
+    A file has ``FAMILIES``, what several models share, and ``MODELS``: family, default input size and description. A
+    family may name another one as its ``base``, whose entries it has where it states none of its own.
     """
     folder = Path(__file__).resolve().parent.parent / "worker" / "models"
     entries: dict[str, ModelEntry] = {}
@@ -107,7 +108,10 @@ def shipped_model_entries() -> dict[str, ModelEntry]:
                 tables[node.targets[0].id] = ast.literal_eval(node.value)
         for name, (family, input_size, description) in tables["MODELS"].items():
             shared = tables["FAMILIES"][family]
-            options = {key: Option(*declaration) for key, declaration in shared.get("options", {}).items()}
+            base = tables["FAMILIES"].get(shared.get("base"), {})
+            declarations = base.get("options", {}) | shared.get("options", {})
+            options = {key: Option(*declaration) for key, declaration in declarations.items()}
+            shared = base | shared
             builder = f"hpcbench.worker.models.{path.stem}:{shared['builder']}"
             entries[name] = ModelEntry(
                 builder, shared["kind"], shared["min_size"], description, options, input_size=input_size

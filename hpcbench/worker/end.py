@@ -17,16 +17,8 @@ from hpcbench.fileio import read_tail
 from hpcbench.results.attempts import Attempt, AttemptStart
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_OK, FailureRecord, RankResult, RunResult
+from hpcbench.worker import failure
 from hpcbench.worker.begin import read_result, slurm_restart_count
-from hpcbench.worker.failure import (
-    STOPPED_STATUSES,
-    is_peer_lost_message,
-    job_nodes,
-    located_failure,
-    lost_ranks_failure,
-    missing_torch_failure,
-    was_oom_killed,
-)
 from hpcbench.worker.measure.host import describe_own_job_memory
 from hpcbench.worker.shutdown import deadline_window_s, is_limit_warning
 from hpcbench.worker.summary import summarize_run
@@ -101,7 +93,7 @@ def was_ended_externally(result: RunResult) -> bool:
     if result.error is None or result.status not in ("failed", "timeout"):
         return False
     kind, message = result.error.type, result.error.message
-    lost_or_killed = kind in ("RankLost", "NoResult") or is_peer_lost_message(kind, message)
+    lost_or_killed = kind in ("RankLost", "NoResult") or failure.is_peer_lost_message(kind, message)
     was_signalled = "SIGTERM" in message or "SIGUSR2" in message
     return was_signalled or (result.status == "failed" and lost_or_killed)
 
@@ -125,7 +117,7 @@ def _correct_cancelled(
     if silent and exit_code and not received:
         # Nobody stopped the job: the launcher ended the other ranks because it lost these.
         result.status = status
-        result.error = lost_ranks_failure(silent, {}, how, log, job_nodes())
+        result.error = failure.lost_ranks_failure(silent, {}, how, log, failure.job_nodes())
         return True
     return False
 
@@ -149,7 +141,7 @@ def _status_from_exit(start: AttemptStart | None, limit_s: float, exit_code: int
     how = describe_exit(exit_code)
     deadline = start.deadline_unix_s if start else None
     near_deadline = deadline is not None and time.time() >= deadline - deadline_window_s(limit_s)
-    if start is not None and was_oom_killed(start.oom_kills):
+    if start is not None and failure.was_oom_killed(start.oom_kills):
         return "oom", f"{how}; the kernel killed a process of this job for its memory: {describe_own_job_memory()}"
     if received == "USR2" or (received and near_deadline):
         return "timeout", f"{how}; the job received SIG{received} at its time limit"
@@ -180,16 +172,20 @@ def _failure_record(
     for rank in sorted(ranks) if status == "failed" else ():
         result = ranks[rank]
         # Beside silent ranks the job was not stopped: the launcher stopped this rank because of them.
-        was_stopped_by_launcher = bool(silent) and result.status in STOPPED_STATUSES
+        was_stopped_by_launcher = bool(silent) and result.status in failure.STOPPED_STATUSES
         error = result.error
-        if error is None or was_stopped_by_launcher or is_peer_lost_message(error.type, error.message):
+        if error is None or was_stopped_by_launcher or failure.is_peer_lost_message(error.type, error.message):
             continue
-        failure = located_failure(error, rank, result.host)
-        failure.message += f" ({how})"
-        failure.traceback_tail = failure.traceback_tail or log
-        return result.status, failure
+        record = failure.located_failure(error, rank, result.host)
+        record.message += f" ({how})"
+        record.traceback_tail = record.traceback_tail or log
+        return result.status, record
     if silent:
-        if status == "failed" and not ranks and (without_torch := missing_torch_failure(log, socket.gethostname())):
+        if (
+            status == "failed"
+            and not ranks
+            and (without_torch := failure.missing_torch_failure(log, socket.gethostname()))
+        ):
             return "unsupported", without_torch
-        return status, lost_ranks_failure(silent, ranks, how, log, job_nodes())
+        return status, failure.lost_ranks_failure(silent, ranks, how, log, failure.job_nodes())
     return status, FailureRecord(type="NoResult", message=f"{how}; every rank left a file, but rank 0 no result")

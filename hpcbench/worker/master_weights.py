@@ -43,22 +43,9 @@ class _Fp32StatisticsMixin(nn.modules.batchnorm._BatchNorm):
         return F.batch_norm(input, *kept, weight, bias, uses_batch, momentum, self.eps)
 
 
-class _Fp32StatisticsBatchNorm1d(_Fp32StatisticsMixin, nn.BatchNorm1d):
-    pass
-
-
-class _Fp32StatisticsBatchNorm2d(_Fp32StatisticsMixin, nn.BatchNorm2d):
-    pass
-
-
-class _Fp32StatisticsBatchNorm3d(_Fp32StatisticsMixin, nn.BatchNorm3d):
-    pass
-
-
 _BATCH_NORMS: dict[type[nn.Module], type[nn.Module]] = {
-    nn.BatchNorm1d: _Fp32StatisticsBatchNorm1d,
-    nn.BatchNorm2d: _Fp32StatisticsBatchNorm2d,
-    nn.BatchNorm3d: _Fp32StatisticsBatchNorm3d,
+    kind: type(f"_Fp32Statistics{kind.__name__}", (_Fp32StatisticsMixin, kind), {})
+    for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 }
 
 

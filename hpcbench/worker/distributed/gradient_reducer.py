@@ -4,25 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpcbench.parallel.gradient_buckets import DEFAULT_BUCKET_CAP_MB, MIB, fill_buckets
-
-
-class BucketMember(NamedTuple):
-    """A parameter of a bucket, and the strides of its gradient there."""
-
-    parameter: nn.Parameter
-    strides: tuple[int, ...]
-    """Those of a tensor without gaps in the memory format of the parameter, such as channels_last."""
-
-    @classmethod
-    def of(cls, parameter: nn.Parameter) -> BucketMember:
-        return cls(parameter, torch.empty_like(parameter, device="meta").stride())
 
 
 class GradientReducer:
@@ -46,13 +33,16 @@ class GradientReducer:
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in parameters:
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
-        self._buckets: list[list[BucketMember]] = []
+        self._buckets: list[list[tuple[nn.Parameter, tuple[int, ...]]]] = []
+        """Parameters with the strides of their gradients there: those of tensors without gaps in the parameter's memory
+        format, such as channels_last."""
         for alike in by_dtype.values():
             sizes = [parameter.numel() * parameter.element_size() for parameter in alike]
             filled = fill_buckets(sizes, max(int(bucket_cap_mb * MIB), 1))
-            self._buckets += [[BucketMember.of(alike[index]) for index in bucket] for bucket in filled]
+            members = [(parameter, torch.empty_like(parameter, device="meta").stride()) for parameter in alike]
+            self._buckets += [[members[index] for index in bucket] for bucket in filled]
         self._bucket_of = {
-            id(member.parameter): number for number, bucket in enumerate(self._buckets) for member in bucket
+            id(parameter): number for number, bucket in enumerate(self._buckets) for parameter, _ in bucket
         }
         self.is_paused = False
         """Gradients stay unsent, to be sent with those of a later backward pass."""
@@ -95,7 +85,7 @@ class GradientReducer:
 
     def _send(self) -> None:
         bucket = self._buckets[self._next]
-        gradients = [flatten_gradient(member.parameter, member.strides) for member in bucket]
+        gradients = [flatten_gradient(*member) for member in bucket]
         flat = torch.cat(gradients)
         parts = torch.split(flat, [len(gradient) for gradient in gradients])
         for (parameter, strides), part in zip(bucket, parts, strict=True):

@@ -35,17 +35,8 @@ FAMILIES = {
         },
     },
     "tied_decoder": {
-        "builder": "build_decoder",
-        "kind": "tokens",
-        "min_size": 1,
-        "options": {
-            "vocabulary": (
-                0,
-                "words that there are weights for; 0: as published, and never fewer than the data set has",
-            ),
-            "tied": (True, "the output layer uses the embedding's weights, as published"),
-            "dropout": (0.0, "of embeddings, attention and after each half of a block"),
-        },
+        "base": "decoder",
+        "options": {"tied": (True, "the output layer uses the embedding's weights, as published")},
     },
     "gpt": {
         "builder": "build_gpt",
@@ -58,14 +49,8 @@ FAMILIES = {
         },
     },
     "short_gpt": {
-        "builder": "build_gpt",
-        "kind": "tokens",
-        "min_size": 1,
-        "options": {
-            "context": (1024, "positions that there are weights for, at least; a longer input gets its own"),
-            "tied": (False, "the output layer uses the embedding's weights, as published"),
-            "dropout": (0.0, "of embeddings, attention and after each half of a block"),
-        },
+        "base": "gpt",
+        "options": {"context": (1024, "positions that there are weights for, at least; a longer input gets its own")},
     },
 }
 MODELS = {
@@ -162,19 +147,19 @@ def build_gpt(name: str, in_shape: tuple[int, ...], vocabulary: int, options: di
     layers, width, heads = _GPT_SIZES[name]
     embedding = Embedding(vocabulary, max(options["context"], *in_shape), width, options["dropout"])
     blocks = [TransformerBlock(width, heads, causal=True, dropout=options["dropout"]) for _ in range(layers)]
-    head = TokenHead(width, vocabulary)
-    if options["tied"]:
+    return _initialised(embedding, blocks, TokenHead(width, vocabulary), options["tied"])
+
+
+def _initialised(embedding: Embedding, blocks: list[TransformerBlock], head: TokenHead, is_tied: bool) -> nn.Sequential:
+    """Return the model of these parts, its weights drawn as GPT-2 does."""
+    if is_tied:
         head.output.weight = embedding.tokens.weight
-    return initialised(nn.Sequential(embedding, *blocks, head), layers)
-
-
-def initialised(model: nn.Sequential, layers: int) -> nn.Sequential:
-    """Draw the weights of a model of ``layers`` blocks as GPT-2 does, and return it."""
+    model = nn.Sequential(embedding, *blocks, head)
     for module_name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             # GPT-2's initialisation: layers that add to the residual stream start smaller, by the number of blocks.
             is_residual = module_name.endswith(("attention.output", "mlp.down"))
-            nn.init.normal_(module.weight, std=_INITIAL_STD / (math.sqrt(2 * layers) if is_residual else 1.0))
+            nn.init.normal_(module.weight, std=_INITIAL_STD / (math.sqrt(2 * len(blocks)) if is_residual else 1.0))
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
     return model
@@ -207,7 +192,4 @@ def build_decoder(name: str, in_shape: tuple[int, ...], vocabulary: int, options
         TransformerBlock(shape.hidden, shape.heads, causal=True, dropout=dropout, style=style)
         for _ in range(shape.layers)
     ]
-    head = TokenHead(shape.hidden, words, style)
-    if options["tied"]:
-        head.output.weight = embedding.tokens.weight
-    return initialised(nn.Sequential(embedding, *blocks, head), shape.layers)
+    return _initialised(embedding, blocks, TokenHead(shape.hidden, words, style), options["tied"])

@@ -34,12 +34,7 @@ FAMILIES = {
             "dropout": (0.5, "from 64 pixels on: dropout between the linear layers"),
         },
     },
-    "small_vit": {
-        "builder": "build_vit",
-        "kind": "images",
-        "min_size": 8,
-        "options": {"dropout": (0.0, "of embeddings, attention and after each half of a block")},
-    },
+    "small_vit": {"base": "vit", "min_size": 8},
     "vit": {
         "builder": "build_vit",
         "kind": "images",
