@@ -73,16 +73,12 @@ def profile_blocks(
     return profile
 
 
-def block_profile_request(
-    spec: RunSpec, device: torch.device, model_folder: str | None = None
-) -> stage_balance.BlockProfileRequest:
+def block_profile_request(spec: RunSpec, device: torch.device) -> stage_balance.BlockProfileRequest:
     """Return the request of a run's pipeline: its largest micro-batch, in its precision."""
     names = ("model", "dataset", "input_size", "model_options", "precision", "channels_last")
     shared = {name: getattr(spec, name) for name in names}
     size = -(-spec.batch_size // spec.micro_batches)
-    return stage_balance.BlockProfileRequest(
-        **shared, micro_batch_size=size, model_folder=model_folder, device=device.type
-    )
+    return stage_balance.BlockProfileRequest(**shared, micro_batch_size=size, device=device.type)
 
 
 def _measure_blocks(

@@ -72,9 +72,8 @@ class PendingBatch:
             while self._left and self.error is None:
                 before = self._left
                 if not self._progress.wait(SAMPLE_TIMEOUT_S) and self._left == before:
-                    raise WorkerError(
-                        f"waited {SAMPLE_TIMEOUT_S:.0f} s for a sample of {location}: the file system is stuck"
-                    )
+                    message = f"waited {SAMPLE_TIMEOUT_S:.0f} s for a sample of {location}: the file system is stuck"
+                    raise WorkerError(message)
         if self.error is not None:
             raise self.error
         return self.inputs, self.targets
