@@ -18,10 +18,10 @@ from rich.console import Console
 from hpcbench.paths import results_folder
 from hpcbench.report.configurations import rows_from_collected
 from hpcbench.report.results_table import results_text_view
-from hpcbench.report.sweep_selection import select_sweeps
 from hpcbench.report.table_output import PrintedView
 from hpcbench.results.results_tree import ResultsTree, collect_results
 from hpcbench.results.schema import RunResult
+from hpcbench.submit.submission_record import select_sweeps
 
 PICTURES = Path(__file__).resolve().parent / "pictures"
 

@@ -1,9 +1,10 @@
-"""Parsing and printing of physical quantities with units."""
+"""Parsing and printing of physical quantities with units, and phrases with counts and lists of words."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 _QUANTITY_PATTERN = re.compile(r"\s*(?P<number>[0-9.]+(?:[eE][+-]?[0-9]+)?)\s*(?P<unit>[^\s0-9.].*?)\s*")
 
@@ -65,23 +66,23 @@ def format_seconds(seconds: float) -> str:
         return f"{int(seconds // 60)}m{int(seconds % 60):02d}s"
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
         if seconds * factor >= 1:
-            return f"{_format_three_digits(seconds * factor)} {unit}"
-    return f"{_format_three_digits(seconds * 1e9)} ns" if seconds else "0 s"
+            return f"{three_digits(seconds * factor)} {unit}"
+    return f"{three_digits(seconds * 1e9)} ns" if seconds else "0 s"
 
 
 def format_rate(per_s: float) -> str:
     """``12345.6 -> '12.3 k'``: a count per second, without the unit."""
     for factor, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
         if per_s >= factor * (10 if unit == " k" else 1):
-            return f"{_format_three_digits(per_s / factor)}{unit}"
-    return _format_three_digits(per_s)
+            return f"{three_digits(per_s / factor)}{unit}"
+    return three_digits(per_s)
 
 
 def format_count(count: float) -> str:
     """``11689512 -> '11.7 M'``: three significant digits, whole numbers below a thousand."""
     for factor, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if count >= factor * 0.9995:
-            return f"{_format_three_digits(count / factor)} {unit}"
+            return f"{three_digits(count / factor)} {unit}"
     return f"{count:.0f}"
 
 
@@ -94,7 +95,31 @@ def format_slurm_time(seconds: float) -> str:
     return f"{days}-{hours:02d}:{minutes:02d}:{secs:02d}"
 
 
-def _format_three_digits(value: float) -> str:
+def pluralize(count: int, noun: str, plural: str | None = None) -> str:
+    """``3 runs``, ``1 run``, ``2 launches``."""
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"
+
+
+def join_words(words: Sequence[str], most: int = 6) -> str:
+    """``a, b and c``; beyond ``most`` words the first ones and the number of the rest."""
+    if len(words) > most:
+        return f"{', '.join(words[:most])} and {len(words) - most} more"
+    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
+
+
+def or_empty(value: object) -> str:
+    """``str(value)``; an empty text for ``None``."""
+    return "" if value is None else str(value)
+
+
+def count_span(counts: Sequence[int]) -> str:
+    """``3``, ``2 to 5``: the range of those above one, which are in order."""
+    several = [count for count in counts if count > 1]
+    return str(several[0]) if several[0] == several[-1] else f"{several[0]} to {several[-1]}"
+
+
+def three_digits(value: float) -> str:
+    """``123``, ``12.3``, ``1.23``, ``0.12``."""
     if value >= 100:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -21,13 +21,11 @@ from hpcbench.cli.common import (
 from hpcbench.cli.completion import complete_sweeps
 from hpcbench.errors import EXIT_SYSTEM_REFUSED, ConfigError, did_you_mean
 from hpcbench.fileio import printable_text
-from hpcbench.report.phrases import pluralize
-from hpcbench.report.sweep_selection import select_sweeps
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.submit.leftovers import LeftoverSearch, find_leftovers, remove_leftovers
 from hpcbench.submit.scheduler import read_scheduler_settings
-from hpcbench.submit.submission_record import read_sweep_record
-from hpcbench.units import format_bytes, parse_quantity
+from hpcbench.submit.submission_record import read_sweep_record, select_sweeps
+from hpcbench.units import format_bytes, parse_quantity, pluralize
 
 _MAX_ROWS_OF_KIND = 20
 

@@ -19,8 +19,7 @@ from hpcbench.cli.common import (
     results_tree,
     sources_argument,
 )
-from hpcbench.report.load_results import iter_collected, load_frame
-from hpcbench.report.results_export import export_json, export_table
+from hpcbench.report.load_results import export_json, export_table, iter_collected, load_frame
 from hpcbench.report.table_output import view_encoder
 from hpcbench.results.attempts import Attempt
 from hpcbench.results.decode import has_old_rate, upgrade_rates

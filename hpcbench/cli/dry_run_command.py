@@ -27,7 +27,7 @@ from hpcbench.config.run_spec import RunSpec, run_label, spec_document
 from hpcbench.config.sweep_loader import COMPUTED_NAMES, expression_values
 from hpcbench.errors import EXIT_OK, EXIT_RUNS_FAILED, ConfigError
 from hpcbench.forecast.dry_runs import distinct_configurations, dry_run_configurations
-from hpcbench.results.dry_run_record import DryRun
+from hpcbench.results.probe_records import DryRun
 from hpcbench.submit.plan import SweepPlan
 from hpcbench.units import format_bytes
 

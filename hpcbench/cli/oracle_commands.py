@@ -58,7 +58,6 @@ from hpcbench.parallel.catalog import shipped_model_entries
 from hpcbench.parallel.check_names import custom_model_folder
 from hpcbench.parallel.workloads import DATASETS
 from hpcbench.report.column_names import Condition
-from hpcbench.report.layout_view import layouts_json, layouts_sweep_toml, layouts_view, refused_layouts_table
 from hpcbench.report.load_results import load_frame
 from hpcbench.report.prediction_view import (
     calibration_view,
@@ -68,17 +67,21 @@ from hpcbench.report.prediction_view import (
     predictions_view,
 )
 from hpcbench.report.recommendation_view import (
+    layouts_json,
+    layouts_sweep_toml,
+    layouts_view,
     ranking_view,
     recommendation_json,
     recommended_sweep_toml,
+    refused_layouts_table,
     refused_table,
     scales_view,
 )
-from hpcbench.report.sweep_selection import select_sweeps
 from hpcbench.report.table_model import View
 from hpcbench.report.table_output import render_view, write_view
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.submit.scheduler import check_scheduler
+from hpcbench.submit.submission_record import select_sweeps
 from hpcbench.submit.submit import RunSelection, submit
 
 if TYPE_CHECKING:

@@ -15,9 +15,8 @@ import msgspec
 from hpcbench.cli.common import Function, print_message, results_tree
 from hpcbench.cli.completion import complete_clusters, complete_overrides
 from hpcbench.config.cluster_profile import default_cluster, find_cluster_profiles, is_profile_path, load_cluster
-from hpcbench.config.sweep_file import settings_lines
+from hpcbench.config.sweep_file import apply_overrides, settings_lines
 from hpcbench.config.sweep_loader import Sweep, load_sweep, parse_sweep
-from hpcbench.config.sweep_overrides import apply_overrides
 from hpcbench.config.toml_tables import NAME_PATTERN, TomlSource
 from hpcbench.errors import ConfigError, ConfigErrors, did_you_mean
 from hpcbench.fileio import make_folder, write_atomic

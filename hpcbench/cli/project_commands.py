@@ -35,7 +35,6 @@ from hpcbench.report.models_view import (
     models_table,
     sort_layer_tables,
 )
-from hpcbench.report.phrases import pluralize
 from hpcbench.results.data_folder import list_datasets
 from hpcbench.site.project_setup import (
     SampleRequest,
@@ -44,7 +43,7 @@ from hpcbench.site.project_setup import (
     share_results,
     write_project,
 )
-from hpcbench.units import format_bytes
+from hpcbench.units import format_bytes, pluralize
 
 if TYPE_CHECKING:
     from hpcbench.site.cluster_doctor import DoctorCheck

@@ -42,10 +42,10 @@ from hpcbench.report.plots.plotting import (
     save_plot,
 )
 from hpcbench.report.sweep_bundle import write_bundle
-from hpcbench.report.sweep_selection import select_sweeps, sweep_name
 from hpcbench.results.bundle_archive import BUNDLE_SUFFIXES, is_bundle_path
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import RunResult
+from hpcbench.submit.submission_record import select_sweeps, sweep_name
 from hpcbench.units import format_bytes
 
 if TYPE_CHECKING:

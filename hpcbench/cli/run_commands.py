@@ -26,18 +26,16 @@ from hpcbench.cli.plan_options import cluster_option, keep_one_off, load_plan, o
 from hpcbench.cli.status_commands import LiveScreen, RunCatalog
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.errors import EXIT_OK, ConfigError, SubmitError
-from hpcbench.report.phrases import pluralize
 from hpcbench.report.status_text import EndedRunLog, suspect_nodes_text
-from hpcbench.report.sweep_selection import select_sweeps
 from hpcbench.submit.journal import read_journal
 from hpcbench.submit.plan import SweepPlan, available_cores
 from hpcbench.submit.run_state import RunState, cancel_runs, run_states
 from hpcbench.submit.scheduler import SendOutcome, announce_silence
-from hpcbench.submit.submission_record import read_sweep_record
+from hpcbench.submit.submission_record import read_sweep_record, select_sweeps
 from hpcbench.submit.submit import RunSelection, SubmitOutcome, accepted_runs
 from hpcbench.submit.submit import submit as submit_plan
 from hpcbench.submit.watcher import SweepWatcher, wait_for_runs
-from hpcbench.units import parse_quantity
+from hpcbench.units import parse_quantity, pluralize
 
 RETRY_STATES = ("failed", "timeout", "cancelled", "preempted", "oom", "unsupported", "skipped", "lost")
 DEFAULT_RETRY_STATES = ("failed", "timeout", "cancelled", "preempted", "lost")

@@ -35,7 +35,6 @@ from hpcbench.config.run_spec import RunSpec, spec_document
 from hpcbench.errors import ConfigError, StorageError, did_you_mean
 from hpcbench.fileio import UnsafeFileError, open_regular, printable_text
 from hpcbench.report.status_text import RunDetails, status_text, suspect_nodes_text
-from hpcbench.report.sweep_selection import select_sweeps
 from hpcbench.results.attempts import Attempt, attempt_numbers, latest_attempt
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.results.schema import FAILED_STATUSES, STATUSES
@@ -47,6 +46,7 @@ from hpcbench.submit.submission_record import (
     folder_owner,
     list_submissions,
     read_run_specs,
+    select_sweeps,
 )
 from hpcbench.submit.watcher import SweepSnapshot, SweepWatcher, Watched, has_active_runs, refresh_until_query
 

@@ -20,10 +20,10 @@ from hpcbench.config.sweep_file import (
     StopRule,
     SubmitTable,
     SweepFile,
+    apply_overrides,
     parameter_types,
     parse_stop_rules,
 )
-from hpcbench.config.sweep_overrides import apply_overrides
 from hpcbench.config.toml_tables import TomlSource, read_toml, validate_table
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
 from hpcbench.paths import resolve_beside

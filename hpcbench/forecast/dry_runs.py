@@ -21,7 +21,7 @@ from hpcbench.fileio import printable_text
 from hpcbench.forecast.forecast import Forecast
 from hpcbench.oracle.prediction import format_need_and_limit
 from hpcbench.parallel.catalog import get_strategy
-from hpcbench.results.dry_run_record import DryRun, DryRunAnswer, DryRunOutcome, DryRunTask
+from hpcbench.results.probe_records import DryRun, DryRunAnswer, DryRunOutcome, DryRunTask
 from hpcbench.submit.plan import SweepPlan, available_cores
 from hpcbench.submit.scheduler import scrubbed_environment
 

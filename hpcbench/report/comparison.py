@@ -25,10 +25,9 @@ from hpcbench.report import hypothesis_tests
 from hpcbench.report.column_names import resolve_column, short_name
 from hpcbench.report.configurations import run_spec_of
 from hpcbench.report.load_results import LAUNCH_KEY
-from hpcbench.report.phrases import join_words, pluralize
 from hpcbench.results.frame import column_types
 from hpcbench.results.schema import STATUS_OK
-from hpcbench.units import parse_quantity
+from hpcbench.units import join_words, parse_quantity, pluralize
 
 _QUANTITY_KINDS = {"_bytes": "size", "_per_s": "", "_s": "time"}
 """Kind of quantity of a value with a unit, by the end of the metric's name; a rate per second has none of its own."""

@@ -11,11 +11,10 @@ from typing import NamedTuple
 from rich.text import Text
 
 from hpcbench.fileio import printable_excerpt, printable_text
-from hpcbench.report.phrases import pluralize, three_digits
 from hpcbench.report.status_text import STATUS_STYLE
 from hpcbench.submit.run_state import ACTIVE_STATES
 from hpcbench.submit.watcher import ArraySnapshot, SweepSnapshot, TimedRun
-from hpcbench.units import format_seconds
+from hpcbench.units import format_seconds, pluralize, three_digits
 
 RATE_RUNS = 20
 """The rate is that of the last so many runs."""

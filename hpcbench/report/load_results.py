@@ -1,23 +1,27 @@
-"""Results of trees, sweeps and bundles as one polars frame, or as full result objects."""
+"""Results of trees, sweeps and bundles as one polars frame, as full result objects, or as files."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 import polars as pl
 
 from hpcbench.errors import ConfigError
+from hpcbench.fileio import open_atomic, write_atomic
 from hpcbench.paths import results_folder
 from hpcbench.report.column_names import short_name, with_option_column
-from hpcbench.report.sweep_selection import select_sweeps
+from hpcbench.report.table_model import Column, View
+from hpcbench.report.table_output import csv_cell, excel_bytes, parquet_bytes, view_encoder
 from hpcbench.results.bundle_archive import collect_bundle_results, is_bundle_path
-from hpcbench.results.frame import collected_frame, column_types
+from hpcbench.results.frame import FILE_COLUMNS, collected_frame, column_types
 from hpcbench.results.index import read_indexed_results
 from hpcbench.results.results_tree import ClusterTree, CollectedResult, ResultsTree, collect_results
-from hpcbench.results.schema import RunResult
+from hpcbench.results.schema import RunResult, result_document
+from hpcbench.submit.submission_record import select_sweeps
+from hpcbench.units import or_empty
 
 _OPTION_TABLES = ("spec.options", "spec.model_options", "spec.env")
 LAUNCH_KEY = ["cluster", "run_id", "attempt", "status", "metrics.step_time_s.mean"]
@@ -195,3 +199,48 @@ def full_results(
     return [
         msgspec.structs.replace(entry.result, cluster=entry.cluster) for entry in entries if entry.result is not None
     ]
+
+
+def _frame_csv(frame: pl.DataFrame) -> bytes:
+    changed = {}
+    for name in (name for name, dtype in frame.schema.items() if dtype == pl.String):
+        # Most columns hold few different texts, and hardly any of them changes.
+        cells = {text: csv_cell(text) for text in frame[name].unique().drop_nulls()}
+        if escaped := {text: cell for text, cell in cells.items() if cell != text}:
+            changed[name] = pl.col(name).replace(escaped)
+    return frame.with_columns(**changed).write_csv().encode()
+
+
+_FRAME_ENCODERS: dict[str, Callable[[pl.DataFrame], bytes]] = {
+    ".csv": _frame_csv, ".parquet": parquet_bytes, ".xlsx": excel_bytes,
+}  # fmt: skip
+
+
+def export_json(results: Iterable[RunResult], path: Path) -> int:
+    """Write ``{"results": [...]}``, result by result, and return their number."""
+    count = 0
+    with open_atomic(path) as file:
+        file.write(b'{"results": [')
+        for result in results:
+            text = msgspec.json.format(msgspec.json.encode(result_document(result)), indent=1)
+            file.write(b",\n" + text if count else b"\n" + text)
+            count += 1
+        file.write(b"\n]}\n")
+    return count
+
+
+def export_table(frame: pl.DataFrame, path: Path) -> None:
+    """Write results in the format that the file's ending names: one row per run as in ``load``, lists as text."""
+    encode = view_encoder(path)
+    frame = with_all_option_columns(frame.drop(FILE_COLUMNS)).with_columns(pl.col("warnings").list.join("; "))
+    nested = [name for name, dtype in frame.schema.items() if dtype.is_nested()]
+    frame = frame.with_columns(
+        pl.Series(name, [None if value is None else str(value) for value in frame[name].to_list()], dtype=pl.String)
+        for name in nested
+    )
+    if path.suffix in _FRAME_ENCODERS:
+        write_atomic(path, _FRAME_ENCODERS[path.suffix](frame))
+        return
+    columns = [Column(name, name, is_number=dtype.is_numeric()) for name, dtype in frame.schema.items()]
+    raw = [list(row) for row in frame.iter_rows()]
+    write_atomic(path, encode(View("results", columns, raw, [[or_empty(value) for value in row] for row in raw])))

@@ -24,11 +24,11 @@ from hpcbench.parallel.pipeline.schedules import (
     schedule_actions,
 )
 from hpcbench.parallel.strategies.pipeline import pipeline_layout
-from hpcbench.report.phrases import pluralize
 from hpcbench.report.results_table import split_parameters
 from hpcbench.report.table_model import Column, View, text_column
 from hpcbench.report.table_output import PrintedView
 from hpcbench.submit.plan import JobGroup, SweepPlan
+from hpcbench.units import pluralize
 
 ACTION_UNITS = {FORWARD: 1, BACKWARD: 2, BACKWARD_INPUT: 1, BACKWARD_WEIGHT: 1}
 """A backward pass as long as two forward passes, its halves as one each."""

@@ -20,11 +20,10 @@ from hpcbench.oracle.calibration.calibration_store import Calibration, FitResidu
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.measured_factors import counted_phrase
 from hpcbench.oracle.prediction import MEASURED_FOR_SWEEP, NotPredicted, Prediction, PredictionBasis
-from hpcbench.report.phrases import join_words
 from hpcbench.report.results_table import identity_columns, split_parameters
 from hpcbench.report.table_model import Column, View, text_column
 from hpcbench.report.table_output import PrintedView
-from hpcbench.units import format_bytes, format_rate, format_seconds
+from hpcbench.units import format_bytes, format_rate, format_seconds, join_words
 
 PREDICTION_FIGURES = (
     "step_time_s", "compute_s", "comm_s", "exposed_comm_s", "bubble_fraction", "straggler_s", "samples_per_s",

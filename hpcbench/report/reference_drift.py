@@ -18,8 +18,8 @@ from typing import NamedTuple
 import polars as pl
 
 from hpcbench.config.run_spec import REFERENCE_REPEAT
-from hpcbench.report.phrases import pluralize
 from hpcbench.results.schema import STATUS_OK
+from hpcbench.units import pluralize
 
 MIN_LAUNCHES = 3
 """Fewer launches of a reference show no drift."""

@@ -9,11 +9,10 @@ from typing import Any, Protocol
 
 from hpcbench.config.run_spec import PARAMETER_DEFAULTS, RunSpec, run_label, spec_document, strategy_label
 from hpcbench.fileio import printable_excerpt
-from hpcbench.report.phrases import count_span, or_empty, three_digits
 from hpcbench.report.table_model import Column, View, WarningFootnotes, text_column
 from hpcbench.results.frame import encode_sorted_json
 from hpcbench.results.schema import STATUS_OK
-from hpcbench.units import format_bytes, format_rate
+from hpcbench.units import count_span, format_bytes, format_rate, or_empty, three_digits
 
 
 @dataclass

@@ -16,7 +16,7 @@ from hpcbench.cli.dry_run_command import dry_run
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError, WorkerError
 from hpcbench.forecast.dry_runs import shares_of_processes, step_key
-from hpcbench.results.dry_run_record import DryRunTask
+from hpcbench.results.probe_records import DryRunTask
 
 GIB = 2**30
 FIELDS = {

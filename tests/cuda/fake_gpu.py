@@ -11,7 +11,7 @@ import torch
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.traffic import Traffic, merge_calls
-from hpcbench.results.dry_run_record import DryRunTask
+from hpcbench.results.probe_records import DryRunTask
 from hpcbench.worker.distributed.rank_environment import RankInfo
 from hpcbench.worker.distributed.world import choose_device
 from hpcbench.worker.dry_run.fake_feed import FakeFeed

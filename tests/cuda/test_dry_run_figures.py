@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hpcbench.parallel.catalog import STRATEGIES
-from hpcbench.results.dry_run_record import DryRunTask
+from hpcbench.results.probe_records import DryRunTask
 from hpcbench.worker.dry_run.fake_rank import built_rank
 from hpcbench.worker.dry_run.step_recorder import StepRecorder
 from tests.cuda.cases import exclusion, gpu_run

@@ -14,7 +14,7 @@ from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.parallel.layer_table import read_shipped_table
 from hpcbench.parallel.traffic import Traffic, merge_calls
-from hpcbench.results.dry_run_record import DryRunAnswer, DryRunTask
+from hpcbench.results.probe_records import DryRunAnswer, DryRunTask
 from hpcbench.worker.dry_run.__main__ import answer_task
 from hpcbench.worker.dry_run.fake_rank import record_step
 from hpcbench.worker.measure.traffic_recorder import TrafficRecorder

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.results.dry_run_record import DryRunAnswer, DryRunTask
+from hpcbench.results.probe_records import DryRunAnswer, DryRunTask
 from hpcbench.worker.dry_run.__main__ import answer_task
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.results.dry_run_record import DryRunTask
+from hpcbench.results.probe_records import DryRunTask
 from hpcbench.worker.dry_run import repeated_passes
 from hpcbench.worker.dry_run.fake_rank import record_step
 from hpcbench.worker.strategies.pipeline.chunk import ModelChunk

@@ -20,10 +20,16 @@ from hpcbench.report.findings.finding import (
     format_ratio_percent,
 )
 from hpcbench.report.findings.findings_report import Findings, derive_findings, suggested_measurements
-from hpcbench.report.findings.significance import WinnerTest, judge_winners, launches_needed
-from hpcbench.report.hypothesis_tests import EQUIVALENT, INCONCLUSIVE, SIGNIFICANT
-from hpcbench.report.phrases import join_words
+from hpcbench.report.hypothesis_tests import (
+    EQUIVALENT,
+    INCONCLUSIVE,
+    SIGNIFICANT,
+    WinnerTest,
+    judge_winners,
+    launches_needed,
+)
 from hpcbench.results.schema import RunResult
+from hpcbench.units import join_words
 from tests.report import planted
 from tests.report.planted import launch, launches
 

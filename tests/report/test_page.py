@@ -25,17 +25,15 @@ from hpcbench.report.html.page_elements import (
     MAX_HTML_ROWS,
     HtmlCell,
     HtmlTable,
+    environments_html_table,
     html_table,
     plain_columns,
-    results_html_table,
-    warnings_html_table,
-)
-from hpcbench.report.html.page_provenance import (
-    environments_html_table,
     reproducing_commands,
     reproducing_sweep_toml,
+    results_html_table,
     runs_html_table,
     sample_runs,
+    warnings_html_table,
 )
 from hpcbench.report.html.report_page import TEMPLATE_FOLDER, ReportRequest
 from hpcbench.report.html.report_page import report_html as page_of

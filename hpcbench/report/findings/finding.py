@@ -21,8 +21,8 @@ from hpcbench.report.configurations import (
     run_spec_of,
     with_speedups,
 )
-from hpcbench.report.phrases import pluralize
 from hpcbench.results.schema import STATUS_BROKEN, STATUS_OK
+from hpcbench.units import pluralize
 
 Certainty = Literal["told", "alike", "cannot tell", "counted"]
 OBSERVED: Literal["counted"] = "counted"

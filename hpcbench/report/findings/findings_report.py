@@ -27,9 +27,9 @@ from hpcbench.report.findings.finding import (
     configurations_of,
     group_by_workload,
 )
-from hpcbench.report.findings.order_findings import order_findings
+from hpcbench.report.findings.problem_findings import order_findings
 from hpcbench.report.hypothesis_tests import EQUIVALENT, INCONCLUSIVE, SIGNIFICANT
-from hpcbench.report.phrases import pluralize
+from hpcbench.units import pluralize
 
 
 @dataclass(frozen=True)

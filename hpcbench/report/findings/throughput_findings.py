@@ -21,12 +21,17 @@ from hpcbench.report.findings.finding import (
     evidence_of,
     format_ratio_percent,
 )
-from hpcbench.report.findings.significance import WinnerTest, WinnerVerdict, judge_winners
-from hpcbench.report.hypothesis_tests import EQUIVALENT, INCONCLUSIVE, SIGNIFICANT
-from hpcbench.report.phrases import join_words, pluralize
+from hpcbench.report.hypothesis_tests import (
+    EQUIVALENT,
+    INCONCLUSIVE,
+    SIGNIFICANT,
+    WinnerTest,
+    WinnerVerdict,
+    judge_winners,
+)
 from hpcbench.report.table_model import group_warnings
 from hpcbench.results.schema import STATUS_OK
-from hpcbench.units import format_rate
+from hpcbench.units import format_rate, join_words, pluralize
 
 MIN_DIFFERENCE = 0.02
 """The smallest difference that counts, as in ``compare``."""

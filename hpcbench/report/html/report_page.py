@@ -25,12 +25,12 @@ from hpcbench.report.findings.finding import FINDING_KINDS, Finding
 from hpcbench.report.findings.findings_report import Findings
 from hpcbench.report.findings.problem_findings import UnfinishedSweep
 from hpcbench.report.findings.throughput_findings import EFFICIENCY_BOUND
-from hpcbench.report.html import page_elements, page_provenance
+from hpcbench.report.html import page_elements
 from hpcbench.report.html.page_elements import HtmlTable, PageFigure, html_table
 from hpcbench.report.hypothesis_tests import VERDICT_WORDS
-from hpcbench.report.phrases import pluralize
 from hpcbench.report.plots.plot_model import PlotRequest, ReadFullResults
 from hpcbench.report.table_model import Column, WarningFootnotes
+from hpcbench.units import pluralize
 
 TEMPLATE_FOLDER = Path(__file__).resolve().parent / "template"
 
@@ -164,10 +164,10 @@ def report_html(frame: pl.DataFrame, request: ReportRequest) -> str:
     )
     sweeps = dict(narrowed.select("run_id", "sweep").drop_nulls().iter_rows())
     results = [page_elements.results_html_table(rows, sweeps, marks), page_elements.failures_html_table(rows)]
-    provenance: list[HtmlTable | None] = [page_provenance.runs_html_table(narrowed)]
+    provenance: list[HtmlTable | None] = [page_elements.runs_html_table(narrowed)]
     if request.whole is not None:
-        sample = request.whole(page_provenance.sample_runs(narrowed))
-        provenance.append(page_provenance.environments_html_table(sample, len(narrowed)))
+        sample = request.whole(page_elements.sample_runs(narrowed))
+        provenance.append(page_elements.environments_html_table(sample, len(narrowed)))
     not_drawn = ["Not drawn: " + "; ".join(left_out)] if left_out else []
     sections = [
         *_summary_section(findings, marks),
@@ -270,15 +270,15 @@ _PREDICTED_COLUMN_NAMES = {
 def _reproduce_section(findings: Findings, request: ReportRequest) -> PageSection:
     specs = [row.spec for row in findings.rows]
     repeats = max((len(row.run_ids) for row in findings.rows), default=1)
-    sweep = page_provenance.reproducing_sweep_toml(specs, repeats)
+    sweep = page_elements.reproducing_sweep_toml(specs, repeats)
     clusters = list(dict.fromkeys(printable_excerpt(row.cluster) for row in findings.rows))
-    commands = page_provenance.reproducing_commands(
+    commands = page_elements.reproducing_commands(
         request.sources, clusters, request.condition, has_sweep=sweep is not None
     )
     blocks = [("Commands", "\n".join(commands))]
     blocks += [("again.toml, the points of this page as a sweep", sweep)] if sweep else []
     notes = (
-        [] if sweep or not specs else [f"more than {page_provenance.MAX_SWEEP_POINTS} points: use the original sweeps"]
+        [] if sweep or not specs else [f"more than {page_elements.MAX_SWEEP_POINTS} points: use the original sweeps"]
     )
     notes.append("a run that has a result is not run again: use another results tree (--results) to measure all anew")
     return PageSection("reproduce", "How to reproduce it", blocks=blocks, notes=notes)

@@ -12,8 +12,17 @@ import msgspec
 import polars
 
 from hpcbench.report.plots import theme
-from hpcbench.report.plots.bar_charts import BOX_NUMBERS, BOX_ROLE, DOT_ROLE, MISSING_ROLE, BoxChart, StackedBarChart
-from hpcbench.report.plots.gantt_chart import ACTION_STYLES, OTHER_ACTION, GanttChart
+from hpcbench.report.plots.bar_charts import (
+    ACTION_STYLES,
+    BOX_NUMBERS,
+    BOX_ROLE,
+    DOT_ROLE,
+    MISSING_ROLE,
+    OTHER_ACTION,
+    BoxChart,
+    GanttChart,
+    StackedBarChart,
+)
 from hpcbench.report.plots.line_chart import BAND, CROSSOVER, IDEAL, MAX_INTEGER_TICKS, MEASURED, PREDICTED, LineChart
 from hpcbench.report.plots.plot_model import Plot
 from hpcbench.report.plots.theme import PlotAxis, column_values, log_ticks

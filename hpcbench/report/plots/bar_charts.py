@@ -1,4 +1,4 @@
-"""Bar charts with one row per configuration: box plots of spreads and stacked bars of parts."""
+"""Bar charts: box plots of spreads and stacked bars of parts, one row per configuration, and actions over time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from hpcbench.report.plots import theme
-from hpcbench.report.plots.line_chart import axis_lines, flow_entries, truncated_text
+from hpcbench.report.plots.line_chart import axis_lines, flow_entries, styled_line, truncated_text
 from hpcbench.report.plots.theme import PlotAxis, column_values
 
 BOX_NUMBERS = ("low", "quarter", "median", "three_quarters", "high", "value")
@@ -166,3 +166,66 @@ class StackedBarChart:
         """The names of ``parts`` that ``frame`` has."""
         used = set(frame["part"])
         return [name for name in self.parts if name in used]
+
+
+SPAN_COLUMNS = ("panel", "source", "rank", "kind", "name", "chunk", "micro_batch", "begin_s", "end_s")
+"""``panel`` is the run, ``source`` whether a span was measured or planned, ``name`` the action and its micro-batch."""
+
+
+class ActionStyle(NamedTuple):
+    """The label and colours of an action."""
+
+    title: str
+    colour: str
+    ink: str
+
+
+ACTION_STYLES = {
+    "F": ActionStyle("forward", theme.SKY, "#000000"),
+    "B": ActionStyle("backward", theme.BLUE, "#FFFFFF"),
+    "I": ActionStyle("backward of inputs", theme.GREEN, "#000000"),
+    "W": ActionStyle("backward of weights", theme.ORANGE, "#000000"),
+}
+OTHER_ACTION = ActionStyle("other", theme.LIGHT_GREY, "#000000")
+
+
+@dataclass(frozen=True)
+class GanttChart:
+    """Rows of ``COLUMNS``; every run has a time axis of its own."""
+
+    axes: dict[str, PlotAxis]
+    """Time axis of each run."""
+
+    def text(self, frame: pl.DataFrame, width: int, *, plain: bool) -> list[Text]:
+        """Return the lines of the chart, see ``Chart.text``."""
+        left = len("rank ") + max(len(str(rank)) for rank in frame["rank"].to_list()) + 1
+        cells = max(8, width - left - 1)
+        lines: list[Text] = []
+        for run, axis in self.axes.items():
+            inside = frame.filter(frame["panel"] == run)
+            longest = max(column_values(inside, "end_s"))
+            if len(self.axes) > 1:
+                lines += [*([Text("")] if lines else []), truncated_text(run, width, "bold")]
+            for (source,), half in inside.group_by(["source"], maintain_order=True):
+                lines.append(truncated_text(str(source), width, "dim"))
+                for (rank,), spans in half.group_by(["rank"], maintain_order=True):
+                    name = Text(f"{f'rank {rank}':<{left}}{'|' if plain else '│'}")
+                    lines.append(name.append_text(_rank_line(spans, longest, cells)))
+            lines += axis_lines(0.0, longest / axis.factor, cells, left + 1, plain=plain)
+            lines.append(truncated_text(axis.heading.rjust(width), width, "dim"))
+        styles = {kind: style for kind, style in ACTION_STYLES.items() if kind in frame["kind"]}
+        entries = [Text.assemble((kind, style.colour), f" {style.title}") for kind, style in styles.items()]
+        return [*lines, Text(""), *flow_entries([*entries, Text("and its micro-batch")], width)]
+
+
+def _rank_line(spans: pl.DataFrame, longest: float, cells: int) -> Text:
+    """Names where actions begin, dots while they go on, blanks while the rank waits."""
+    line: list[tuple[str, str]] = [(" ", "")] * cells
+    for name, kind, begin, end in spans["name", "kind", "begin_s", "end_s"].iter_rows():
+        first = min(round(begin / longest * cells), cells - 1)
+        count = max(1, round(end / longest * cells) - first)
+        shown = name if len(name) <= count else name[:1]
+        colour = theme.terminal_colour(ACTION_STYLES.get(kind, OTHER_ACTION).colour)
+        for place, character in enumerate(shown.ljust(count, ".")[: cells - first]):
+            line[first + place] = (character, colour)
+    return styled_line(line)

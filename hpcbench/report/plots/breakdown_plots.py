@@ -1,20 +1,21 @@
-"""Plots with one row per configuration: parts of a step, peak memory per rank, distribution of step times."""
+"""Plots of single configurations: parts of a step, peak memory per rank, distribution of step times, and the timeline
+of a pipeline's step."""
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
 from typing import Any
 
 import polars as pl
 
 from hpcbench.report.configurations import STEP_TIME
-from hpcbench.report.phrases import pluralize
 from hpcbench.report.plots import bar_charts, theme
 from hpcbench.report.plots.plot_model import NothingToDraw, Plot, PlotRequest, join_texts, typed_frame
 from hpcbench.report.plots.point_data import plot_points, printable_name, row_name_column, select_rows, with_labels
 from hpcbench.report.plots.theme import make_axis
-from hpcbench.results.schema import RunResult
-from hpcbench.units import format_bytes, format_seconds
+from hpcbench.results.schema import PipelineTimeline, RunResult
+from hpcbench.units import format_bytes, format_seconds, pluralize
 
 COMPUTE, HIDDEN_COMM, EXPOSED_COMM, BUBBLE, REST = (
     "computation", "computation over communication", "communication", "bubble", "rest",
@@ -29,6 +30,7 @@ STEP_PARTS = {
 _MAX_ROWS_IN_ALT_TEXT = 6
 _PHASES = ("compute_s", "comm_s", "exposed_comm_s", "step_s")
 _IMPLAUSIBLE_SECONDS = 1e9
+"""Larger values cannot have been measured."""
 _Results = dict[tuple[str, str], RunResult]
 
 
@@ -217,3 +219,79 @@ def _timed_steps(result: RunResult) -> list[float]:
     """The seconds of the steps that count."""
     times = result.step_times_s[result.metrics.warmup_found_steps or 0 :]
     return [time for time in times if 0 < time < _IMPLAUSIBLE_SECONDS]
+
+
+_MAX_TIMELINES = 4
+_MAX_SPANS = 3000
+"""A step of more actions than a reader can distinguish is cut after so many."""
+_IMPLAUSIBLE_COUNT = 10**9
+_BUBBLE_COLUMN = "metrics.bubble_fraction"
+
+
+def timeline_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
+    """The untimed step whose actions were noted, of one launch of up to four configurations each."""
+    try:
+        points = plot_points(frame, request.by, _BUBBLE_COLUMN)
+    except NothingToDraw as empty:
+        reason = str(empty).replace("none has it measured", "none is a pipeline whose step was noted")
+        raise NothingToDraw(reason, empty.notes) from None
+    rows, notes = select_rows(points, request.by, _MAX_TIMELINES)
+    first_launches = rows.with_columns(pl.col("run_ids").list.head(1))
+    results = request.read_results(first_launches)
+    drawn: dict[str, list[dict[str, Any]]] = {}
+    summaries = []
+    for row in rows.iter_rows(named=True):
+        result = results.get((row["cluster"], row["run_ids"][0]))
+        if result is None or result.timeline is None or not result.timeline.ranks:
+            continue
+        micro_batches = pluralize(result.spec.micro_batches, "micro-batch", "micro-batches")
+        run = ", ".join(filter(None, [row["row"], row["panel"], micro_batches]))
+        spans = [{"panel": run, **span} for span in _timeline_spans(result.timeline)]
+        if len(spans) > _MAX_SPANS:
+            notes = [*notes, f"{run}: the first {_MAX_SPANS} of {len(spans)} actions"]
+        if spans:
+            drawn[run] = spans[:_MAX_SPANS]
+            summaries.append(_timeline_text(run, result.timeline))
+    if not drawn:
+        raise NothingToDraw("no result holds a timeline", notes)
+    axes = {run: make_axis("time", "s", [span["end_s"] for span in spans]) for run, spans in drawn.items()}
+    explanation = (
+        "measured: one untimed step of the first replica; planned: the same schedule, every action as long as the "
+        "median of its kind, messages at no cost"
+    )
+    numbers = [name for name in bar_charts.SPAN_COLUMNS if name.endswith("_s")]
+    every_span = [span for spans in drawn.values() for span in spans]
+    return Plot(
+        subtitle=", ".join(filter(None, [*(drawn if len(drawn) == 1 else ()), points.shared])),
+        alt=f"Timelines of {pluralize(len(drawn), 'pipeline')}. {'. '.join(summaries)}.",
+        drawing=bar_charts.GanttChart(axes),
+        frame=typed_frame(every_span, bar_charts.SPAN_COLUMNS, numbers, integers=("rank", "chunk", "micro_batch")),
+        notes=[explanation, *summaries, *notes],
+    )  # fmt: skip
+
+
+def _timeline_spans(timeline: PipelineTimeline) -> Iterator[dict[str, Any]]:
+    """The measured spans first, then the planned ones, rank by rank."""
+    for source in ("measured", "planned"):
+        for rank in sorted(timeline.ranks, key=lambda rank: rank.rank):
+            for span in getattr(rank, source):
+                largest = max(abs(value) for value in (rank.rank, span.chunk, span.micro_batch))
+                if 0 <= span.begin_s <= span.end_s < _IMPLAUSIBLE_SECONDS and largest < _IMPLAUSIBLE_COUNT:
+                    kind = printable_name(span.kind)[:1]
+                    yield {
+                        **span._asdict(), "kind": kind, "name": f"{kind}{span.micro_batch}",
+                        "source": source, "rank": rank.rank,
+                    }  # fmt: skip
+
+
+def _timeline_text(run: str, timeline: PipelineTimeline) -> str:
+    phases = (
+        ("measured", timeline.measured_s, timeline.bubble_fraction),
+        ("planned", timeline.planned_s, timeline.planned_bubble_fraction),
+    )
+    texts = [
+        f"{source} {format_seconds(seconds)}, bubble {bubble:.0%}"
+        for source, seconds, bubble in phases
+        if seconds is not None and bubble is not None
+    ]
+    return f"{run}: {'; '.join(texts)}" if texts else run

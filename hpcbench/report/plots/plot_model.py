@@ -10,9 +10,9 @@ import polars as pl
 from rich.text import Text
 
 from hpcbench.report.column_names import short_name
-from hpcbench.report.phrases import count_span, pluralize
 from hpcbench.report.plots.theme import column_values
 from hpcbench.results.schema import RunResult
+from hpcbench.units import count_span, pluralize
 
 ReadFullResults = Callable[[Sequence[tuple[str, str]]], Iterable[RunResult]]
 """Gives the whole results of (cluster, run_id) pairs: what is in files alone, such as single steps."""

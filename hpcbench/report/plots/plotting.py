@@ -22,8 +22,7 @@ from hpcbench.paths import results_folder
 from hpcbench.report.column_names import Condition, resolve_column, source_columns
 from hpcbench.report.configurations import filter_launches
 from hpcbench.report.load_results import full_results, load_frame
-from hpcbench.report.plots.breakdown_plots import distribution_plot, memory_plot, step_parts_plot
-from hpcbench.report.plots.gantt_chart import timeline_plot
+from hpcbench.report.plots.breakdown_plots import distribution_plot, memory_plot, step_parts_plot, timeline_plot
 from hpcbench.report.plots.plot_model import NothingToDraw, Plot, PlotRequest
 from hpcbench.report.plots.point_data import POINT_COLUMNS
 from hpcbench.report.plots.scaling_plots import (

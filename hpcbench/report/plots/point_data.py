@@ -29,9 +29,9 @@ from hpcbench.report.configurations import (
     ok_results,
     with_speedups,
 )
-from hpcbench.report.phrases import pluralize
 from hpcbench.report.plots.plot_model import NothingToDraw
 from hpcbench.results.schema import STATUS_OK
+from hpcbench.units import pluralize
 
 MAX_PANELS = 9
 MAX_SERIES = 12

@@ -13,13 +13,12 @@ from typing import NamedTuple
 import polars as pl
 
 from hpcbench.report.configurations import HIGH, LOW, STEP_TIME, THROUGHPUT
-from hpcbench.report.phrases import pluralize
 from hpcbench.report.plots import plot_model
 from hpcbench.report.plots.line_chart import BAND, CROSSOVER, IDEAL, MEASURED, PREDICTED, LineChart, line_rows
 from hpcbench.report.plots.plot_model import NothingToDraw, Plot, PlotRequest, legend_title, whisker_notes
 from hpcbench.report.plots.point_data import PlotPoints, plot_points, printable_name, with_printable_names
 from hpcbench.report.plots.theme import PlotAxis, count_axis, make_axis
-from hpcbench.units import format_seconds
+from hpcbench.units import format_seconds, pluralize
 
 TOKEN_RATE, MFU, HFU = "metrics.tokens_per_s", "metrics.mfu", "metrics.hfu"
 

@@ -26,7 +26,7 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
 from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.mesh import RankMesh
-from hpcbench.results.dry_run_record import DryRunAnswer, DryRunTask, StepFigures
+from hpcbench.results.probe_records import DryRunAnswer, DryRunTask, StepFigures
 from hpcbench.worker.dry_run.fake_rank import NotFakeableError, dry_run_rank
 from hpcbench.worker.dry_run.step_recorder import DataDependentBranch, site_of_line
 from hpcbench.worker.failure import describe_error

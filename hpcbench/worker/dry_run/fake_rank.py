@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.catalog import get_strategy, options_with_defaults
 from hpcbench.parallel.gradient_buckets import MIB
-from hpcbench.results.dry_run_record import DryRunTask, StepFigures
+from hpcbench.results.probe_records import DryRunTask, StepFigures
 from hpcbench.worker.distributed import process_groups
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.dry_run.fake_feed import FakeFeed, shorten_steps
