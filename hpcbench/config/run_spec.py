@@ -247,10 +247,7 @@ def read_task(path: Path, index: int) -> tuple[TaskFileHeader, RunTask]:
 
 
 def max_job_minutes(
-    nodes: int,
-    max_time_min: float | None,
-    steps: Sequence[tuple[int, float]] = (),
-    max_node_hours: float | None = None,
+    nodes: int, max_time_min: float | None, steps: Sequence[tuple[int, float]] = (), max_node_hours: float | None = None
 ) -> float | None:
     """The longest that a job of ``nodes`` may take, in minutes; ``None`` where nothing limits it.
 

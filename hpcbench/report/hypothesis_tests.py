@@ -296,12 +296,7 @@ def _combine(p_values: Sequence[PValues]) -> PValues:
 def _too_few_launches(test: WinnerTest) -> WinnerVerdict:
     ratio = statistics.median(test.winner) / statistics.median(test.rivals[0]) if test.rivals else None
     why = f"not enough repeats ({_launch_counts(test)}; at least {MIN_LAUNCHES_T_TEST} each)"
-    return WinnerVerdict(
-        INCONCLUSIVE,
-        why,
-        f"set `repeats = {MIN_LAUNCHES_RANK_TEST}` in the sweep",
-        ratio,
-    )
+    return WinnerVerdict(INCONCLUSIVE, why, f"set `repeats = {MIN_LAUNCHES_RANK_TEST}` in the sweep", ratio)
 
 
 def _launch_counts(test: WinnerTest) -> str:
