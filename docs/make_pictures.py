@@ -16,9 +16,10 @@ from pathlib import Path
 from rich.console import Console
 
 from hpcbench.paths import results_folder
-from hpcbench.report.configurations import rows_from_collected
+from hpcbench.report.configurations import rows_from_frame
 from hpcbench.report.results_table import results_text_view
 from hpcbench.report.table_output import PrintedView
+from hpcbench.results.frame import collected_frame
 from hpcbench.results.results_tree import ResultsTree, collect_results
 from hpcbench.results.schema import RunResult
 from hpcbench.submit.submission_record import select_sweeps
@@ -93,7 +94,7 @@ def quickstart() -> None:
     """``docs/pictures/quickstart.svg``."""
     tree = ResultsTree(results_folder())
     ((cluster, record),) = select_sweeps(tree, ["quickstart"], "local")
-    rows = rows_from_collected(collect_results(tree.cluster(cluster), record.run_ids))
+    rows = rows_from_frame(collected_frame(collect_results(tree.cluster(cluster), record.run_ids)))
     console = recorder()
     console.print(PrintedView(results_text_view(rows, "quickstart on local")))
     PICTURES.mkdir(exist_ok=True)

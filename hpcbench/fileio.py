@@ -9,7 +9,9 @@ import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+import msgspec
 
 from hpcbench.errors import StorageError
 
@@ -24,6 +26,11 @@ _CONTROL_CHARACTERS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff"
     r"\U000e0000-\U000e007f]"
 )
+
+
+def encode_indented_json(value: Any) -> bytes:
+    """JSON as files hold it."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
 
 
 def write_atomic(path: Path, data: bytes) -> None:

@@ -13,7 +13,7 @@ from hpcbench.cli.plan_options import keep_one_off, load_plan
 from hpcbench.cli.run_commands import check_send_outcome, print_submit_outcome, watch_runs
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
 from hpcbench.errors import EXIT_OK, EXIT_RUNS_FAILED, EXIT_SYSTEM_REFUSED, ConfigError
-from hpcbench.fileio import make_folder, printable_text, write_atomic
+from hpcbench.fileio import encode_indented_json, make_folder, printable_text, write_atomic
 from hpcbench.forecast.forecast import Forecast
 from hpcbench.forecast.gpu_check import (
     MAX_LOOP_RATIO,
@@ -88,7 +88,7 @@ def run_gpu_check(cluster_name: str, results: str | None, out: Path | None, *, a
     check = evaluate_check(plan, tree, states, Forecast(profile, tree))
     path = out or Path(f"{SWEEP_NAME}-{profile.name}.json")
     make_folder(path.parent)
-    write_atomic(path, msgspec.json.format(msgspec.json.encode(check), indent=1) + b"\n")
+    write_atomic(path, encode_indented_json(check))
     if as_json:
         print_json(check)
     else:

@@ -33,7 +33,7 @@ from hpcbench.cli.plan_options import check_options, cluster_argument, cluster_o
 from hpcbench.cli.run_commands import check_send_outcome, print_submit_outcome, watch_runs
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
 from hpcbench.errors import ConfigError, did_you_mean
-from hpcbench.fileio import make_folder, printable_excerpt, write_atomic
+from hpcbench.fileio import encode_indented_json, make_folder, printable_excerpt, write_atomic
 from hpcbench.forecast.forecast import Forecast
 from hpcbench.forecast.oracle_requests import (
     LayoutRecommendation,
@@ -273,7 +273,7 @@ def validate(
     document = validation_json(validation.cases, validation.scores, validation.notes)
     if out is not None:
         if out.suffix == ".json":
-            write_atomic(out, msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
+            write_atomic(out, encode_indented_json(document))
         else:
             write_view(configuration_cases_view(validation.cases), out)
         print_message(f"{len(validation.cases)} configurations written to {out}")

@@ -140,6 +140,20 @@ def parse_sweep(data: dict[str, Any], source: TomlSource) -> Sweep:
     varied = (
         item for settings in (*(step for axis in axes for step in axis.steps), *includes) for item in settings.items()
     )
+    rules = []
+    for number, table in enumerate(file.exclude):
+        values = table.model_dump(exclude_none=True)
+        when = values.pop("when", None)
+        place = source.where(("exclude", number))
+        keys = {key: value if isinstance(value, list) else [value] for key, value in _flatten_tables(values).items()}
+        if not keys and when is None:
+            message = "an [[exclude]] without keys and without `when` excludes everything"
+            problems.append(source.error(message, "exclude", number))
+            continue
+        words = [f"{'.'.join(key)} = {', '.join(map(str, values))}" for key, values in keys.items()]
+        rule = f"[[exclude]] {' and '.join([*words, *([when] if when else [])])} ({place})"
+        expression = _parse_expression(when, source.where(("exclude", number, "when")), problems) if when else None
+        rules.append(ExclusionRule(rule, keys, expression))
     sweep = Sweep(
         name=file.name,
         description=file.description,
@@ -148,7 +162,7 @@ def parse_sweep(data: dict[str, Any], source: TomlSource) -> Sweep:
         fixed=_flatten_tables(file.fixed.model_dump(exclude_none=True)),
         axes=axes,
         includes=includes,
-        excludes=_read_exclusions(file, source, problems),
+        excludes=rules,
         derived=_parse_derived(file, source, problems),
         stops=parse_stop_rules(file.stop, varied, source, problems),
         submit=file.submit,
@@ -186,24 +200,6 @@ def _read_axes(
         strong: ParameterSettings = {("global_batch_size",): size} if size is not None else {}
         axes.append(SweepAxis(("scaling",), [{("nodes",): nodes, **strong} for nodes in file.scaling.nodes]))
     return axes
-
-
-def _read_exclusions(file: SweepFile, source: TomlSource, problems: list[HpcbenchError]) -> list[ExclusionRule]:
-    rules = []
-    for number, table in enumerate(file.exclude):
-        values = table.model_dump(exclude_none=True)
-        when = values.pop("when", None)
-        place = source.where(("exclude", number))
-        keys = {key: value if isinstance(value, list) else [value] for key, value in _flatten_tables(values).items()}
-        if not keys and when is None:
-            message = "an [[exclude]] without keys and without `when` excludes everything"
-            problems.append(source.error(message, "exclude", number))
-            continue
-        words = [f"{'.'.join(key)} = {', '.join(map(str, values))}" for key, values in keys.items()]
-        rule = f"[[exclude]] {' and '.join([*words, *([when] if when else [])])} ({place})"
-        expression = _parse_expression(when, source.where(("exclude", number, "when")), problems) if when else None
-        rules.append(ExclusionRule(rule, keys, expression))
-    return rules
 
 
 def _parse_derived(
@@ -274,7 +270,12 @@ def expand_sweep(sweep: Sweep) -> Iterator[SweepPoint | ExcludedPoint]:
         point = dict(fixed)
         for step in steps:
             _set_parameters(point, step)
-        _apply_derived(sweep, point)
+        # Apply derived parameters in the order of the file: one may use those above it. An include's own value wins.
+        for parameter, expression in sweep.derived.items():
+            if parameter[-1] not in (point if len(parameter) == 1 else point.get(parameter[0], ())):
+                value = expression(expression_values(point))
+                if value is not None:
+                    _set_parameters(point, {parameter: _convert_derived(parameter, value, expression.where)})
         rule = find_exclusion(sweep, point)
         for repeat in range(sweep.repeats):
             numbered = {**point, "repeat": repeat}
@@ -293,18 +294,6 @@ def _set_parameters(point: SweepPoint, settings: ParameterSettings) -> None:
     """Set parameters; a table that is there already is replaced, since other points may share it."""
     for (name, *key), value in settings.items():
         point[name] = {**point.get(name, {}), key[0]: value} if key else value
-
-
-def _apply_derived(sweep: Sweep, point: SweepPoint) -> None:
-    """Apply derived parameters in the order of the file: one may use those above it. An include's own value wins.
-
-    A parameter derived as ``None`` stays unset: an option of some strategies, a degree that follows from the others.
-    """
-    for parameter, expression in sweep.derived.items():
-        if parameter[-1] not in (point if len(parameter) == 1 else point.get(parameter[0], ())):
-            value = expression(expression_values(point))
-            if value is not None:
-                _set_parameters(point, {parameter: _convert_derived(parameter, value, expression.where)})
 
 
 def _convert_derived(parameter: ParameterPath, value: Any, where: str | None) -> Any:

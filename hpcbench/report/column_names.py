@@ -94,17 +94,13 @@ def with_option_column(frame: pl.DataFrame, column: str) -> pl.DataFrame:
     assert option is not None, f"{column} is no option"
     table, key = option
     texts = frame[table].unique().drop_nulls().to_list()
-    values = _to_common_type([msgspec.json.decode(text).get(key) for text in texts])
+    values = [msgspec.json.decode(text).get(key) for text in texts]
+    kinds = {type(value) for value in values if value is not None}
+    if len(kinds) > 1:
+        common = float if kinds == {int, float} else str
+        values = [None if value is None else common(value) for value in values]
     options = pl.DataFrame({table: texts, column: values}, schema_overrides={table: pl.String}, strict=False)
     return frame.join(options, on=table, how="left", maintain_order="left")
-
-
-def _to_common_type(values: list[Any]) -> list[Any]:
-    kinds = {type(value) for value in values if value is not None}
-    if len(kinds) < 2:
-        return values
-    common = float if kinds == {int, float} else str
-    return [None if value is None else common(value) for value in values]
 
 
 def with_derived_columns(frame: pl.DataFrame) -> pl.DataFrame:
@@ -157,7 +153,7 @@ class Condition:
         """
         import polars as pl
 
-        columns = list(dict.fromkeys(_stored_column(name) for name in self._columns.values()))
+        columns = list(dict.fromkeys((split_option_column(name) or (name,))[0] for name in self._columns.values()))
         if not columns:
             return pl.Series("holds", [self.expression.holds({})] * len(frame), dtype=pl.Boolean)
         values = with_derived_columns(frame).select(columns)
@@ -174,11 +170,6 @@ class Condition:
             if None in values.values():
                 return False
             raise
-
-
-def _stored_column(column: str) -> str:
-    option = split_option_column(column)
-    return option[0] if option else column
 
 
 def _column_value(column: str, row: dict[str, Any]) -> Any:

@@ -13,8 +13,7 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.report.column_names import Condition, with_derived_columns
 from hpcbench.report.results_table import ResultRow
-from hpcbench.results.frame import JSON_TEXT, collected_frame, column_types
-from hpcbench.results.results_tree import CollectedResult
+from hpcbench.results.frame import JSON_TEXT, column_types
 from hpcbench.results.schema import STATUS_BROKEN, STATUS_OK
 
 Scaling = Literal["weak", "strong"]
@@ -61,7 +60,15 @@ def aggregate_launches(frame: pl.DataFrame) -> pl.DataFrame:
         pl.col(rest).first(), figures, largest, varying.min().name.suffix(f":{LOW}"),
         varying.max().name.suffix(f":{HIGH}"), *others, launches=pl.len(), run_ids=pl.col("run_id"),
     )  # fmt: skip
-    return _single_launch_spread(grouped).drop("_alone")
+    # Replace the spread of rows with a single launch by the interval of the median, if there is one.
+    single = pl.col("launches") < 2
+    bounds = {}
+    for name in [name for name in grouped.columns if name.endswith((f":{LOW}", f":{HIGH}"))]:
+        column, _, side = name.rpartition(":")
+        within = SPREAD_COLUMNS[side == HIGH]
+        own = pl.col(within) if column == STEP_TIME and within in grouped.columns else pl.lit(None)
+        bounds[name] = pl.when(single).then(own).otherwise(pl.col(name))
+    return grouped.with_columns(**bounds).drop("_alone")
 
 
 def filter_launches(frame: pl.DataFrame, where: Condition | None) -> pl.DataFrame:
@@ -76,18 +83,6 @@ def filter_launches(frame: pl.DataFrame, where: Condition | None) -> pl.DataFram
     keys = [*CONFIGURATION_KEYS, "status"]
     rows = aggregate_launches(frame)
     return frame.join(rows.filter(where.mask(rows)), on=keys, how="semi", nulls_equal=True, maintain_order="left")
-
-
-def _single_launch_spread(grouped: pl.DataFrame) -> pl.DataFrame:
-    """Replace the spread of rows with a single launch by the interval of the median, if there is one."""
-    single = pl.col("launches") < 2
-    bounds = {}
-    for name in [name for name in grouped.columns if name.endswith((f":{LOW}", f":{HIGH}"))]:
-        column, _, side = name.rpartition(":")
-        within = SPREAD_COLUMNS[side == HIGH]
-        own = pl.col(within) if column == STEP_TIME and within in grouped.columns else pl.lit(None)
-        bounds[name] = pl.when(single).then(own).otherwise(pl.col(name))
-    return grouped.with_columns(**bounds)
 
 
 def with_speedups(
@@ -157,16 +152,12 @@ ROW_ORDER = (
 """The default order of rows."""
 
 
-def rows_from_collected(collected: Iterable[CollectedResult]) -> list[ResultRow]:
-    """Return rows in the order in which their configurations first appear; failed runs are rows with a reason."""
-    return rows_from_frame(collected_frame(collected))
+def rows_from_frame(frame: pl.DataFrame, baseline: Condition | None = None) -> list[ResultRow]:
+    """Return the rows of a frame with all columns, in the order in which their configurations first appear.
 
-
-def rows_from_frame(
-    frame: pl.DataFrame, baseline: Condition | None = None, scaling: Scaling = "weak"
-) -> list[ResultRow]:
-    """Return the rows of a frame with all columns; broken files come last."""
-    grouped = with_speedups(aggregate_launches(frame), baseline, scaling)
+    Failed runs are rows with a reason; broken files come last.
+    """
+    grouped = with_speedups(aggregate_launches(frame), baseline)
     rows = [_row_from_values(values) for values in grouped.iter_rows(named=True)]
     return sorted(rows, key=lambda row: row.status == STATUS_BROKEN)
 

@@ -143,7 +143,10 @@ def rank_sum_test(base: Sequence[float], new: Sequence[float]) -> PValues:
 
     With more than ``_MAX_EXACT_LAUNCHES`` values the normal approximation, corrected for ties and continuity.
     """
-    ranks = _doubled_ranks([*base, *new])
+    # Twice the rank of each value, so that the mean rank of ties is an integer.
+    values = [*base, *new]
+    ordered = sorted(values)
+    ranks = [bisect.bisect_left(ordered, value) + bisect.bisect_right(ordered, value) + 1 for value in values]
     total = sum(ranks[len(base) :])
     if len(ranks) <= _MAX_EXACT_LAUNCHES:
         counts = _rank_sum_counts(tuple(sorted(ranks)), len(new))
@@ -158,12 +161,6 @@ def rank_sum_test(base: Sequence[float], new: Sequence[float]) -> PValues:
         return PValues(1.0, 1.0)
     normal = statistics.NormalDist(0, math.sqrt(variance))
     return PValues(1 - normal.cdf(total - mean - 1), normal.cdf(total - mean + 1))
-
-
-def _doubled_ranks(values: Sequence[float]) -> list[int]:
-    """Return twice the rank of each value, so that the mean rank of ties is an integer."""
-    ordered = sorted(values)
-    return [bisect.bisect_left(ordered, value) + bisect.bisect_right(ordered, value) + 1 for value in values]
 
 
 @functools.lru_cache(maxsize=256)

@@ -44,7 +44,17 @@ def find_layer_tables(
     Raises:
         ConfigError: a name is unknown, or no model takes any of the data sets.
     """
-    _check_names(models, datasets, folder)
+    for name in datasets:
+        if name not in DATASETS:
+            raise ConfigError(f"unknown dataset {name!r}", hint=did_you_mean(name, DATASETS))
+    for name in models:
+        if not is_custom_model(name):
+            catalog_model(name)
+        elif problem := check_custom_model(name, folder.resolve(), "--model"):
+            raise problem
+        elif not datasets:
+            message = f"{name} is a custom model: its data sets are unknown"
+            raise ConfigError(message, where="--model", hint="name one with --dataset")
     requests, reasons = [], []
     for model in models or shipped_models():
         for dataset in datasets or DATASETS:
@@ -60,20 +70,6 @@ def find_layer_tables(
         more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
         raise ConfigError(f"no such model takes such a dataset: {reasons[0]}{more}")
     return [load_layer_table(request) for request in requests]
-
-
-def _check_names(models: Sequence[str], datasets: Sequence[str], folder: Path) -> None:
-    for name in datasets:
-        if name not in DATASETS:
-            raise ConfigError(f"unknown dataset {name!r}", hint=did_you_mean(name, DATASETS))
-    for name in models:
-        if not is_custom_model(name):
-            catalog_model(name)
-        elif problem := check_custom_model(name, folder.resolve(), "--model"):
-            raise problem
-        elif not datasets:
-            message = f"{name} is a custom model: its data sets are unknown"
-            raise ConfigError(message, where="--model", hint="name one with --dataset")
 
 
 def sort_layer_tables(tables: list[LayerTable], sort: str) -> list[LayerTable]:

@@ -36,10 +36,8 @@ ACTION_UNITS = {FORWARD: 1, BACKWARD: 2, BACKWARD_INPUT: 1, BACKWARD_WEIGHT: 1}
 DIAGRAM_WIDTH = 80
 
 
-def schedule_diagram(
-    schedule: str, layout: PipelineLayout, micro_batches: int, width: int = DIAGRAM_WIDTH
-) -> list[str]:
-    """Return lines of at most ``width`` characters, folded if the step is longer.
+def schedule_diagram(schedule: str, layout: PipelineLayout, micro_batches: int) -> list[str]:
+    """Return lines of at most ``DIAGRAM_WIDTH`` characters, folded if the step is longer.
 
     Every cell is a unit of time: the kind of the action and its micro-batch (``F3``), before it the number of the
     rank's chunk if it has several (``2F3``), dots while the action continues, blanks while the rank waits:
@@ -54,7 +52,7 @@ def schedule_diagram(
     cell = len(str(micro_batches - 1)) + 2 + (layout.virtual_stages > 1)
     rows = [_rank_row(timeline, rank, layout, cell) for rank in range(layout.ranks)]
     start = max(len(name) for name in names) + 1
-    fold = max((width - start - 1) // cell, 1) * cell
+    fold = max((DIAGRAM_WIDTH - start - 1) // cell, 1) * cell
     total = int(timeline.end) * cell
     lines = [f"{schedule}, {micro_batches} micro-batches: bubble {timeline.bubble_fraction:.1%} of equal stages"]
     for first in range(0, total, fold):

@@ -99,7 +99,14 @@ def machine_notes(machines: Sequence[Machine]) -> list[str]:
 def predictions_view(rows: Sequence[PredictedConfiguration], title: str) -> View:
     """One row per configuration."""
     varying, shared = split_parameters([row.spec for row in rows])
-    redundant = _redundant_parameters(rows, varying)
+    # The training parameters without which the other columns still identify every row.
+    kept = list(varying)
+    for name in _TRAINING_PARAMETERS:
+        others = [other for other in kept if other != name]
+        cells = {tuple(column.cell_of(row) for column in identity_columns(rows, others)) for row in rows}
+        if name in kept and len(cells) == len(rows):
+            kept = others
+    redundant = [name for name in varying if name not in kept]
     limits = {row.known.memory_limit_bytes for row in rows if row.known}
     columns = [
         *identity_columns(rows, [name for name in varying if name not in redundant]),
@@ -115,7 +122,17 @@ def predictions_view(rows: Sequence[PredictedConfiguration], title: str) -> View
         names = join_words([f"`{name}`" for name in redundant])
         verb = "vary" if len(redundant) > 1 else "varies"
         notes.insert(0, f"{names} also {verb}; hidden since the other columns identify every row")
-    notes += _prediction_notes(rows, limits)
+    notes += [
+        "[90 %]: prediction interval, from the assumed uncertainty of the hardware figures above",
+        "split: % of the step in computation + exposed communication + pipeline bubble",
+    ]
+    if len(limits) == 1 and None not in limits:
+        capacity = format_bytes(max(limit or 0 for limit in limits))
+        notes.append(f"memory: peak of the rank that uses most; capacity {capacity}")
+    if any(row.known and row.known.fits is False for row in rows):
+        notes.append("!: does not fit; the time is that of a rank with more memory")
+    if None in limits:
+        notes.append("the profile defines no memory: whether a run fits is unknown")
     notes += basis_notes([row.known for row in rows])
     reasons = Counter(row.prediction.reason for row in rows if isinstance(row.prediction, NotPredicted))
     warnings = [f"not priced: {count} of {len(rows)}: {reason}" for reason, count in reasons.most_common()]
@@ -124,17 +141,6 @@ def predictions_view(rows: Sequence[PredictedConfiguration], title: str) -> View
 
 _TRAINING_PARAMETERS = ("weight_decay", "momentum", "learning_rate", "optimizer", "options")
 """Parameters that hardly influence a prediction."""
-
-
-def _redundant_parameters(rows: Sequence[PredictedConfiguration], varying: list[str]) -> list[str]:
-    """The training parameters without which the other columns still identify every row."""
-    kept = list(varying)
-    for name in _TRAINING_PARAMETERS:
-        others = [other for other in kept if other != name]
-        cells = {tuple(column.cell_of(row) for column in identity_columns(rows, others)) for row in rows}
-        if name in kept and len(cells) == len(rows):
-            kept = others
-    return [name for name in varying if name not in kept]
 
 
 def _figure(
@@ -214,21 +220,6 @@ def memory_text(prediction: Prediction, limit: bool = True) -> str:
     if limit and prediction.memory_limit_bytes is not None:
         text += f" of {format_bytes(prediction.memory_limit_bytes)}"
     return text + (" !" if prediction.fits is False else "")
-
-
-def _prediction_notes(rows: Sequence[PredictedConfiguration], limits: set[int | None]) -> list[str]:
-    notes = [
-        "[90 %]: prediction interval, from the assumed uncertainty of the hardware figures above",
-        "split: % of the step in computation + exposed communication + pipeline bubble",
-    ]
-    if len(limits) == 1 and None not in limits:
-        capacity = format_bytes(max(limit or 0 for limit in limits))
-        notes.append(f"memory: peak of the rank that uses most; capacity {capacity}")
-    if any(row.known and row.known.fits is False for row in rows):
-        notes.append("!: does not fit; the time is that of a rank with more memory")
-    if None in limits:
-        notes.append("the profile defines no memory: whether a run fits is unknown")
-    return notes
 
 
 def fitted_parameters(machine: Machine) -> Iterator[tuple[str, str]]:

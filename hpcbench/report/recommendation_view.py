@@ -57,14 +57,14 @@ def candidate_name(candidate: Candidate) -> str:
     return " ".join(words)
 
 
-def _ratio_text(rank: int, candidate: Candidate) -> str:
+def _ratio_text(rank: int, candidate: Candidate | RankedLayout) -> str:
     if rank == 1:
         return "1"
     mark = "" if candidate.is_told_apart else " ~"
     return f"{candidate.ratio:.2f} [{candidate.ratio_low:.2f} {candidate.ratio_high:.2f}]{mark}"
 
 
-def _count_equivalent(candidates: Sequence[Candidate]) -> int:
+def _count_equivalent(candidates: Sequence[Candidate | RankedLayout]) -> int:
     """The number of candidates behind the first that are not significantly slower."""
     return sum(not candidate.is_told_apart for candidate in candidates[1:])
 
@@ -203,7 +203,7 @@ def layouts_view(found: LayoutRecommendation, nodes: int, most: int) -> View:
     columns = [
         Column("place", "", lambda row: row[0], is_key=True),
         text_column("layout", lambda row: layout_name(row[1].layout), is_key=True),
-        Column("ratio", "to best [90 %]", lambda row: row[1].ratio, lambda row: _layout_ratio_text(*row)),
+        Column("ratio", "to best [90 %]", lambda row: row[1].ratio, lambda row: _ratio_text(*row)),
         Column("step_time_s", "step [90 %]", lambda row: row[1].step_time_s, lambda row: _step_text(row[1])),
         Column("tokens_per_s_per_device", "tokens/s /device", lambda row: row[1].tokens_per_s_per_gpu,
                lambda row: format_rate(row[1].tokens_per_s_per_gpu)),
@@ -214,13 +214,6 @@ def layouts_view(found: LayoutRecommendation, nodes: int, most: int) -> View:
         text_column("runs", lambda row: "" if priced_only_reason(found.shape, row[1].layout) else "yes"),
     ]  # fmt: skip
     return View.from_rows(title, columns, enumerate(ranking.layouts[:most], 1), _view_notes(found, ranking, most))
-
-
-def _layout_ratio_text(rank: int, row: RankedLayout) -> str:
-    if rank == 1:
-        return "1"
-    mark = "" if row.is_told_apart else " ~"
-    return f"{row.ratio:.2f} [{row.ratio_low:.2f} {row.ratio_high:.2f}]{mark}"
 
 
 def _step_text(row: RankedLayout) -> str:
@@ -239,7 +232,7 @@ def _view_notes(found: LayoutRecommendation, ranking: LayoutRanking, most: int) 
         f"{ranking.examined:,} layouts examined, {ranking.priced:,} priced; memory up to "
         f"{found.machine.fits_below_gib:.0f} GiB of {found.machine.device.memory_gib:.0f}"
     )
-    if equivalent := sum(not row.is_told_apart for row in ranking.layouts[1:]):
+    if equivalent := _count_equivalent(ranking.layouts):
         yield f"~: not significantly slower than the first ({pluralize(equivalent, 'layout')}); measure them"
     if ranking.tight:
         best = ranking.tight[0]

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import polars as pl
 
 from hpcbench.config.run_spec import REFERENCE_REPEAT
-from hpcbench.results.schema import STATUS_OK
+from hpcbench.results.schema import STATUS_OK, StepTimeStatistics
 from hpcbench.units import pluralize
 
 MIN_LAUNCHES = 3
@@ -27,17 +27,13 @@ STEP_TIME = "metrics.step_time_s.median"
 _TIME = "file.mtime_ns"
 DRIFT_COLUMNS = ("cluster", "sweep", "status", "spec.repeat", _TIME, STEP_TIME)
 """Columns that a frame must have."""
-_STEP_TIMES = tuple(
-    f"metrics.step_time_s.{name}"
-    for name in ("median", "mean", "std", "p10", "p90", "min", "max", "ci95_low", "ci95_high")
-)
 _PHASES = tuple(
     f"metrics.{name}_s"
     for name in ("compute", "forward", "backward", "optimizer", "comm", "exposed_comm", "wire", "wait", "data")
 )
 _DURATIONS = (
-    *_STEP_TIMES, *_PHASES, "metrics.timed_s", "metrics.epoch_time_s", "metrics.time_to_accuracy_s",
-    "metrics.time_to_accuracy_with_evaluation_s",
+    *(f"metrics.step_time_s.{name}" for name in StepTimeStatistics.__struct_fields__), *_PHASES, "metrics.timed_s",
+    "metrics.epoch_time_s", "metrics.time_to_accuracy_s", "metrics.time_to_accuracy_with_evaluation_s",
 )  # fmt: skip
 _RATES = tuple(
     f"metrics.{name}"

@@ -60,23 +60,19 @@ def results_text_view(rows: list[ResultRow], title: str) -> View:
     varying, shared = split_parameters([row.spec for row in rows if row.spec is not None])
     footnotes = WarningFootnotes(rows)
     identity = identity_columns(rows, varying)
-    equal = _equal_failures(rows, identity)
+    # The rows; those without figures that would look the same (launches of a configuration) are together.
+    groups: dict[Any, list[ResultRow]] = {}
+    for row in rows:
+        is_single = row.status == STATUS_OK or row.step_time_s is not None or row.spec is None
+        looks = (row.status, row.warnings, [column.raw_of(row) for column in identity])
+        groups.setdefault(row.run_ids[0] if is_single else repr(looks), []).append(row)
+    equal = list(groups.values())
     counts = {members[0].run_ids[0]: f" ({len(members)})" for members in equal if len(members) > 1}
     status = text_column("status", lambda row: f"{row.status}{counts.get(row.run_ids[0], '')}{footnotes.marks(row)}")
     columns = [*identity, *_metric_columns(rows), status]
     notes = [*([f"all runs: {shared}"] if shared else []), *_table_notes(rows)]
     shown = [members[0] for members in equal]
     return View.from_rows(title, columns, shown, notes, [*_failure_notes(rows), *footnotes.footnotes()])
-
-
-def _equal_failures(rows: list[ResultRow], identity: Sequence[Column]) -> list[list[ResultRow]]:
-    """The rows; those without figures that would look the same (launches of a configuration) are together."""
-    groups: dict[Any, list[ResultRow]] = {}
-    for row in rows:
-        is_single = row.status == STATUS_OK or row.step_time_s is not None or row.spec is None
-        looks = (row.status, row.warnings, [column.raw_of(row) for column in identity])
-        groups.setdefault(row.run_ids[0] if is_single else repr(looks), []).append(row)
-    return list(groups.values())
 
 
 _DATA_FIELDS = [name for name in ResultRow.__dataclass_fields__ if name not in {"spec", "warnings", "run_ids"}]

@@ -81,7 +81,17 @@ def status_text(
     rows = [_status_row(group, details) for group in shown]
     hidden = sum(len(group) for group in groups[len(shown) :])
     last = [click.style(f"and {hidden} more: --all or --json lists them", dim=True)] if hidden else []
-    return "\n".join([headline, "", *_status_table(rows, width), *last])
+    filled = {name for name in _DETAIL_ORDER if name == "job" or any(getattr(row, name) for row in rows)}
+    columns = [name for name in _DETAIL_ORDER if name in filled]
+    widths = {name: max(len(getattr(row, name)) for row in (_HEADINGS, *rows)) for name in columns}
+    indent = sum(widths.values()) + 2 * len(widths)
+    room = max(width - indent - 1, _MIN_REASON_WIDTH) if width else None
+    lines = [click.style(_status_line(_HEADINGS, widths).rstrip(), dim=True)]
+    for row in rows:
+        first, *others = (textwrap.wrap(row.reason, room) if room else [row.reason]) or [""]
+        lines.append(_status_line(row._replace(reason=first), widths, STATUS_STYLE.get(row.state)).rstrip())
+        lines += [" " * indent + line for line in others]
+    return "\n".join([headline, "", *lines, *last])
 
 
 def _group_runs(runs: Iterable[tuple[str, RunState]]) -> list[RunGroup]:
@@ -124,20 +134,6 @@ def _configuration(spec: RunSpec) -> str:
     """``resnet18 ddp 2x4 b16``: model, strategy, nodes x ranks on each, batch size, and the repeat."""
     words = [spec.model, strategy_label(spec), f"{spec.nodes}x{spec.tasks_per_node}", f"b{spec.batch_size}"]
     return " ".join([*words, f"r{spec.repeat}"] if spec.repeat else words)
-
-
-def _status_table(rows: list[_StatusRow], width: int | None) -> list[str]:
-    filled = {name for name in _DETAIL_ORDER if name == "job" or any(getattr(row, name) for row in rows)}
-    columns = [name for name in _DETAIL_ORDER if name in filled]
-    widths = {name: max(len(getattr(row, name)) for row in (_HEADINGS, *rows)) for name in columns}
-    indent = sum(widths.values()) + 2 * len(widths)
-    room = max(width - indent - 1, _MIN_REASON_WIDTH) if width else None
-    lines = [click.style(_status_line(_HEADINGS, widths).rstrip(), dim=True)]
-    for row in rows:
-        first, *others = (textwrap.wrap(row.reason, room) if room else [row.reason]) or [""]
-        lines.append(_status_line(row._replace(reason=first), widths, STATUS_STYLE.get(row.state)).rstrip())
-        lines += [" " * indent + line for line in others]
-    return lines
 
 
 def _status_line(row: _StatusRow, widths: Mapping[str, int], colour: str | None = None) -> str:

@@ -17,7 +17,7 @@ import msgspec
 
 import hpcbench
 from hpcbench.errors import HpcbenchError
-from hpcbench.fileio import MAX_FILE_BYTES, make_folder, open_atomic, open_regular
+from hpcbench.fileio import MAX_FILE_BYTES, encode_indented_json, make_folder, open_atomic, open_regular
 from hpcbench.paths import project_folder
 from hpcbench.results.anonymize import Anonymizer
 from hpcbench.results.attempts import attempt_numbers
@@ -26,7 +26,6 @@ from hpcbench.results.bundle_archive import (
     BundledSweep,
     BundleHeader,
     BundleWriter,
-    encode_indented_json,
 )
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.results.schema import SCHEMA_VERSION

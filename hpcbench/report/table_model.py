@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from string import ascii_lowercase
-from typing import Any, Protocol
+from typing import Any
 
 from hpcbench.fileio import printable_excerpt
 from hpcbench.report.column_names import short_name
@@ -155,27 +155,19 @@ def format_spread(column: str, value: float, low: float | None, high: float | No
 _MAX_LETTERS_PER_ROW = 3
 
 
-class HasWarnings(Protocol):
-    """A row or a cell."""
-
-    @property
-    def warnings(self) -> list[str]:
-        """Texts of warnings as results hold them."""
-
-
 class WarningFootnotes:
-    """The kinds of warnings of ``rows``: up to 26 have a letter each, the others share ``+``.
+    """The kinds of ``warnings`` of ``rows``: up to 26 have a letter each, the others share ``+``.
 
     ``noun`` names one of ``rows`` in the counts of footnotes.
     """
 
-    def __init__(self, rows: Sequence[HasWarnings], noun: str = "row") -> None:
+    def __init__(self, rows: Sequence[Any], noun: str = "row") -> None:
         self._noun = noun
         self._texts = {pattern: [text for _, text in having] for pattern, having in group_warnings(rows).items()}
         self._letters = dict(zip(self._texts, ascii_lowercase, strict=False))
         self._is_cut = any(len({message_pattern(text) for text in row.warnings}) > _MAX_LETTERS_PER_ROW for row in rows)
 
-    def marks(self, row: HasWarnings) -> str:
+    def marks(self, row: Any) -> str:
         """``*a,c`` behind a row's status, ``+`` for more than three; an empty text without warnings."""
         letters = sorted({self._letters.get(message_pattern(text), "+") for text in row.warnings})
         shown = [letter for letter in letters if letter != "+"][:_MAX_LETTERS_PER_ROW]

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import msgspec
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -18,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpcbench.errors import INSTALL_REPORT, ConfigError
-from hpcbench.fileio import escape_control_characters, printable_excerpt, write_atomic
+from hpcbench.fileio import encode_indented_json, escape_control_characters, printable_excerpt, write_atomic
 from hpcbench.report.column_names import short_name
 from hpcbench.report.status_text import STATUS_STYLE
 from hpcbench.report.table_model import Column, View
@@ -154,10 +153,6 @@ def unique_column_names(view: View) -> list[str]:
     return short if len(set(short)) == len(short) else [column.name for column in view.columns]
 
 
-def _encode_json(view: View) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(view_json(view)), indent=1) + b"\n"
-
-
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
@@ -264,6 +259,7 @@ def _encode_latex(view: View) -> bytes:
 
 
 VIEW_ENCODERS: dict[str, Callable[[View], bytes]] = {
-    ".json": _encode_json, ".csv": _encode_csv, ".md": _encode_markdown, ".tex": _encode_latex,
+    ".json": lambda view: encode_indented_json(view_json(view)), ".csv": _encode_csv, ".md": _encode_markdown,
+    ".tex": _encode_latex,
     ".parquet": lambda view: parquet_bytes(_view_frame(view)), ".xlsx": lambda view: excel_bytes(_view_frame(view)),
 }  # fmt: skip

@@ -186,10 +186,6 @@ class Anonymizer:
                 lambda match: self._host(match[1]),
                 text,
             )
-        pattern = self._compile_pattern()
-        return pattern.sub(lambda match: self._folders.get(match[0].lower()) or self._words[match[0].lower()], text)
-
-    def _compile_pattern(self) -> re.Pattern[str]:
         if self._pattern is None:
             patterns = [
                 template.format(re.escape(name))
@@ -197,7 +193,8 @@ class Anonymizer:
                 for name in sorted(names, key=lambda name: (-len(name), name))
             ]
             self._pattern = re.compile("|".join(patterns) or r"(?!)", re.IGNORECASE)
-        return self._pattern
+        pattern = self._pattern
+        return pattern.sub(lambda match: self._folders.get(match[0].lower()) or self._words[match[0].lower()], text)
 
     def _register(self, table: dict[str, str], name: str, pseudonym: str) -> None:
         if name and name.lower() not in table:

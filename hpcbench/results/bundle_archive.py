@@ -12,12 +12,12 @@ import tarfile
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 
 from hpcbench.errors import ConfigError
-from hpcbench.fileio import MAX_FILE_BYTES, open_regular
+from hpcbench.fileio import MAX_FILE_BYTES, encode_indented_json, open_regular
 from hpcbench.results.decode import decode_record, decode_result
 from hpcbench.results.results_tree import CollectedResult
 
@@ -224,11 +224,6 @@ def _read_exactly(stream: gzip.GzipFile, count: int) -> bytes:
     if len(data) != count:
         raise EOFError("it ends within a member")
     return data
-
-
-def encode_indented_json(value: Any) -> bytes:
-    """JSON as the files of a tree hold it."""
-    return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
 
 
 _RESULT_NAME_PATTERN = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63})/runs/([0-9a-f]{2})/(\2[0-9a-f]{14})/result\.json")

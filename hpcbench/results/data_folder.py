@@ -110,28 +110,7 @@ def list_datasets(folder: Path) -> list[DatasetListing]:
         return []
     candidates = ((dataset, path) for dataset in DATASETS for path in sorted(folder.glob(f"{dataset}-*")))
     synthetic = [_list_synthetic(dataset, path) for dataset, path in candidates if path.is_dir()]
-    return [*(listing for listing in synthetic if listing is not None), *_list_real(folder)]
-
-
-def _list_synthetic(dataset: str, path: Path) -> DatasetListing | None:
-    size = path.name.removeprefix(f"{dataset}-")
-    if not size.isdecimal():
-        return None
-    listing = DatasetListing(dataset=dataset, kind="made", path=str(path), size=int(size))
-    try:
-        manifest = read_sample_manifest(path)
-    except StorageError as error:
-        return msgspec.structs.replace(listing, size=None, complete=False, detail=error.message)
-    if manifest is not None:
-        return msgspec.structs.replace(listing, size=manifest.size, samples=manifest.samples, bytes=manifest.bytes)
-    parts = [part for inner in sorted(path.iterdir()) if (part := read_sample_part(inner)) is not None]
-    samples, size_bytes = sum(part.samples for part in parts), sum(part.bytes for part in parts)
-    detail = f"not complete: {data_make_command(dataset, int(size), path.parent)}"
-    return msgspec.structs.replace(listing, samples=samples, bytes=size_bytes, complete=False, detail=detail)
-
-
-def _list_real(folder: Path) -> list[DatasetListing]:
-    listings = []
+    listings = [listing for listing in synthetic if listing is not None]
 
     def add(dataset: str, path: Path, **values: Any) -> None:
         listings.append(DatasetListing(dataset=dataset, kind="real", path=str(path), **values))
@@ -150,6 +129,23 @@ def _list_real(folder: Path) -> list[DatasetListing]:
     if tokens.is_file():
         add("tokens", tokens, bytes=tokens.stat().st_size)
     return listings
+
+
+def _list_synthetic(dataset: str, path: Path) -> DatasetListing | None:
+    size = path.name.removeprefix(f"{dataset}-")
+    if not size.isdecimal():
+        return None
+    listing = DatasetListing(dataset=dataset, kind="made", path=str(path), size=int(size))
+    try:
+        manifest = read_sample_manifest(path)
+    except StorageError as error:
+        return msgspec.structs.replace(listing, size=None, complete=False, detail=error.message)
+    if manifest is not None:
+        return msgspec.structs.replace(listing, size=manifest.size, samples=manifest.samples, bytes=manifest.bytes)
+    parts = [part for inner in sorted(path.iterdir()) if (part := read_sample_part(inner)) is not None]
+    samples, size_bytes = sum(part.samples for part in parts), sum(part.bytes for part in parts)
+    detail = f"not complete: {data_make_command(dataset, int(size), path.parent)}"
+    return msgspec.structs.replace(listing, samples=samples, bytes=size_bytes, complete=False, detail=detail)
 
 
 def find_imagenet(folder: Path) -> Path | None:

@@ -109,7 +109,17 @@ def _update_index(
     folders, unfinished = stored.header.folders, stored.header.unfinished
     row_states = stored.frame(["run_id", "status", "file.mtime_ns", "file.size_bytes"])
     stale = {name for name, mtime_ns in mtimes_ns.items() if folders.get(name) != mtime_ns}
-    stale |= _find_changed_unfinished(tree, row_states, unfinished) & mtimes_ns.keys()
+    # Folders of runs whose result may have changed without their folder telling: none yet, not ok, broken.
+    runs = f"{tree.root}/runs"
+    open_ends = row_states.filter(polars.col("status") != STATUS_OK)
+    changed = {
+        run_id[:2] for run_id in unfinished if file_state(f"{runs}/{run_id[:2]}/{run_id}/result.json") is not None
+    }
+    for run_id, _, mtime_ns, size_bytes in open_ends.iter_rows():
+        seen = file_state(f"{runs}/{run_id[:2]}/{run_id}/result.json") or NO_FILE_STATE
+        if tuple(seen) != (mtime_ns, size_bytes):
+            changed.add(run_id[:2])
+    stale |= changed & mtimes_ns.keys()
     if not stale and folders.keys() <= mtimes_ns.keys():
         return stored.frame(columns)
     clock_ns = _trusted_before_ns(tree)
@@ -132,20 +142,6 @@ def _update_index(
         heads = {name: mtime_ns for name, mtime_ns in believed.items() if name in mtimes_ns}
         _write_index(tree, frame, heads, unread + scan.unfinished)
     return frame
-
-
-def _find_changed_unfinished(tree: ClusterTree, row_states: polars.DataFrame, unfinished: list[str]) -> set[str]:
-    """Folders of runs whose result may have changed without their folder telling: none yet, not ok, broken."""
-    runs = f"{tree.root}/runs"
-    open_ends = row_states.filter(polars.col("status") != STATUS_OK)
-    changed = {
-        run_id[:2] for run_id in unfinished if file_state(f"{runs}/{run_id[:2]}/{run_id}/result.json") is not None
-    }
-    for run_id, _, mtime_ns, size_bytes in open_ends.iter_rows():
-        seen = file_state(f"{runs}/{run_id[:2]}/{run_id}/result.json") or NO_FILE_STATE
-        if tuple(seen) != (mtime_ns, size_bytes):
-            changed.add(run_id[:2])
-    return changed
 
 
 def _trusted_mtimes_ns(mtimes_ns: dict[str, int], names: Iterable[str], clock_ns: int) -> dict[str, int]:

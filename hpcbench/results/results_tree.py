@@ -16,6 +16,7 @@ import msgspec
 from hpcbench.errors import ConfigError, StorageError
 from hpcbench.fileio import (
     UnsafeFileError,
+    encode_indented_json,
     join_without_links,
     make_folder,
     read_error,
@@ -28,6 +29,7 @@ from hpcbench.results.schema import STATUS_BROKEN, STATUS_OK, ResultSummary, Run
 
 RUN_ID_PATTERN = re.compile(r"[0-9a-f]{16}")
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_STALE_LOCK_S = 10.0
 _MAX_SINGLE_LOOKUPS = 100
 """So many are looked up one by one, whatever else is in the tree."""
 
@@ -170,7 +172,7 @@ class ClusterTree:
         return True
 
     def _put_in_place(self, result: RunResult, path: Path) -> None:
-        write_atomic(path, msgspec.json.format(msgspec.json.encode(result_document(result)), indent=1) + b"\n")
+        write_atomic(path, encode_indented_json(result_document(result)))
         with contextlib.suppress(OSError):
             os.utime(path.parent.parent)
 
@@ -229,8 +231,8 @@ def environment_key(result: RunResult) -> str | None:
 
 
 @contextlib.contextmanager
-def _write_lock(path: Path, wait_s: float = 10.0) -> Iterator[None]:
-    """Read-decide-write of one result is short: a marker that stays for ``wait_s`` belongs to a writer that died."""
+def _write_lock(path: Path) -> Iterator[None]:
+    """Read-decide-write of one result is short: a marker that stays for ``_STALE_LOCK_S`` is a dead writer's."""
     marker = path.with_name(".result.lock")
     seen: tuple[int, float] | None = None
     while True:
@@ -238,7 +240,7 @@ def _write_lock(path: Path, wait_s: float = 10.0) -> Iterator[None]:
             os.close(os.open(marker, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
             break
         except FileExistsError:
-            seen = _remove_stale_lock(marker, seen, wait_s)
+            seen = _remove_stale_lock(marker, seen)
             time.sleep(0.02)
         except OSError as error:
             raise write_error(error, marker) from error
@@ -249,15 +251,15 @@ def _write_lock(path: Path, wait_s: float = 10.0) -> Iterator[None]:
             marker.unlink()
 
 
-def _remove_stale_lock(marker: Path, seen: tuple[int, float] | None, wait_s: float) -> tuple[int, float] | None:
-    """Remove ``marker`` once the very same file has been watched for ``wait_s`` by this process's own clock."""
+def _remove_stale_lock(marker: Path, seen: tuple[int, float] | None) -> tuple[int, float] | None:
+    """Remove ``marker`` once the very same file has been watched for ``_STALE_LOCK_S`` by this process's own clock."""
     try:
         inode = marker.lstat().st_ino
     except OSError:
         return None
     if seen is None or seen[0] != inode:
         return inode, time.monotonic()
-    if time.monotonic() - seen[1] > wait_s:
+    if time.monotonic() - seen[1] > _STALE_LOCK_S:
         try:
             marker.unlink(missing_ok=True)
         except OSError as error:

@@ -16,7 +16,7 @@ import msgspec
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.sweep_file import SweepFile
 from hpcbench.errors import ConfigError, SubmitError, did_you_mean
-from hpcbench.fileio import make_folder, write_atomic, write_error
+from hpcbench.fileio import encode_indented_json, make_folder, write_atomic, write_error
 from hpcbench.parallel.catalog import selectable_strategies, shipped_model_entries
 from hpcbench.parallel.workloads import CUSTOM_MODEL_PATTERN, DATASETS
 from hpcbench.paths import shared_folder
@@ -82,7 +82,7 @@ def _shipped_file(kind: str, name: str) -> bytes:
 
 
 def _schema_file(kind: str) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(make_json_schema(kind)), indent=1) + b"\n"
+    return encode_indented_json(make_json_schema(kind))
 
 
 class SampleRequest(NamedTuple):

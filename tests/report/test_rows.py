@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from hpcbench.config.run_spec import RunSpec, config_id, run_id
-from hpcbench.report.configurations import rows_from_collected
+from hpcbench.report.configurations import rows_from_frame
 from hpcbench.report.results_table import results_data_view, results_text_view
 from hpcbench.report.table_output import PrintedView, write_view
 from hpcbench.results.frame import collected_frame
@@ -56,38 +56,42 @@ DDP2: dict[str, Any] = {"strategy": "ddp", "tasks_per_node": 2, "dp_degree": 2}
 
 
 def test_speedup_is_against_one_rank_with_the_same_batch() -> None:
-    rows = rows_from_collected([collected(**DDP2, rate=180.0), collected(), collected(strategy="ddp", rate=90.0)])
+    rows = rows_from_frame(
+        collected_frame([collected(**DDP2, rate=180.0), collected(), collected(strategy="ddp", rate=90.0)])
+    )
     assert [(row.speedup, row.efficiency) for row in rows] == [(1.8, 0.9), (1.0, 1.0), (0.9, 0.9)]
 
 
 def test_without_single_the_strategys_own_run_on_one_device_counts() -> None:
-    rows = rows_from_collected([collected(**DDP2, rate=180.0), collected(strategy="ddp", rate=90.0)])
+    rows = rows_from_frame(collected_frame([collected(**DDP2, rate=180.0), collected(strategy="ddp", rate=90.0)]))
     assert [row.speedup for row in rows] == [2.0, 1.0]
-    assert rows_from_collected([collected(**DDP2)])[0].speedup is None
+    assert rows_from_frame(collected_frame([collected(**DDP2)]))[0].speedup is None
 
 
 def test_samples_from_elsewhere_are_no_baseline() -> None:
-    rows = rows_from_collected(
-        [collected(), collected(**DDP2, data="files", rate=180.0), collected(data="files", rate=60.0)]
+    rows = rows_from_frame(
+        collected_frame([collected(), collected(**DDP2, data="files", rate=180.0), collected(data="files", rate=60.0)])
     )
     assert [row.speedup for row in rows] == [1.0, 3.0, 1.0]
 
 
 def test_another_batch_or_precision_is_no_baseline() -> None:
-    rows = rows_from_collected([collected(batch_size=8), collected(**DDP2), collected(**DDP2, precision="bf16")])
+    rows = rows_from_frame(
+        collected_frame([collected(batch_size=8), collected(**DDP2), collected(**DDP2, precision="bf16")])
+    )
     assert [row.speedup for row in rows] == [1.0, None, None]
 
 
 def test_repeats_are_one_row_with_the_spread_between_launches() -> None:
-    (row,) = rows_from_collected(
-        collected(repeat=repeat, median=median) for repeat, median in enumerate((0.16, 0.18, 0.17))
+    (row,) = rows_from_frame(
+        collected_frame(collected(repeat=repeat, median=median) for repeat, median in enumerate((0.16, 0.18, 0.17)))
     )
     assert (row.launches, row.step_time_s, row.low_s, row.high_s) == (3, 0.17, 0.16, 0.18)
     assert row.spread == "between 3 launches"
 
 
 def test_a_failed_repeat_is_a_row_of_its_own() -> None:
-    rows = rows_from_collected([collected(), collected("failed", repeat=1), collected(repeat=2)])
+    rows = rows_from_frame(collected_frame([collected(), collected("failed", repeat=1), collected(repeat=2)]))
     assert [(row.status, row.launches) for row in rows] == [("ok", 2), ("failed", 1)]
 
 
@@ -105,13 +109,13 @@ def test_launches_that_failed_equally_are_one_printed_row() -> None:
 
 
 def test_a_broken_file_is_a_row_with_its_reason() -> None:
-    (row,) = rows_from_collected([CollectedResult("c", "0" * 16, None, "result.json is broken: no")])
+    (row,) = rows_from_frame(collected_frame([CollectedResult("c", "0" * 16, None, "result.json is broken: no")]))
     assert (row.status, row.reason) == ("broken", "result.json is broken: no")
 
 
 def shown(rows: list[CollectedResult], width: int = 80) -> str:
     console = Console(width=width, color_system=None, record=True, markup=False, highlight=False, file=io.StringIO())
-    console.print(PrintedView(results_text_view(rows_from_collected(rows), "title")))
+    console.print(PrintedView(results_text_view(rows_from_frame(collected_frame(rows)), "title")))
     return console.export_text()
 
 
@@ -185,7 +189,7 @@ def test_more_kinds_of_warnings_than_letters_end_in_one_line() -> None:
 
 
 def test_a_table_in_latex_explains_its_letters(tmp_path: Path) -> None:
-    rows = rows_from_collected([warned(1, "57% of 2 cores_used"), warned(2)])
+    rows = rows_from_frame(collected_frame([warned(1, "57% of 2 cores_used"), warned(2)]))
     write_view(results_text_view(rows, "title"), tmp_path / "t.tex")
     text = (tmp_path / "t.tex").read_text()
     assert "ok*a" in text
@@ -212,7 +216,9 @@ def test_mfu_is_a_column_where_any_run_has_it() -> None:
             assert entry.result is not None
             entry.result.metrics.mfu = mfu
         stream = io.StringIO()
-        Console(file=stream, width=120).print(PrintedView(results_text_view(rows_from_collected(entries), "title")))
+        Console(file=stream, width=120).print(
+            PrintedView(results_text_view(rows_from_frame(collected_frame(entries)), "title"))
+        )
         return stream.getvalue()
 
     assert "MFU" not in shown(None, None)
@@ -227,12 +233,16 @@ def test_tokens_and_hfu_are_columns_where_any_run_has_them() -> None:
     for name, value in figures.items():
         setattr(entries[1].result.metrics, name, value)
     stream = io.StringIO()
-    Console(file=stream, width=160).print(PrintedView(results_text_view(rows_from_collected(entries), "title")))
+    Console(file=stream, width=160).print(
+        PrintedView(results_text_view(rows_from_frame(collected_frame(entries)), "title"))
+    )
     shown = stream.getvalue()
     for part in ("tokens/s", "/device", "12.8 k", "30.0%", "HFU", "40.0%"):
         assert part in shown, part
     plain = io.StringIO()
-    Console(file=plain, width=160).print(PrintedView(results_text_view(rows_from_collected(entries[:1]), "title")))
+    Console(file=plain, width=160).print(
+        PrintedView(results_text_view(rows_from_frame(collected_frame(entries[:1])), "title"))
+    )
     assert "tokens" not in plain.getvalue()
     assert "HFU" not in plain.getvalue()
 
@@ -243,23 +253,23 @@ def test_a_verified_launch_is_a_launch_of_the_same_row() -> None:
     verified.result.verification = VerificationResult(passed=True, precision="fp64", tolerance=1e-7, steps=5)
     frame = collected_frame([verified])
     assert frame["verification.passed", "verification.tolerance"].row(0) == (True, 1e-7)
-    (row,) = rows_from_collected([plain, verified])
+    (row,) = rows_from_frame(collected_frame([plain, verified]))
     assert (row.launches, row.verified) == (2, True)
     other = collected(**DDP2)
     out = io.StringIO()
     Console(file=out, width=120).print(
-        PrintedView(results_text_view(rows_from_collected([plain, verified, other]), "t"))
+        PrintedView(results_text_view(rows_from_frame(collected_frame([plain, verified, other])), "t"))
     )
     assert "verified" in out.getvalue()
     assert "True" not in out.getvalue()
     assert [line.split()[-2:] for line in out.getvalue().splitlines() if line.startswith("single")] == [["yes", "ok"]]
-    assert rows_from_collected([plain])[0].verified is None
+    assert rows_from_frame(collected_frame([plain]))[0].verified is None
 
 
 def test_files_distinguish_rows_by_degrees_and_devices_per_task() -> None:
     places: tuple[dict[str, Any], ...] = ({"tp_degree": 4}, {"tp_degree": 2, "dp_degree": 2}, {"devices_per_task": 2})
     view = results_data_view(
-        rows_from_collected([collected(strategy="filter", nodes=4, **one) for one in places]), "files"
+        rows_from_frame(collected_frame([collected(strategy="filter", nodes=4, **one) for one in places])), "files"
     )
     names = [column.name for column in view.columns]
     told = [dict(zip(names, row, strict=True)) for row in view.raw]

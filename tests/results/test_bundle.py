@@ -16,13 +16,13 @@ import pytest
 
 from hpcbench.config.run_spec import RunSpec, config_id, run_id
 from hpcbench.errors import ConfigError
+from hpcbench.fileio import encode_indented_json
 from hpcbench.results import bundle_archive
 from hpcbench.results.bundle_archive import (
     BundledSweep,
     BundleHeader,
     BundleWriter,
     collect_bundle_results,
-    encode_indented_json,
 )
 from hpcbench.results.results_tree import CollectedResult
 from hpcbench.results.schema import RunMetrics, RunResult, result_document

@@ -13,7 +13,7 @@ import msgspec
 
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.errors import StorageError
-from hpcbench.fileio import make_folder, read_regular, write_atomic
+from hpcbench.fileio import encode_indented_json, make_folder, read_regular, write_atomic
 from hpcbench.oracle.collective_formulas import HockneyLink
 from hpcbench.oracle.machine import CommParameters, Machine, nominal_machine
 from hpcbench.oracle.measured_shapes import MeasuredShapes
@@ -75,7 +75,7 @@ class StoredCalibration(msgspec.Struct, frozen=True):
 
 def write_calibration(calibration: Calibration, tree: ClusterTree) -> Path:
     """Keep ``calibration`` in the tree of its cluster, else in the user's folder; returns the file's path."""
-    data = msgspec.json.format(msgspec.json.encode(calibration), indent=1) + b"\n"
+    data = encode_indented_json(calibration)
     name = f"{calibration.made_at[:10]}-{_content_digest(data)}.json"
     try:
         return _write_into(tree.path("calibrations"), name, data)

@@ -47,10 +47,6 @@ class Findings:
     def of_kind(self, kind: str) -> list[Finding]:
         return [finding for finding in self.answers if finding.kind == kind]
 
-    @property
-    def inconclusive(self) -> list[Finding]:
-        return [finding for finding in self.answers if finding.sure == INCONCLUSIVE]
-
 
 def derive_findings(
     frame: pl.DataFrame,
@@ -162,9 +158,8 @@ def suggested_measurements(findings: Findings) -> list[tuple[str, int]]:
 
     Texts that differ only in a number are one: ``about 14 to 56 launches each``.
     """
-    counts = Counter(
-        part for finding in findings.inconclusive for part in dict.fromkeys(finding.settle.split("; ")) if part
-    )
+    settles = [finding.settle for finding in findings.answers if finding.sure == INCONCLUSIVE]
+    counts = Counter(part for settle in settles for part in dict.fromkeys(settle.split("; ")) if part)
     patterns: dict[str, list[str]] = {}
     for text in counts:
         patterns.setdefault(re.sub(r"\d+", "#", text, count=1), []).append(text)

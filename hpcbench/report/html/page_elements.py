@@ -388,8 +388,8 @@ _ENVIRONMENT_FACTS = {
 MAX_SWEEP_POINTS = 200
 
 
-def reproducing_sweep_toml(specs: Sequence[RunSpec], repeats: int, name: str = "again") -> str | None:
-    """Return a sweep of ``specs`` with ``repeats`` each; ``None`` above ``MAX_SWEEP_POINTS`` points.
+def reproducing_sweep_toml(specs: Sequence[RunSpec], repeats: int) -> str | None:
+    """Return a sweep ``again`` of ``specs`` with ``repeats`` each; ``None`` above ``MAX_SWEEP_POINTS`` points.
 
     It contains every parameter that is not at its default, degrees included, so that the runs keep their ids.
     """
@@ -403,7 +403,7 @@ def reproducing_sweep_toml(specs: Sequence[RunSpec], repeats: int, name: str = "
     # A table of options is merged with that of the fixed parameters, so it is fixed for all or for none.
     fixed = {key: value for key, value in first.items() if all(point.get(key) == value for point in others)}
     differing = [{key: value for key, value in point.items() if key not in fixed} for point in points.values()]
-    return sweep_toml({"name": name, "repeats": repeats}, fixed, differing if others else [])
+    return sweep_toml({"name": "again", "repeats": repeats}, fixed, differing if others else [])
 
 
 def reproducing_commands(

@@ -204,10 +204,6 @@ def _stacked_bar_chart(chart: StackedBarChart, frame: polars.DataFrame) -> tuple
         share.encode(x=x("middle"), text="share:N", fill=alt.Fill("ink:N", scale=None)),
         total.encode(x=x("total")),
     )
-    return _row_panels(layered, frame), [_stacked_bar_rows(chart, frame)]
-
-
-def _stacked_bar_rows(chart: StackedBarChart, frame: polars.DataFrame) -> Rows:
     longest = max(column_values(frame, "end"))
     ends = {(panel, row): end for panel, row, end in frame["panel", "row", "end"].iter_rows()}
     rows = []
@@ -222,7 +218,7 @@ def _stacked_bar_rows(chart: StackedBarChart, frame: polars.DataFrame) -> Rows:
                 "share": f"{row['value'] / ends[row['panel'], row['row']]:.0%}" if is_labelled else "",
             }
         )
-    return rows
+    return _row_panels(layered, frame), [rows]
 
 
 def _gantt_chart(chart: GanttChart, frame: polars.DataFrame) -> tuple[Any, list[Rows]]:

@@ -189,7 +189,7 @@ def encode_plot(picture: Plot, ending: str) -> bytes:
     convert = _import_package("vl_convert", "vl-convert-python")
     if ending == ".html":
         # Within a script's text only "<" could end it.
-        data = escape_control_characters(msgspec.json.encode(_without_address(specification)).decode())
+        data = escape_control_characters(msgspec.json.encode(plot_specification(picture)).decode())
         template = jinja2.Template(_PAGE_TEMPLATE.read_text(encoding="utf-8"), autoescape=True)
         scripts = convert.javascript_bundle()
         page: str = template.render(plot=picture, data=data.replace("<", "\\u003c"), scripts=scripts)
@@ -211,11 +211,9 @@ def plot_specification(plot: Plot) -> dict[str, Any]:
 
     Empty where there is nothing to draw. Raises ``ConfigError`` where altair is missing.
     """
-    return _without_address(_build_specification(plot))
-
-
-def _without_address(specification: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in specification.items() if key != "$schema"}
+    specification = _build_specification(plot)
+    specification.pop("$schema", None)
+    return specification
 
 
 def _build_specification(plot: Plot) -> dict[str, Any]:

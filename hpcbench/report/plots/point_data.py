@@ -90,7 +90,15 @@ def plot_points(
     rows = rows.with_columns((pl.col("global_batch_size") / pl.col("devices")).alias("_per_device"))
     # The batch that the runs hold equal while devices grow: the one with the fewest values.
     batch, text, scaling = min(_BATCH_KINDS, key=lambda kind: rows[kind[0]].n_unique())
-    rows = with_speedups(_with_rate_bounds(rows), scaling=scaling)
+    # Add the bounds of the rate of single launches: those of the 95 % interval of the median step time.
+    single = pl.col("launches") < 2
+    bounds = [
+        pl.when(single & (pl.col(f"{STEP_TIME}:{other}") > 0))
+        .then(pl.col(THROUGHPUT) * pl.col(STEP_TIME) / pl.col(f"{STEP_TIME}:{other}"))
+        .otherwise(pl.col(f"{THROUGHPUT}:{side}")).alias(f"{THROUGHPUT}:{side}")
+        for side, other in ((LOW, HIGH), (HIGH, LOW))
+    ]  # fmt: skip
+    rows = with_speedups(rows.with_columns(bounds), scaling=scaling)
     # What nobody can have measured would only stretch an axis.
     possible = (pl.col(metric) > 0) & (pl.col(metric) < _IMPLAUSIBLE) & (pl.col("devices") > 0)
     there = rows.filter(possible).with_columns(
@@ -159,18 +167,6 @@ def _with_key_columns(frame: pl.DataFrame, by: Sequence[str]) -> pl.DataFrame:
         elif not column.startswith(("spec.", "provenance.")) and column not in _SERIES_KEYS:
             raise ConfigError(f"--by {short_name(column)}: equal for all lines", hint="name another parameter")
     return frame
-
-
-def _with_rate_bounds(rows: pl.DataFrame) -> pl.DataFrame:
-    """Add the bounds of the rate of single launches: those of the 95 % interval of the median step time."""
-    single = pl.col("launches") < 2
-    bounds = [
-        pl.when(single & (pl.col(f"{STEP_TIME}:{other}") > 0))
-        .then(pl.col(THROUGHPUT) * pl.col(STEP_TIME) / pl.col(f"{STEP_TIME}:{other}"))
-        .otherwise(pl.col(f"{THROUGHPUT}:{side}")).alias(f"{THROUGHPUT}:{side}")
-        for side, other in ((LOW, HIGH), (HIGH, LOW))
-    ]  # fmt: skip
-    return rows.with_columns(bounds)
 
 
 def _rounded_text(column: str) -> pl.Expr:

@@ -17,7 +17,7 @@ from hpcbench.report.plots import plot_model
 from hpcbench.report.plots.line_chart import BAND, CROSSOVER, IDEAL, MEASURED, PREDICTED, LineChart, line_rows
 from hpcbench.report.plots.plot_model import NothingToDraw, Plot, PlotRequest, legend_title, whisker_notes
 from hpcbench.report.plots.point_data import PlotPoints, plot_points, printable_name, with_printable_names
-from hpcbench.report.plots.theme import PlotAxis, count_axis, make_axis
+from hpcbench.report.plots.theme import PlotAxis, device_axis, make_axis
 from hpcbench.units import format_seconds, pluralize
 
 TOKEN_RATE, MFU, HFU = "metrics.tokens_per_s", "metrics.mfu", "metrics.hfu"
@@ -77,7 +77,7 @@ def throughput_plot(frame: pl.DataFrame, request: plot_model.PlotRequest) -> plo
         unit, measured = "tokens/s", _as_tokens(measured)
     rows = _measured_rows(measured, THROUGHPUT)
     ideal = _ideal_throughput(measured)
-    y = make_axis(f"{{}}{unit}", "/s", rows["y"], log=bool(count_axis("devices", rows["x"]).log))
+    y = make_axis(f"{{}}{unit}", "/s", rows["y"], log=bool(device_axis(rows["x"]).log))
     alt = plot_model.lines_alt_text(rows, "throughput", lambda value: f"{value:.4g} {unit}", most=True)
     notes = ["ideal: as many times one device's rate as there are devices"] if len(ideal) else []
     return _plot_over_devices(rows, ideal, y, alt, points, request, [*plot_model.whisker_notes(rows), *notes])
@@ -108,7 +108,7 @@ def _plot_over_devices(
     rows: pl.DataFrame, ideal: pl.DataFrame, y: PlotAxis, alt: str, points: PlotPoints, request: plot_model.PlotRequest,
     notes: list[str],
 ) -> plot_model.Plot:  # fmt: skip
-    chart = LineChart(count_axis("devices", rows["x"]), y, legend=plot_model.legend_title(request.by))
+    chart = LineChart(device_axis(rows["x"]), y, legend=plot_model.legend_title(request.by))
     return plot_model.Plot("", "", points.shared, alt, chart, pl.concat([rows, ideal]), [*notes, *points.notes])
 
 
@@ -181,7 +181,7 @@ def scaling_plot(frame: pl.DataFrame, request: plot_model.PlotRequest) -> plot_m
     predicted, notes = _predicted_rows(request.predicted, rows)
     drawn = pl.concat([rows, predicted])
     crossed = _crossover_rows(drawn if predicted.is_empty() else predicted)
-    x = count_axis("devices", drawn["x"])
+    x = device_axis(drawn["x"])
     y = make_axis("step time", "s", drawn["y"], log=bool(x.log))
     alt = plot_model.lines_alt_text(drawn, "step time", format_seconds, most=False)
     if len(rows):
@@ -261,7 +261,10 @@ def measured_over_predicted_plot(frame: pl.DataFrame, request: PlotRequest) -> P
     """
     shared, notes = "", list[str]()
     if request.predicted is not None:
-        rows = _rows_from_oracle(request.predicted)
+        named = request.predicted.rename({"strategy": "series", "predicted": "x", "measured": "y"})
+        rows = with_printable_names(named, "series")
+        defaults = {"panel": pl.lit(""), "label": pl.col("series")}
+        rows = rows.with_columns(value.alias(name) for name, value in defaults.items() if name not in rows.columns)
     else:
         rows, shared, notes = _rows_from_results(frame, request)
     is_plausible = pl.all_horizontal(pl.col("x", "y").is_between(0, _IMPLAUSIBLE_SECONDS, closed="none"))
@@ -282,12 +285,6 @@ def measured_over_predicted_plot(frame: pl.DataFrame, request: PlotRequest) -> P
         frame=pl.concat([rows, *_equality_rows(rows)]),
         notes=[f"dotted: equal; grey (of files): within {_TOLERANCE:.0%}", summary, *whisker_notes(rows), *notes],
     )  # fmt: skip
-
-
-def _rows_from_oracle(frame: pl.DataFrame) -> pl.DataFrame:
-    rows = with_printable_names(frame.rename({"strategy": "series", "predicted": "x", "measured": "y"}), "series")
-    defaults = {"panel": pl.lit(""), "label": pl.col("series")}
-    return rows.with_columns(value.alias(name) for name, value in defaults.items() if name not in rows.columns)
 
 
 def _rows_from_results(frame: pl.DataFrame, request: PlotRequest) -> tuple[pl.DataFrame, str, list[str]]:

@@ -172,11 +172,11 @@ def make_axis(title: str, kind: str, values: Iterable[float | None], *, log: boo
     return PlotAxis(title, factor, unit, base)
 
 
-def count_axis(title: str, counts: Iterable[float]) -> PlotAxis:
-    """An axis of whole numbers: logarithmic where they double."""
+def device_axis(counts: Iterable[float]) -> PlotAxis:
+    """An axis of numbers of devices: logarithmic where they double."""
     known = sorted(set(counts))
     doubles = len(known) > 1 and known[0] > 0 and known[-1] / known[0] >= 4
-    return PlotAxis(title, log=2 if doubles else 0)
+    return PlotAxis("devices", log=2 if doubles else 0)
 
 
 def linear_ticks(low: float, high: float, most: int = 6) -> list[float]:
