@@ -75,6 +75,12 @@ def changed_storages() -> list[Any]:
     return [x, y]
 
 
+def copies() -> list[Any]:
+    x = torch.nn.Parameter(torch.empty(2, 3, device=DEVICE))
+    # copy.deepcopy asks for the address of a tensor's numbers.
+    return [x, x.detach(), x.detach().clone(), x.detach().clone().data_ptr()]
+
+
 def described(values: list[Any]) -> list[Any]:
     """The form of each tensor, and the tensors that share its storage."""
     storages = [value.untyped_storage()._cdata if isinstance(value, Tensor) else None for value in values]
@@ -96,7 +102,7 @@ def run(program: Callable[[], list[Any]], *, keeps: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "program", [conv_and_norm, views_at_other_offsets, in_place_and_out, types_and_numbers, changed_storages]
+    "program", [conv_and_norm, views_at_other_offsets, in_place_and_out, types_and_numbers, changed_storages, copies]
 )
 def test_kept_forms_are_those_of_torch(monkeypatch: pytest.MonkeyPatch, program: Callable[[], list[Any]]) -> None:
     known: dict[Any, Any] = {}

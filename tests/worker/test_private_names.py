@@ -37,7 +37,6 @@ NAMES = frozenset({
     "torch._C._get_mkldnn_enabled",
     "torch._C._set_cudnn_enabled",
     "torch._C._set_mkldnn_enabled",
-    "torch._C._set_throw_on_mutable_data_ptr",
     "torch.Tensor._make_subclass",
     "torch._dynamo",
     "torch._dynamo.utils.counters",

@@ -150,6 +150,5 @@ def _make(result: _Result, tensors: list[Tensor], mode: FakeTensorMode) -> Any:
         form.set_(base.untyped_storage(), base.storage_offset() + result.offset, result.shape, result.stride)
     device = result.state["_fake_device"]
     fake = Tensor._make_subclass(FakeTensor, form, False, dispatch_device=True, device_for_backend_keys=device)
-    torch._C._set_throw_on_mutable_data_ptr(fake)
     vars(fake).update(result.state, fake_mode=mode)
     return fake
