@@ -45,51 +45,45 @@ class InfeasiblePoint:
     reason: str
 
 
-class _InfeasibleError(Exception):
-    """The reason why a point is dropped."""
-
-
 def resolve_point(point: dict[str, Any], limits: PartitionLimits) -> RunSpec | InfeasiblePoint:
     """The run that ``point`` means on a partition with ``limits``.
 
     ``point`` holds valid names and types (``hpcbench.config`` and ``check_names`` saw to that).
     """
-    try:
-        values = dict(point)
-        _drop_foreign_options(values)
-        _fill_degrees(values)
-        if alias := ALIASES.get(values["strategy"]):
-            values["strategy"] = alias.strategy
-        if "global_batch_size" in values:
-            # ``batch_size`` is per replica.
-            total, replicas = values.pop("global_batch_size"), values.get("dp_degree", 1)
-            if total % replicas:
-                raise _InfeasibleError(f"global_batch_size {total} cannot be shared evenly by {replicas} replicas")
-            values["batch_size"] = total // replicas
-        model = get_model(values["model"])
-        # Data of another kind is refused below for its kind, not for this length.
-        takes_own_size = model.input_size is not None and model.kind == DATASETS[values["dataset"]].kind
-        if takes_own_size and values.get("input_size") is None:
-            values["input_size"] = model.input_size
-        if values["dataset"] == "digits" and values.get("data") == "real":
-            # The one name for what it always is: real, and resident on the device.
-            del values["data"]
-        spec = msgspec.convert(values, RunSpec)
-        if spec.batch_size % spec.micro_batches:
-            raise _InfeasibleError(
-                f"batch_size {spec.batch_size} cannot be cut into {spec.micro_batches} equal micro_batches"
-            )
-        _check_input(spec)
-        _check_target(spec)
-        _check_rehearsal(spec)
-        _check_limits(spec, limits)
-        if spec.cuda_graph and (reason := cuda_graph_exclusion(spec, limits.is_cpu)):
-            raise _InfeasibleError(reason)
-        if reason := exclusion_reason(spec):
-            raise _InfeasibleError(reason)
-    except _InfeasibleError as reason:
-        return InfeasiblePoint(point, str(reason))
-    return spec
+    values = dict(point)
+    _drop_foreign_options(values)
+    if reason := _fill_degrees(values):
+        return InfeasiblePoint(point, reason)
+    if alias := ALIASES.get(values["strategy"]):
+        values["strategy"] = alias.strategy
+    if "global_batch_size" in values:
+        # ``batch_size`` is per replica.
+        total, replicas = values.pop("global_batch_size"), values.get("dp_degree", 1)
+        if total % replicas:
+            return InfeasiblePoint(point, f"global_batch_size {total} cannot be shared evenly by {replicas} replicas")
+        values["batch_size"] = total // replicas
+    model = get_model(values["model"])
+    # Data of another kind is refused below for its kind, not for this length.
+    takes_own_size = model.input_size is not None and model.kind == DATASETS[values["dataset"]].kind
+    if takes_own_size and values.get("input_size") is None:
+        values["input_size"] = model.input_size
+    if values["dataset"] == "digits" and values.get("data") == "real":
+        # The one name for what it always is: real, and resident on the device.
+        del values["data"]
+    spec = msgspec.convert(values, RunSpec)
+    if spec.batch_size % spec.micro_batches:
+        return InfeasiblePoint(
+            point, f"batch_size {spec.batch_size} cannot be cut into {spec.micro_batches} equal micro_batches"
+        )
+    reason = (
+        _input_exclusion(spec)
+        or _target_exclusion(spec)
+        or _rehearsal_exclusion(spec)
+        or _limits_exclusion(spec, limits)
+        or cuda_graph_exclusion(spec, limits.is_cpu)
+        or exclusion_reason(spec)
+    )
+    return InfeasiblePoint(point, reason) if reason else spec
 
 
 def _drop_foreign_options(point: dict[str, Any]) -> None:
@@ -107,8 +101,8 @@ def _drop_foreign_options(point: dict[str, Any]) -> None:
             }
 
 
-def _fill_degrees(point: dict[str, Any]) -> None:
-    """Set the degrees of ``point``; their product is the number of devices.
+def _fill_degrees(point: dict[str, Any]) -> str | None:
+    """Set the degrees of ``point``, whose product is the number of devices; return the reason where none can be.
 
     A strategy's own degree takes the devices that the other degrees leave. Under a hybrid's name the ranks of one node
     share the model and the nodes are replicas, unless the point sets the degrees.
@@ -119,12 +113,10 @@ def _fill_degrees(point: dict[str, Any]) -> None:
     degrees = {degree: point[degree] for degree in DEGREE_NAMES if degree in point}
     for degree, value in degrees.items():
         if value > 1 and degree not in (entry.own_degree, *entry.hybrid):
-            raise _InfeasibleError(f"{point['strategy']} has no {degree}: {value} given, 1 is right")
+            return f"{point['strategy']} has no {degree}: {value} given, 1 is right"
     alias = ALIASES.get(point["strategy"])
     if alias is not None and alias.needs_tp_degree and degrees.get("tp_degree", 1) == 1:
-        raise _InfeasibleError(
-            f"{point['strategy']} shares layers, too: set tp_degree to 2 or more, or use data_pipeline"
-        )
+        return f"{point['strategy']} shares layers, too: set tp_degree to 2 or more, or use data_pipeline"
     open_degrees = [name for name in (entry.own_degree, "dp_degree" if alias else None) if name and name not in degrees]
     if len(open_degrees) == 2:
         shared = prod(degrees.values())
@@ -133,7 +125,7 @@ def _fill_degrees(point: dict[str, Any]) -> None:
         if devices % prod(degrees.values()) == 0:
             degrees[degree] = devices // prod(degrees.values())
     if prod(degrees.values()) == devices and point.get("devices_per_task", 1) > 1 and not entry.drives_several_devices:
-        raise _InfeasibleError(
+        return (
             f"{point['strategy']} computes on one device per task, devices_per_task is {point['devices_per_task']}: "
             "set tasks_per_node instead"
         )
@@ -141,8 +133,9 @@ def _fill_degrees(point: dict[str, Any]) -> None:
         counts = ((point.get(key, 1), key) for key in ("nodes", "tasks_per_node", "devices_per_task"))
         world = " x ".join(f"{key} {count}" for count, key in counts if count > 1) or "nodes 1"
         problem = _degrees_problem(point["strategy"], entry, degrees, devices)
-        raise _InfeasibleError(f"{world} = {devices} device{'s' if devices > 1 else ''}, but {problem}")
+        return f"{world} = {devices} device{'s' if devices > 1 else ''}, but {problem}"
     point.update(degrees)
+    return None
 
 
 def _degrees_problem(key: str, entry: StrategyEntry, degrees: dict[str, int], devices: int) -> str:
@@ -158,57 +151,56 @@ def _degrees_problem(key: str, entry: StrategyEntry, degrees: dict[str, int], de
     return f"{problem}: {open_degree} {devices // product} as well is right"
 
 
-def _check_input(spec: RunSpec) -> None:
+def _input_exclusion(spec: RunSpec) -> str | None:
     dataset = DATASETS[spec.dataset]
     own_size = dataset.shape[-1]
     if not dataset.synthetic and spec.data != "device":
-        raise _InfeasibleError(
-            f"{spec.dataset} is real and small, it lies on the device: data = {spec.data!r} cannot change it"
-        )
+        return f"{spec.dataset} is real and small, it lies on the device: data = {spec.data!r} cannot change it"
     if spec.data == "real" and dataset.real is None:
-        raise _InfeasibleError(f"{spec.dataset} has no files of its own: data is 'device', 'host' or 'files'")
+        return f"{spec.dataset} has no files of its own: data is 'device', 'host' or 'files'"
     is_real = spec.data == "real" or not dataset.synthetic
     if is_real and spec.dataset in FIXED_SIZE_DATASETS and spec.input_size not in (None, own_size):
-        raise _InfeasibleError(
-            f"{spec.dataset} is real data of {own_size}: input_size {spec.input_size} cannot change it"
-        )
+        return f"{spec.dataset} is real data of {own_size}: input_size {spec.input_size} cannot change it"
     entry = get_model(spec.model)
     if entry.kind not in (None, dataset.kind):
-        raise _InfeasibleError(f"{spec.model} takes {entry.kind}; {spec.dataset} holds {dataset.kind}")
+        return f"{spec.model} takes {entry.kind}; {spec.dataset} holds {dataset.kind}"
     size = sample_shape(spec.dataset, spec.input_size)[-1]
     if size < entry.min_size:
-        raise _InfeasibleError(f"{spec.model} needs an input of {entry.min_size} or more; {spec.dataset} has {size}")
+        return f"{spec.model} needs an input of {entry.min_size} or more; {spec.dataset} has {size}"
     if spec.global_batch_size > dataset.samples:
-        raise _InfeasibleError(
-            f"global batch {spec.global_batch_size} is more than the {dataset.samples} samples of {spec.dataset}"
-        )
+        return f"global batch {spec.global_batch_size} is more than the {dataset.samples} samples of {spec.dataset}"
+    return None
 
 
-def _check_target(spec: RunSpec) -> None:
+def _target_exclusion(spec: RunSpec) -> str | None:
     if spec.target_accuracy is None:
-        return
+        return None
     dataset = DATASETS[spec.dataset]
     if dataset.target == "values":
-        raise _InfeasibleError(f"target_accuracy: {spec.dataset} is regressed on values, which has no accuracy")
+        return f"target_accuracy: {spec.dataset} is regressed on values, which has no accuracy"
     if dataset.synthetic and spec.data != "real":
-        raise _InfeasibleError(
+        return (
             f"target_accuracy needs samples that are held out; {spec.dataset} is synthetic where data is {spec.data!r}"
         )
+    return None
 
 
-def _check_rehearsal(spec: RunSpec) -> None:
-    """Raise for a rehearsal with something to compare, to compile or to evaluate."""
+def _rehearsal_exclusion(spec: RunSpec) -> str | None:
+    """A rehearsal has nothing to compare, to compile or to evaluate."""
     if spec.rehearse is None:
-        return
+        return None
     if not get_strategy(spec.strategy).rehearsable:
-        raise _InfeasibleError(f"{spec.strategy} talks past torch's operators: it cannot be rehearsed")
+        return f"{spec.strategy} talks past torch's operators: it cannot be rehearsed"
     for name in ("verify", "compile", "target_accuracy", "cuda_graph"):
         if getattr(spec, name):
-            raise _InfeasibleError(f"a rehearsal computes nothing: it excludes {name}")
+            return f"a rehearsal computes nothing: it excludes {name}"
+    return None
 
 
 def cuda_graph_exclusion(spec: RunSpec, is_cpu: bool) -> str | None:
     """Return the reason why the run's step cannot be one CUDA graph, or ``None``."""
+    if not spec.cuda_graph:
+        return None
     eager_steps = get_strategy(spec.strategy).eager_steps_before_graph
     if is_cpu:
         return "cuda_graph needs a cuda device, and the profile's is cpu"
@@ -229,7 +221,7 @@ def cuda_graph_exclusion(spec: RunSpec, is_cpu: bool) -> str | None:
     return next((f"cuda_graph with {text}" for text, is_so in conflicts.items() if is_so), None)
 
 
-def _check_limits(spec: RunSpec, limits: PartitionLimits) -> None:
+def _limits_exclusion(spec: RunSpec, limits: PartitionLimits) -> str | None:
     longest = max_job_minutes(spec.nodes, limits.max_time_min, limits.time_steps, limits.max_node_hours)
     depends_on_nodes = limits.time_steps or limits.max_node_hours is not None
     on_nodes = f" on {spec.nodes} node{'s' if spec.nodes > 1 else ''}" if depends_on_nodes else ""
@@ -241,14 +233,13 @@ def _check_limits(spec: RunSpec, limits: PartitionLimits) -> None:
     )
     for wanted, allowed, what in checks:
         if wanted is not None and allowed is not None and wanted > allowed:
-            raise _InfeasibleError(f"{wanted:g} {what}, but {limits.partition} allows {allowed:g}")
+            return f"{wanted:g} {what}, but {limits.partition} allows {allowed:g}"
     if limits.min_nodes is not None and spec.nodes < limits.min_nodes:
-        raise _InfeasibleError(f"{spec.nodes} nodes, but {limits.partition} takes jobs from {limits.min_nodes} on")
+        return f"{spec.nodes} nodes, but {limits.partition} takes jobs from {limits.min_nodes} on"
     used, available = spec.tasks_per_node * spec.devices_per_task, limits.devices_per_node
     if limits.all_devices_across_nodes and spec.nodes > 1 and available is not None and used < available:
-        raise _InfeasibleError(
-            f"{used} of {available} devices on each of {spec.nodes} nodes, but {limits.partition} wants all of them"
-        )
+        return f"{used} of {available} devices on each of {spec.nodes} nodes, but {limits.partition} wants all of them"
+    return None
 
 
 def single_device_run(
