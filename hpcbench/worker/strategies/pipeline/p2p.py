@@ -170,6 +170,13 @@ class MessageTransport(ABC):
             flats.append(shape.flat(tensor))
         return flats
 
+    def _make_buffers(self, message: PipelineMessage) -> list[Tensor]:
+        """Return flat buffers for the tensors of ``message``, which is posted without works so far."""
+        shapes = self._shapes(message)
+        tensors = tuple(shape.empty(self._device) for shape in shapes)
+        self._posted[message] = tensors, []
+        return [shape.flat(tensor) for shape, tensor in zip(shapes, tensors, strict=True)]
+
     def _forget_finished_sends(self) -> None:
         self._sent = [(work, tensors) for work, tensors in self._sent if not work.is_completed()]
 
@@ -220,14 +227,10 @@ class P2PTransport(MessageTransport):
         for _ in range(min(count, len(link))):
             message = link.popleft()
             group = self._groups.of(message)
-            shapes = self._shapes(message)
-            tensors, works = tuple(shape.empty(self._device) for shape in shapes), list[dist.Work]()
-            for shape, tensor in zip(shapes, tensors, strict=True):
-                flat = shape.flat(tensor)
+            for flat in self._make_buffers(message):
                 work = dist.irecv(flat, group=group.members(), group_src=message.source, tag=self._tag(message))
                 assert work is not None, "a receive of a rank outside its group"
-                works.append(work)
-            self._posted[message] = tensors, works
+                self._posted[message][1].append(work)
 
 
 LinkGroups = Mapping[tuple[int, int], RankGroup]
@@ -296,12 +299,7 @@ class PairedTransport(MessageTransport):
         receives: list[tuple[Tensor, int]] = []
         for message in exchange.messages:
             if message not in outgoing:
-                shapes = self._shapes(message)
-                tensors, works = tuple(shape.empty(self._device) for shape in shapes), list[dist.Work]()
-                self._posted[message] = tensors, works
-                receives += [
-                    (shape.flat(tensor), self._tag(message)) for shape, tensor in zip(shapes, tensors, strict=True)
-                ]
+                receives += [(flat, self._tag(message)) for flat in self._make_buffers(message)]
         send_works, receive_works = _start_together(sends, receives, self._links[exchange.link])
         tensors_sent = [flat for flat, _ in sends]
         self._sent += [(work, tensors_sent) for work in send_works]
