@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import absent
 from tests.cuda import environment, stub, stub_answers
 from tests.cuda.__main__ import main
 from tests.cuda.environment import EnvironmentMissing, cuda_package, environment_folder, torch_version
@@ -18,13 +19,25 @@ from tests.cuda.stub import Library, StubError, build_stub, read_prototypes
 HEADER = "typedef int cudaError_t;\nextern cudaError_t cudaGetDevice(int *device);\nextern cudaError_t\n  cudaFree(void *p);\n"
 
 
+@pytest.mark.parametrize(
+    ("required", "arguments", "answer", "words"),
+    [
+        ("", ["pytest", "tests/cuda"], 0, "tests/cuda: skipped"),
+        ("slurm,cuda-stub", ["pytest", "tests/cuda"], 2, "tests/cuda: cuda-stub is required by HPCBENCH_REQUIRE, but"),
+        ("slurm", ["--ranks", "8"], 2, "tests/cuda: failed:"),
+    ],
+)
 def test_without_a_compiler_the_command_that_installs_one_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], required: str, arguments: list[str],
+    answer: int, words: str,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("HPCBENCH_REQUIRE", required)
     monkeypatch.setattr(shutil, "which", lambda _name: None)
     monkeypatch.delenv(environment.STUB_FOLDER, raising=False)
-    assert main(["pytest", "tests/cuda"]) == 2
-    assert "apt-get install gcc" in capsys.readouterr().err
+    assert main(arguments) == answer
+    message = capsys.readouterr().err
+    assert message.startswith(words)
+    assert "apt-get install gcc" in message
 
 
 def refuse(command: Sequence[str]) -> None:
@@ -61,8 +74,9 @@ def test_an_answer_that_the_library_lacks_is_named() -> None:
         stub.answering_source(library, {})
 
 
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc: not here; make test-cuda names the command")
 def test_prototypes_are_those_of_the_header(tmp_path: Path) -> None:
+    if shutil.which("gcc") is None:
+        absent("cuda-stub", "gcc is missing: apt-get install gcc libc6-dev")
     (tmp_path / "h.h").write_text(HEADER)
     prototypes = read_prototypes("gcc", tmp_path, "h.h")
     assert prototypes == {
