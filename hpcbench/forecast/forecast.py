@@ -39,6 +39,7 @@ from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest, cached_
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point, table_exclusion_reason
 from hpcbench.parallel.workloads import DATASETS, is_custom_model
 from hpcbench.results.results_tree import ClusterTree
+from hpcbench.results.timing_statistics import LAUNCH_S
 from hpcbench.submit.plan import SweepPlan, available_cores
 from hpcbench.submit.submit import emulated_machine
 from hpcbench.units import format_seconds
@@ -48,10 +49,6 @@ _PredictionT = TypeVar("_PredictionT", Prediction, MemoryBreakdown)
 STARTUP_S = {"cpu": 15.0, "cuda": 45.0}
 """Seconds of a launch outside its steps, by device: interpreters, libraries, the model, the first call of every
 kernel. A typical time, not a measured one."""
-
-LAUNCH_S = 5e-6
-"""Host time that an operator takes until its kernel is enqueued on cuda. A typical time of eager torch, not a measured
-one."""
 
 MAX_DEVICES, MAX_MICRO_BATCHES = 10_000_000, 20_000
 """Largest run that is predicted: results from other people may hold any number."""

@@ -248,7 +248,8 @@ class HostActivity(_ResultRecord, kw_only=True):
 
 
 class HostSyncs(_ResultRecord, kw_only=True):
-    """Waits of a rank's host for its cuda device within the profiled steps, without the one that ends each step."""
+    """Waits of a rank's host for its cuda device within the profiled steps, without the one that ends each step, and
+    the host's launches."""
 
     per_step: int
     """The largest number in a step."""
@@ -256,6 +257,8 @@ class HostSyncs(_ResultRecord, kw_only=True):
     """Number over all profiled steps by the name of the runtime's call, such as ``cudaStreamSynchronize``."""
     pageable_copies: int = 0
     """Copies between the device and host memory that is not pinned, over all profiled steps."""
+    launches: int = 0
+    """Kernels and copies that the host starts on the device in a step: the median."""
     sites: list[str] = []
     """``file:line`` of the waits that torch reports, of code outside of torch."""
 

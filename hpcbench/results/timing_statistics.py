@@ -14,6 +14,10 @@ from typing import Any
 
 from hpcbench.results.schema import RankResult, StepTimeStatistics
 
+LAUNCH_S = 5e-6
+"""Host time that an operator takes until its kernel is enqueued on cuda. A typical time of eager torch, not a measured
+one."""
+
 TimeInterval = tuple[int, int]
 """(begin, end)."""
 

@@ -18,6 +18,7 @@ from hpcbench.parallel.strategies.pipeline import pipeline_layout
 from hpcbench.parallel.traffic import total_payload_bytes
 from hpcbench.parallel.workloads import DATASETS, sample_shape
 from hpcbench.results import schema, timing_statistics
+from hpcbench.units import format_seconds
 from hpcbench.worker.failure import join_numbers
 from hpcbench.worker.measure.interference import interference_warnings
 
@@ -254,6 +255,7 @@ def summarize_run(
             *_batch_warnings(spec, len(slowest), samples),
             *interference_warnings(spec, ranks),
             *_energy_warnings(ranks),
+            *_launch_warnings(ranks),
             *_rank_warnings(ranks),
         ],
         probe=_first_known(ranks, "probe"),
@@ -283,6 +285,27 @@ def _energy_warnings(ranks: Mapping[int, schema.RankResult]) -> list[str]:
     return [
         f"the energy is coarse: GPUs update its counter about every {_NVML_UPDATE_S:g} s, and the timed steps took "
         f"{wall_s:.2f} s, so it may be off by {error:.0%}"
+    ]
+
+
+def _launch_warnings(ranks: Mapping[int, schema.RankResult]) -> list[str]:
+    """Warn where a rank's host takes longer to launch a step's work than its device takes for it."""
+    slow = {}
+    for rank, result in ranks.items():
+        phases, launches = result.phases, result.host_syncs.launches if result.host_syncs is not None else 0
+        if phases is None or phases.compute_s is None:
+            continue
+        device_s = phases.compute_s + (phases.exposed_comm_s or 0.0)
+        if launches * timing_statistics.LAUNCH_S > device_s:
+            slow[rank] = (launches, device_s)
+    if not slow:
+        return []
+    rank = max(slow, key=lambda number: slow[number][0] / slow[number][1])
+    launches, device_s = slow[rank]
+    return [
+        f"launch-bound steps: rank {rank} starts {launches:,} kernels and copies a step, about "
+        f"{format_seconds(launches * timing_statistics.LAUNCH_S)} of its host's time, and its device works for "
+        f"{format_seconds(device_s)}; so for {len(slow)} of {len(ranks)} ranks"
     ]
 
 

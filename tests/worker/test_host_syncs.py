@@ -32,6 +32,16 @@ def test_the_wait_that_ends_a_step_is_no_finding() -> None:
     assert count_host_syncs(STEPS, [*launches, *OWN], []) == HostSyncs(per_step=0)
 
 
+def test_launches_are_the_work_on_the_device_in_a_step() -> None:
+    def kernels(count: int, begin: int) -> list[ProfilerEvent]:
+        return [copied("void sgemm", begin + number) for number in range(count)]
+
+    # What lies between steps, and calls on the host, are none.
+    events = [*kernels(3, 10), *kernels(5, 110), *kernels(4, 210), *kernels(9, 330), call("cudaLaunchKernel", 5)]
+    steps = [(0, 100), (100, 200), (200, 300)]
+    assert count_host_syncs(steps, iter(events), []).launches == 4
+
+
 def test_waits_and_copies_of_pageable_memory_are_counted() -> None:
     planted = [
         call("cudaStreamSynchronize", 20),
@@ -45,6 +55,7 @@ def test_waits_and_copies_of_pageable_memory_are_counted() -> None:
         per_step=2,
         calls={"cudaDeviceSynchronize": 1, "cudaStreamSynchronize": 2},
         pageable_copies=1,
+        launches=0,
         sites=["a.py:1", "b.py:2"],
     )
 

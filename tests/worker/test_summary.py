@@ -11,6 +11,7 @@ from hpcbench.parallel.traffic import Traffic
 from hpcbench.results.schema import (
     EvaluationPoint,
     HostActivity,
+    HostSyncs,
     PipelinePrediction,
     RankResult,
     RankTraffic,
@@ -121,6 +122,21 @@ def test_energy_of_a_short_run_is_doubted(wall_s: float, evaluations: int, error
     assert [text.rpartition(" ")[2] for text in coarse] == ([error] if error else [])
     ranks[0].energy_source = ranks[1].energy_source = "rapl package, whole node"
     assert not [text for text in summary(ranks).warnings if "coarse" in text]
+
+
+@pytest.mark.parametrize(
+    ("launches", "exposed_comm_s", "is_bound"), [(1001, None, True), (999, None, False), (1001, 0.001, False)]
+)
+def test_launch_bound_steps_are_marked(launches: int, exposed_comm_s: float | None, is_bound: bool) -> None:
+    ranks = two_ranks()
+    for rank in ranks.values():
+        rank.phases = StepPhases(step_s=0.02, compute_s=0.005, exposed_comm_s=exposed_comm_s)
+    ranks[1].host_syncs = HostSyncs(per_step=0, launches=launches)
+    found = [text for text in summary(ranks).warnings if text.startswith("launch-bound")]
+    assert found == is_bound * [
+        "launch-bound steps: rank 1 starts 1,001 kernels and copies a step, about 5.01 ms of its host's time, and its "
+        "device works for 5.00 ms; so for 1 of 2 ranks"
+    ]
 
 
 def test_energy_per_sample_is_over_all_timed_samples_and_states_what_it_includes() -> None:

@@ -9,6 +9,7 @@ import os
 import statistics
 import sys
 import warnings
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -270,7 +271,7 @@ _SKIPPED_FILES = (str(Path(torch.__file__).parent), str(Path(warnings.__file__))
 
 
 def count_host_syncs(steps: Sequence[TimeInterval], events: Iterable[ProfilerEvent], sites: Iterable[str]) -> HostSyncs:
-    """Count the host's waits within ``steps``.
+    """Count the host's waits within ``steps``, and its launches.
 
     Args:
         steps: Begin and end of each profiled step. The last call of each that waits for the whole device is the
@@ -278,6 +279,9 @@ def count_host_syncs(steps: Sequence[TimeInterval], events: Iterable[ProfilerEve
         events: Of the host, calls of the runtime among them, and of the device.
         sites: Lines that torch has reported, with repetitions.
     """
+    events = list(events)
+    on_device = sorted(event.begin for event in events if event.on_device)
+    launches = [bisect_left(on_device, end) - bisect_left(on_device, begin) for begin, end in steps]
     relevant = [
         event for event in events if (event.name in _WAITING_CALLS and not event.on_device) or _is_pageable_copy(event)
     ]
@@ -295,6 +299,7 @@ def count_host_syncs(steps: Sequence[TimeInterval], events: Iterable[ProfilerEve
         per_step=per_step,
         calls=dict(sorted(calls.items())),
         pageable_copies=pageable_copies,
+        launches=statistics.median_low(launches),
         sites=list(dict.fromkeys(sites)),
     )
 
