@@ -49,11 +49,12 @@ MaxJobCount=200000
 MaxArraySize={max_array_size}
 
 # A node has more CPUs for SLURM than the machine can give it: config_overrides makes slurmctld believe the lines
-# below. Memory is a resource that jobs share; a job that asks for none gets a share per CPU.
+# below. Memory is a resource that jobs share; a job that asks for none gets a share per CPU. CR_LLN: a job goes to the
+# nodes with the fewest CPUs in use, since the jobs of one node share its quota while other nodes have nothing to do.
 SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc
 SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU_Memory
+SelectTypeParameters=CR_CPU_Memory,CR_LLN
 DefMemPerCPU={mem_per_cpu}
 
 SchedulerType=sched/backfill
