@@ -83,8 +83,9 @@ test-slurm: horovod-if-possible ## what needs the SLURM box, which it starts
 test-cuda: $(VENV)/.test ## every strategy on fake GPUs: torch's CUDA build and a stub of CUDA (gcc; 6 GB in ~/.cache/hpcbench)
 	$(BIN)/python -m tests.cuda pytest tests/cuda tests/worker/test_private_names.py tests/worker/test_private_torch.py --numprocesses $(WORKERS) --maxprocesses 8 -rs
 
+# All tests with the marker are in that folder (tests/conftest.py): the collection of the others costs 17 s of processor.
 run-slurm:
-	$(PYTEST) --durations 20 -m "slurm and not soak" -rs
+	$(PYTEST) tests/slurm --durations 20 -m "slurm and not soak" -rs
 
 run-slow:
 	$(PYTEST) --durations 20 -m "$(SLOW)" -rs

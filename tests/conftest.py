@@ -28,6 +28,9 @@ REQUIRED = frozenset(filter(None, os.environ.get("HPCBENCH_REQUIRE", "").split("
 """Parts whose absence is a failure, not a skip."""
 
 
+SLURM_TESTS = Path(__file__).resolve().parent / "slurm"
+
+
 def absent(part: str, reason: str) -> None:
     """Skip (a test, or a module while it is imported) because ``part`` is not on this machine.
 
@@ -54,7 +57,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests of other strategies if ``--strategy`` is given."""
+    """Deselect tests of other strategies if ``--strategy`` is given; refuse a test that ``make test-slurm`` would not find."""
+    for item in items:
+        if item.get_closest_marker("slurm") and SLURM_TESTS not in item.path.parents:
+            raise pytest.UsageError(f"{item.nodeid} has the marker slurm: move it into tests/slurm, which alone is run")
     key = config.getoption("--strategy")
     if key is None:
         return
