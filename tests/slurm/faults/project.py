@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -21,12 +22,13 @@ ROOT = Path(__file__).resolve().parents[3]
 CLUSTER = "faulty"
 SWEEP = """name = "{name}"
 [fixed]
-model = "resnet18"
+model = "{model}"
 dataset = "digits"
 strategy = "ddp"
 batch_size = 4
 warmup_steps = 1
 steps = {steps}
+profile_steps = 0
 """
 # As it was when the tests were collected: scenarios run in threads, while tests change and restore variables.
 ENVIRONMENT = {
@@ -53,8 +55,9 @@ class Project:
         self.ended_s: float | None = None
         """Set where a project was done before it was looked at."""
 
-    def add_sweep(self, name: str, more: str, steps: int = 1) -> None:
-        (self.folder / "sweeps" / f"{name}.toml").write_text(SWEEP.format(name=name, steps=steps) + more)
+    def add_sweep(self, name: str, more: str, steps: int = 1, model: str = "vit") -> None:
+        """Most faults need a run, whatever it trains: "vit" is the cheapest."""
+        (self.folder / "sweeps" / f"{name}.toml").write_text(SWEEP.format(name=name, steps=steps, model=model) + more)
 
     def command(self, *arguments: str) -> list[str]:
         return [sys.executable, "-m", "hpcbench", *arguments]
@@ -134,7 +137,13 @@ class Project:
     def slurm(self, *command: str, check: bool = True) -> str:
         """A command of SLURM, and what it printed."""
         env = {**ENVIRONMENT, "SLURM_CONF": str(self.box.slurm_conf)}
-        return subprocess.run(command, env=env, capture_output=True, text=True, check=check).stdout
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        if done.returncode == -signal.SIGPIPE and command[0] == "squeue":
+            # A controller under load closes connections; a query may be repeated.
+            done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        if check:
+            done.check_returncode()
+        return done.stdout
 
     def jobs(self, *states: str) -> list[str]:
         """The ids of this project's jobs that are in the queue, in one of ``states`` where any are given."""

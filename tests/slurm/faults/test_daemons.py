@@ -90,7 +90,7 @@ def test_the_accounting_is_down(project: Project, verify: Verify) -> None:
 @pytest.mark.parametrize(("nodes", "fault"), [(1, "the node of a run killed"), (2, "one of a run's two nodes killed")])
 def test_a_node_dies(nodes: int, fault: str, project: Project, verify: Verify) -> None:
     """It stays away until the job has begun anew elsewhere."""
-    project.add_sweep("long", f"nodes = {nodes}\n", steps=20)
+    project.add_sweep("long", f"nodes = {nodes}\n", steps=20, model="resnet18")
     waiting = project.start("submit", "long", "--cluster", CLUSTER, "--wait")
     wait_for("its last rank", lambda: rank_process(project, rank=nodes - 1))
     if nodes > 1:

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.usefixtures("alone"), pytest.mark.faults, pytest.mark.
 
 def test_preempted_jobs_finish_later(project: Project, verify: Verify) -> None:
     """jobs of a low partition preempted, requeued, finished."""
-    project.add_sweep("low", 'partition = "low"\n[grid]\nseed = [1, 2]\n', steps=25)
+    project.add_sweep("low", 'partition = "low"\n[grid]\nseed = [1, 2]\n', steps=25, model="resnet18")
     waiting = project.start("submit", "low", "--cluster", CLUSTER, "--wait")
     wait_for("two runs to begin", lambda: project.begun() == 2)
     wait_for("its rank", lambda: rank_process(project, index=1))
@@ -30,7 +30,7 @@ def test_preempted_jobs_finish_later(project: Project, verify: Verify) -> None:
 
 def test_scancel_of_a_pending_and_of_a_running_job(project: Project, verify: Verify) -> None:
     """scancel by a person, of a pending and of a running job; then submit."""
-    project.add_sweep("three", 'partition = "limited"\n[grid]\nseed = [1, 2, 3]\n', steps=15)
+    project.add_sweep("three", 'partition = "limited"\n[grid]\nseed = [1, 2, 3]\n', steps=15, model="resnet18")
     waiting = project.start("submit", "three", "--cluster", CLUSTER, "--wait")
     wait_for("two runs to begin", lambda: project.begun() == 2)
     wait_for("its rank", lambda: rank_process(project))
@@ -47,7 +47,7 @@ def test_scancel_of_a_pending_and_of_a_running_job(project: Project, verify: Ver
 
 def test_cancel_and_submit_again(project: Project, verify: Verify) -> None:
     """hpcbench cancel of pending and running runs; then submit."""
-    project.add_sweep("three", 'partition = "limited"\n[grid]\nseed = [1, 2, 3]\n', steps=15)
+    project.add_sweep("three", 'partition = "limited"\n[grid]\nseed = [1, 2, 3]\n', steps=15, model="resnet18")
     assert project.submit("three").returncode == 0
     wait_for("two runs to begin", lambda: project.begun() == 2)
     wait_for("its rank", lambda: rank_process(project, index=1))
@@ -64,7 +64,7 @@ def test_cancel_and_submit_again(project: Project, verify: Verify) -> None:
 
 def test_out_of_memory(project: Project, verify: Verify) -> None:
     """a run killed for its memory; the run beside it ends well."""
-    project.add_sweep("greedy", '[[zip]]\ndataset = ["imagenet", "digits"]\nbatch_size = [512, 4]\n')
+    project.add_sweep("greedy", '[[zip]]\ndataset = ["imagenet", "digits"]\nbatch_size = [512, 4]\n', model="resnet18")
     path = project.folder / "sweeps" / "greedy.toml"
     path.write_text(path.read_text().replace('dataset = "digits"\n', "").replace("batch_size = 4\n", ""))
     done = project.finish("greedy")
@@ -77,7 +77,7 @@ def test_out_of_memory(project: Project, verify: Verify) -> None:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_is_killed(victim: int, project: Project, verify: Verify) -> None:
     """A rank of two killed with SIGKILL; then submit."""
-    project.add_sweep("pair", "nodes = 2\n", steps=15)
+    project.add_sweep("pair", "nodes = 2\n", steps=15, model="resnet18")
     waiting = project.start("submit", "pair", "--cluster", CLUSTER, "--wait")
     wait_for("its ranks to meet", lambda: any(attempt.rendezvous_path.exists() for _, attempt in project.attempts()))
     os.kill(wait_for("its rank", lambda: rank_process(project, rank=victim)), signal.SIGKILL)

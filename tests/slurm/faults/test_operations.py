@@ -47,7 +47,7 @@ def test_a_broken_node_does_not_eat_a_sweep(scenario: Project) -> None:
 
 def test_ranks_do_not_make_a_moved_tree_anew(project: Project, verify: Verify) -> None:
     """the tree is moved while runs are under way, and moved back."""
-    project.add_sweep("moved", "[grid]\nseed = [1, 2]\n", steps=200)
+    project.add_sweep("moved", "[grid]\nseed = [1, 2]\n", steps=10)
     assert project.submit("moved").returncode == 0
     wait_for("the runs to begin", lambda: project.begun() == 2)
     aside = project.folder / "moved-results"
