@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def short(seed: int) -> RunSpec:
-    return make_spec(strategy="ddp", dp_degree=2, seed=seed, nodes=2, warmup_steps=0, steps=1)
+    return make_spec(model="vit", strategy="ddp", dp_degree=2, seed=seed, nodes=2, warmup_steps=0, steps=1)
 
 
 def long(seed: int) -> RunSpec:
@@ -40,7 +40,7 @@ def long(seed: int) -> RunSpec:
 
 
 def endless(seed: int) -> RunSpec:
-    return make_spec(strategy="ddp", dp_degree=2, seed=seed, nodes=2, steps=1_000_000)
+    return make_spec(model="vit", strategy="ddp", dp_degree=2, seed=seed, nodes=2, steps=1_000_000)
 
 
 class Job:
@@ -204,7 +204,7 @@ def test_only_the_interrupted_task_of_an_array_is_started_again(job: Job, preemp
 
 @pytest.mark.slurm
 def test_a_run_of_a_pack_that_reaches_its_limit_leaves_the_next_its_time(job: Job) -> None:
-    job.submit([short(0), endless(1), short(2)], time_limit_s=60.0)
+    job.submit([short(0), endless(1), short(2)], time_limit_s=45.0)
     job.wait_for_end()
     assert job.statuses() == ["ok", "timeout", "ok"], job.log()
     assert job.attempts() == [[0], [0], [0]]

@@ -22,12 +22,13 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
 SWEEP = """name = "four"
 [fixed]
-model = "resnet18"
+model = "vit"
 dataset = "digits"
 strategy = "{strategy}"
 batch_size = 4
 warmup_steps = 1
 steps = 3
+profile_steps = 0
 nodes = 2
 tasks_per_node = 2
 time_limit_min = 5
