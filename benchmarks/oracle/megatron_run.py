@@ -57,19 +57,19 @@ class MegatronRun(PipelineRank):
         """Return the number of transformer blocks alone."""
         return sum(1 <= block <= self.gpt.layers for block in self.blocks[chunk])
 
-    def _activation_bytes(self, chunk: int, samples: int) -> int:
+    def activation_bytes(self, chunk: int, samples: int) -> int:
         """Return Korthikanti et al. 2022, equations 2 and 4, by the rows of a block."""
         kept, degree = kept_in_block(self.gpt).values(), self.spec.tp_degree
         split, whole = sum(row.split for row in kept), sum(row.whole for row in kept)
         part = (split + whole) // degree if self.sequence_parallel else split // degree + whole
         return samples * part * self.blocks_of(chunk)
 
-    def _saved_bytes(self, chunk: int, micro_batch: int) -> int:
+    def kept_bytes(self, chunk: int, micro_batch: int) -> int:
         """Return nothing beside blocks, which keep their input where they are computed again."""
         samples = self.micro_batch_sizes[micro_batch]
         if self.is_recomputed(micro_batch, len(self.micro_batch_sizes)):
             return samples * HALF_BYTES * self.gpt.numbers * self.blocks_of(chunk)
-        return self._activation_bytes(chunk, samples)
+        return self.activation_bytes(chunk, samples)
 
     def state_bytes(self) -> int:
         """Return the weights, gradients and optimizer state of the rank."""

@@ -9,7 +9,13 @@ import msgspec
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.row_cost import RowCost, unsharded_rows
-from hpcbench.oracle.tensor_sizes import buffer_bytes, optimizer_tensors, update_temporary_bytes
+from hpcbench.oracle.tensor_sizes import (
+    buffer_bytes,
+    held_sample_bytes,
+    optimizer_tensors,
+    saved_sample_bytes,
+    update_temporary_bytes,
+)
 from hpcbench.parallel.gradient_buckets import first_use_rows
 from hpcbench.parallel.layer_table import LayerTable
 
@@ -28,6 +34,8 @@ class MemoryBreakdown(msgspec.Struct, frozen=True, kw_only=True):
     """Buckets, gathered parameters, halos: copies that exist to be sent or were received."""
     stashed_bytes: int = 0
     """Further versions of the parameters (PipeDream)."""
+    samples_bytes: int = 0
+    """Samples on the device; those that the first layer keeps are counted here alone."""
     untouched_bytes: int = 0
     """Reserved and never written to: a CPU has no pages for it, an accelerator keeps it all the same."""
 
@@ -121,6 +129,7 @@ def peak_memory(
         activations_bytes=saved,
         buffers_bytes=sum(buffer_bytes(spec, table)) if buffers is None else buffers,
         communication_bytes=communication,
+        samples_bytes=held_sample_bytes(spec, table),
     )
 
 
@@ -129,7 +138,8 @@ def _activation_bytes(spec: RunSpec, table: LayerTable, rows: Sequence[RowCost])
 
     Recomputed blocks keep their inputs; the one that runs has been computed again.
     """
-    moments, saved, received, block_inputs, block = [], 0, 0, 0, -1
+    views = spec.batch_size // spec.micro_batches * saved_sample_bytes(spec, table)
+    moments, saved, received, block_inputs, block = [], -views, 0, -views, -1
     for layer, row in zip(table.layers, rows, strict=True):
         if spec.activation_checkpointing and layer.block != block:
             block_inputs += row.block_input_bytes

@@ -13,22 +13,22 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
+import msgspec
+
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.peak_memory import MemoryBreakdown
+from hpcbench.oracle.row_cost import RowCost, unsharded_rows
 from hpcbench.oracle.tensor_rank import TensorParallelRank
 from hpcbench.oracle.tensor_sizes import (
     FP32_BYTES,
-    one_buffer_bytes,
-    optimizer_tensors,
+    input_bytes,
     parameter_bytes,
     parameter_number_bytes,
-    row_number_bytes,
+    saved_sample_bytes,
     tensor_bytes,
-    update_temporary_bytes,
 )
 from hpcbench.parallel.catalog import options_with_defaults
 from hpcbench.parallel.gradient_buckets import DEFAULT_BUCKET_CAP_MB, MIB, bucket_payload_bytes
-from hpcbench.parallel.layer_table import LayerTable, TensorShape, cached_by_identity
+from hpcbench.parallel.layer_table import LayerTable, TensorShape, cached_by_identity, memoized
 from hpcbench.parallel.mesh import RankMesh, even_ranges
 from hpcbench.parallel.pipeline.schedules import (
     BACKWARD,
@@ -104,6 +104,12 @@ def _tied_weights(table: LayerTable, chunk_of: list[int]) -> list[tuple[TensorSh
 
 def _block_number(name: str) -> int:
     return int(name.partition(".")[0])
+
+
+@memoized(16, lambda view: (view.table, (msgspec.json.encode(view.spec), view.index)))
+def _tensor_rows(view: TensorParallelRank) -> list[RowCost]:
+    """Return the rows of a tensor-parallel rank, which all stages share."""
+    return view.describe_rows()
 
 
 class PipelineRank:
@@ -203,36 +209,34 @@ class PipelineRank:
         payload = round(samples * view.tokens * view.width * view.sent_bytes)
         return [Traffic(operation="all_reduce", group_size=self.spec.tp_degree, payload_bytes=payload, count=count)]
 
-    def memory(self) -> MemoryBreakdown:
-        """Return the stage's weights, and beside them the activations alive together at their peak, or the update's."""
-        parameters = sum(sum(self.parameter_bytes(chunk)) for chunk in self.chunks) + sum(self.tied_bytes(self.index))
-        buffers = [
-            one_buffer_bytes(self.spec, buffer) for chunk in self.chunks for buffer in self._slices.buffers[chunk]
-        ]
-        activations, update = self.alive_bytes(self.actions) + self.recomputed_bytes(), self.update_bytes()
-        return MemoryBreakdown(
-            parameters_bytes=parameters,
-            gradients_bytes=parameters + self._added_gradient_bytes(),
-            optimizer_bytes=optimizer_tensors(self.spec).states * parameters + (update if update > activations else 0),
-            activations_bytes=0 if update > activations else activations,
-            buffers_bytes=sum(buffers),
-            communication_bytes=self.receive_buffer_bytes(),
-        )
+    def buffers(self, chunk: int) -> list[TensorShape]:
+        """Return the chunk's buffers."""
+        return self._slices.buffers[chunk]
 
-    def update_bytes(self) -> int:
-        """Return the bytes of an update of master weights beside what is kept; 0 without master weights."""
-        if self.spec.precision != "bf16_params":
-            return 0
-        untied = [size for chunk in self.chunks for size in self.parameter_bytes(chunk)]
-        return update_temporary_bytes(self.spec, [*untied, *self.tied_bytes(self.index)])
-
-    def _saved_bytes(self, chunk: int, micro_batch: int) -> int:
+    def kept_bytes(self, chunk: int, micro_batch: int) -> int:
         """Return the bytes of one micro-batch between its forward and its backward pass."""
         samples = self.micro_batch_sizes[micro_batch]
-        received = samples * self.boundary_bytes(chunk - 1) if chunk else 0
+        kept = self.boundary_kept_bytes(chunk, samples)
         if self.is_recomputed(micro_batch, len(self.micro_batch_sizes)):
-            return received
-        return received + self._activation_bytes(chunk, samples)
+            return kept
+        return kept + self.activation_bytes(chunk, samples)
+
+    def boundary_kept_bytes(self, chunk: int, samples: int) -> int:
+        """Return the bytes of a chunk's received input and of its output that are not in its rows.
+
+        Both stay until the backward pass. The table has what lies between two chunks at its first user: where the next
+        row keeps its input there, it is in the receiver's rows, and else in the sender's.
+        """
+        size = 0
+        if chunk and not self._is_kept_behind(chunk - 1):
+            size += self.boundary_bytes(chunk - 1)
+        if chunk < self.layout.chunks - 1 and self._is_kept_behind(chunk):
+            size += self.boundary_bytes(chunk)
+        return samples * size
+
+    def _is_kept_behind(self, chunk: int) -> bool:
+        layer = self.table.layers[self.rows[chunk + 1][0]]
+        return layer.activation_bytes >= input_bytes(layer)
 
     def is_recomputed(self, micro_batch: int, micro_batches: int) -> bool:
         """Return whether a micro-batch's backward pass begins with another forward pass."""
@@ -247,28 +251,11 @@ class PipelineRank:
         for kind, chunk, number in actions:
             micro_batch = number % len(self.micro_batch_sizes)
             if kind == FORWARD:
-                alive += self._saved_bytes(chunk, micro_batch)
+                alive += self.kept_bytes(chunk, micro_batch)
                 peak = max(peak, alive)
             elif kind in (BACKWARD, BACKWARD_WEIGHT):
-                alive -= self._saved_bytes(chunk, micro_batch)
+                alive -= self.kept_bytes(chunk, micro_batch)
         return peak
-
-    def recomputed_bytes(self) -> int:
-        """Return the largest chunk's activations, whole again for one backward pass."""
-        if self.recompute == "never":
-            return 0
-        return max(self._activation_bytes(chunk, max(self.micro_batch_sizes)) for chunk in self.chunks)
-
-    def _added_gradient_bytes(self) -> int:
-        """Return the bytes of gradients that are added to those of the micro-batches before.
-
-        Activations that the first micro-batch has given back by then make up for a part of them.
-        """
-        if len(self.micro_batch_sizes) == 1:
-            return 0
-        return max(
-            max(0, max(self.parameter_bytes(chunk), default=0) - self._saved_bytes(chunk, 0)) for chunk in self.chunks
-        )
 
     def receive_buffer_bytes(self) -> int:
         """Return the bytes of receives that stand ready: activations from before, gradients from behind."""
@@ -279,22 +266,22 @@ class PipelineRank:
         behind = [self.boundary_bytes(chunk) for chunk in self.chunks if chunk < self.layout.chunks - 1]
         return samples * (before + max(behind, default=0))
 
-    def _activation_bytes(self, chunk: int, samples: int) -> int:
-        per_sample, per_batch = self._chunk_activations[chunk]
-        return samples * per_sample + per_batch
+    def activation_bytes(self, chunk: int, samples: int) -> int:
+        """Return the bytes that autograd keeps of ``samples``, but for samples of the data set themselves."""
+        views = 0 if chunk else samples * saved_sample_bytes(self.spec, self.table)
+        return self._saved_bytes[chunk] * samples // self.row_samples - views
 
     @cached_property
-    def _chunk_activations(self) -> list[tuple[int, int]]:
-        """Return by chunk the saved bytes per sample and per batch. Ranks that share blocks keep a part."""
-        sums = []
-        for numbers in self.rows:
-            layers = [self.table.layers[number] for number in numbers]
-            number_bytes = [row_number_bytes(self.spec, layer) for layer in layers]
-            scaled = list(zip(layers, number_bytes, strict=True))
-            per_sample = [layer.activation_bytes * size // FP32_BYTES for layer, size in scaled]
-            if self.tensor_rank is not None:
-                fractions = [self.tensor_rank.fractions(layer).saved for layer in layers]
-                per_sample = [size * part // total for size, (part, total) in zip(per_sample, fractions, strict=True)]
-            fixed = sum(layer.activation_fixed_bytes * size // FP32_BYTES for layer, size in scaled)
-            sums.append((sum(per_sample), fixed))
-        return sums
+    def _saved_bytes(self) -> list[int]:
+        """Bytes that the rows of each chunk keep for ``row_samples``."""
+        return [sum(self.row_costs[row].saved_bytes for row in rows) for rows in self.rows]
+
+    @cached_property
+    def row_costs(self) -> list[RowCost]:
+        """Costs of the table's rows for ``row_samples``. Ranks that share blocks keep a part."""
+        return unsharded_rows(self.spec, self.table) if self.tensor_rank is None else _tensor_rows(self.tensor_rank)
+
+    @property
+    def row_samples(self) -> int:
+        """Samples of a micro-batch; some have one more."""
+        return self.spec.batch_size // self.spec.micro_batches

@@ -19,7 +19,13 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.cost_model import CostModel, unsharded_row_kernels
 from hpcbench.oracle.placement import GroupPlacement
 from hpcbench.oracle.stream_simulator import ComputeEvent, StreamEvent, WaitEvent
-from hpcbench.oracle.tensor_sizes import FP32_BYTES, input_bytes, row_number_bytes, weight_layout_copies
+from hpcbench.oracle.tensor_sizes import (
+    FP32_BYTES,
+    input_bytes,
+    input_gradient_bytes,
+    row_number_bytes,
+    weight_layout_copies,
+)
 from hpcbench.parallel.layer_table import LayerTable, cached_by_run_fields
 from hpcbench.parallel.roofline import COPY_KIND, FORWARD, Kernel
 from hpcbench.parallel.traffic import Traffic
@@ -92,7 +98,7 @@ def unsharded_rows(spec: RunSpec, table: LayerTable) -> list[RowCost]:
     rows = []
     for layer, kernels in zip(table.layers, unsharded_row_kernels(spec, table), strict=True):
         number_bytes = row_number_bytes(spec, layer)
-        gradients = (layer.output_bytes + input_bytes(layer)) * samples
+        gradients = (layer.output_bytes + input_gradient_bytes(layer)) * samples
         weight_copies = layer.parameters * FP32_BYTES * weight_layout_copies(layer)
         rows.append(
             RowCost(

@@ -23,6 +23,7 @@ from hpcbench.oracle.tensor_sizes import (
     FP32_BYTES,
     activation_number_bytes,
     input_bytes,
+    input_gradient_bytes,
     parameter_number_bytes,
     row_number_bytes,
     weight_layout_copies,
@@ -164,14 +165,23 @@ class TensorParallelRank:
         fractions = self.fractions(layer)
         inputs, outputs = fractions.inputs, fractions.outputs
         number_bytes = self.sent_bytes if layer.kind.startswith(_AUTOCAST_KINDS) else row_number_bytes(self.spec, layer)
-        whole_in, whole_out = (size * self.samples // FP32_BYTES for size in (input_bytes(layer), layer.output_bytes))
-        gradients = whole_in * inputs.part * outputs.total + whole_out * outputs.part * inputs.total
+        whole_in, whole_out, gradient_in = (
+            size * self.samples // FP32_BYTES
+            for size in (input_bytes(layer), layer.output_bytes, input_gradient_bytes(layer))
+        )
+        scores = 0
+        if layer.name == LOSS_ROW_NAME and self.head is not None:
+            # One part of the vocabulary has one gradient; scores of half precision stay beside their wide copy.
+            gradient_in, scores = whole_in, whole_in * (self.sent_bytes < FP32_BYTES) * self.sent_bytes
+        gradients = gradient_in * inputs.part * outputs.total + whole_out * outputs.part * inputs.total
         # Activations parted by tokens without an embedding that parts them are parted within the first block.
         first = _WHOLE if self.head is None and layer.name.startswith(f"{self.first}.") else inputs
         weights = layer.parameters * self.number_bytes * weight_layout_copies(layer)
         return operations._replace(
             saved_bytes=self._saved_bytes(layer),
-            working_bytes=gradients * number_bytes // (inputs.total * outputs.total) + weights,
+            working_bytes=gradients * number_bytes // (inputs.total * outputs.total)
+            + scores * inputs.part // inputs.total
+            + weights,
             block_input_bytes=whole_in * self.number_bytes * first.part // first.total,
         )
 

@@ -9,10 +9,13 @@ from typing import NamedTuple
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.gradient_buckets import MASTER_UPDATE_CAP_BYTES, fill_buckets, sum_bytes_at
 from hpcbench.parallel.layer_table import LOSS_ROW_NAME, LayerRow, LayerTable, TensorShape, cached_by_run_fields
+from hpcbench.parallel.workloads import BATCH_SLOTS, DATASETS, LARGE_SAMPLE_NUMBERS, is_resident, sample_shape
 
 FP32_BYTES = 4
 FP64_BYTES = 8
 HALF_BYTES = 2
+_INDEX_BYTES = 8
+"""A token or a class."""
 
 
 def parameter_number_bytes(spec: RunSpec) -> int:
@@ -72,9 +75,50 @@ def input_bytes(layer: LayerRow) -> int:
     return prod(layer.input_shape) * FP32_BYTES
 
 
+def input_gradient_bytes(layer: LayerRow) -> int:
+    """Return the bytes per sample, in fp32, of the gradients of a row's input while the row runs backwards.
+
+    That of the loss is computed from another one, of the logarithms of probabilities.
+    """
+    return input_bytes(layer) * (2 if layer.name == LOSS_ROW_NAME else 1)
+
+
 def weight_layout_copies(layer: LayerRow) -> int:
     """Return how often the library holds a layer's weight in a layout of its own, gradients in 3-D too (measured)."""
     return {"Conv3d": 4}.get(layer.kind, int(layer.kind.startswith("Conv")))
+
+
+def held_sample_bytes(spec: RunSpec, table: LayerTable) -> int:
+    """Return the bytes of the samples and targets that a rank holds on its device, whichever layers it computes.
+
+    They are the batches that the steps take turns with, or the set as a whole and a batch of it, or a batch that has
+    been copied from the host.
+    """
+    dataset, batch = DATASETS[spec.dataset], spec.batch_size
+    targets = {"class": 1, "values": 0, "tokens": table.input_size}[dataset.target] * _INDEX_BYTES
+    each = _sample_bytes(spec, table) + targets + (dataset.outputs * FP32_BYTES if dataset.target == "values" else 0)
+    if is_resident(spec.dataset, spec.data):
+        return (dataset.samples + dataset.held_out + batch) * each
+    is_large = prod(sample_shape(spec.dataset, table.input_size)) >= LARGE_SAMPLE_NUMBERS
+    return (1 if spec.data != "device" or is_large else BATCH_SLOTS) * batch * each
+
+
+def saved_sample_bytes(spec: RunSpec, table: LayerTable) -> int:
+    """Return the bytes per sample of activations that are views of the held samples: the first layer's input.
+
+    Autocast makes a copy of it in half precision, and a rank that computes a part of a volume one of the part.
+    """
+    is_cast = spec.precision in ("bf16", "fp16") and DATASETS[spec.dataset].kind != "tokens"
+    if is_cast or spec.sp_degree > 1:
+        return 0
+    kept = next((layer.activation_bytes for layer in table.layers if layer.activation_bytes), 0)
+    return min(kept * parameter_number_bytes(spec) // FP32_BYTES, _sample_bytes(spec, table))
+
+
+def _sample_bytes(spec: RunSpec, table: LayerTable) -> int:
+    is_tokens = DATASETS[spec.dataset].kind == "tokens"
+    numbers = prod(sample_shape(spec.dataset, table.input_size))
+    return numbers * (_INDEX_BYTES if is_tokens else parameter_number_bytes(spec))
 
 
 class OptimizerTensors(NamedTuple):

@@ -92,6 +92,20 @@ def sample_shape(dataset: str, input_size: int | None) -> tuple[int, ...]:
     return (input_size,) if kind == "tokens" else (shape[0], *(input_size for _ in shape[1:]))
 
 
+BATCH_SLOTS = 2
+"""Distinct synthetic batches per replica; step k takes batch k % BATCH_SLOTS. Memory does not grow with the world
+size."""
+LARGE_SAMPLE_NUMBERS = 2**26
+"""Values in a sample (256 MiB in fp32) from which a replica has a single batch: drawing another takes a minute."""
+RESIDENT_DATASETS = ("mnist", "cifar10", "digits")
+"""Real sets that stay on the device as a whole."""
+
+
+def is_resident(dataset: str, data: str) -> bool:
+    """Return whether a run holds its whole data set on the device."""
+    return dataset == "digits" or (data == "real" and dataset in RESIDENT_DATASETS)
+
+
 CUSTOM_MODEL_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 
 

@@ -9,8 +9,11 @@ import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.pipeline_rank import PipelineRank
 from hpcbench.oracle.strategies.pipedream import PipedreamCost
 from hpcbench.parallel.pipeline.schedules import Action
+from hpcbench.parallel.pipeline.weight_versions import stage_actions_over_steps
+from hpcbench.parallel.strategies.pipeline import pipedream_staleness
 from hpcbench.parallel.traffic import Traffic
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
@@ -96,7 +99,7 @@ def held(spec: RunSpec, group: dist.ProcessGroup) -> tuple[int, int, int, list[f
     ids=["stash", "vertical_sync", "2bw"],
 )  # fmt: skip
 def test_versions_and_activations(pool: Pool, options: dict[str, Any], versions: list[int], alive: list[int]) -> None:
-    """Weights to the byte; activations as in ``test_pipeline_cost``: the copy that was received may be in them twice."""
+    """Weights to the byte; activations as in ``test_pipeline_cost``: the output, too, stays with the micro-batch."""
     spec = spec_of(
         "pipedream", 4, "gpt", "tokens", batch_size=4, micro_batches=4, input_size=8, model_options={"context": 8},
         options=options,
@@ -107,5 +110,7 @@ def test_versions_and_activations(pool: Pool, options: dict[str, Any], versions:
     for rank, (_, stashed, activations, losses) in enumerate(found):
         promised = PipedreamCost().memory(spec, table, rank)
         assert stashed == promised.stashed_bytes == (versions[rank] - 1) * promised.parameters_bytes
-        assert activations <= promised.activations_bytes <= activations + alive[rank] * boundary
+        pipeline = PipelineRank(spec, table, rank)
+        actions = stage_actions_over_steps(pipeline.layout, pipedream_staleness(spec), rank, 4, 3)
+        assert activations <= pipeline.alive_bytes(actions) <= activations + alive[rank] * boundary
         assert (losses == [0.0] * 5) is (rank < 3), "the last stage alone knows a loss"

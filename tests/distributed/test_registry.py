@@ -21,7 +21,7 @@ from hpcbench.worker.strategies.base import import_fairscale
 from tests.conftest import absent
 from tests.distributed.cases import EXACT, Case, OfRank, check, check_rounding, make_case, run_parallel, run_reference
 from tests.distributed.pool import Pool
-from tests.distributed.test_live_memory import peak_bytes
+from tests.distributed.test_live_memory import bytes_beside_samples, peak_bytes
 from tests.distributed.test_traffic import expected, steady, table_of
 from tests.parity_cases import parity_cases
 
@@ -106,7 +106,7 @@ def test_bf16_parameters_pass_what_the_cost_predicts(pool: Pool, key: str, parit
 )
 def test_bf16_parameters_hold_the_memory_that_the_cost_predicts(key: str, parity: ParityCase) -> None:
     spec = msgspec.structs.replace(memory_spec(key, parity), precision="bf16_params", optimizer="adam")
-    predicted_bytes = resolve_cost(key).memory(spec, table_of(spec), spec.ranks - 1).total_bytes
+    predicted_bytes = bytes_beside_samples(resolve_cost(key).memory(spec, table_of(spec), spec.ranks - 1))
     measured_bytes = peak_bytes(spec, spec.ranks - 1)
     assert 0.9 * measured_bytes <= predicted_bytes <= 1.2 * measured_bytes
 
@@ -132,6 +132,6 @@ def test_a_strategy_holds_the_memory_that_its_cost_predicts(key: str, parity: Pa
     """The bytes of torch's allocator at their peak; a prediction that is too low would let a run end out of memory."""
     spec = memory_spec(key, parity)
     rank = spec.ranks - 1
-    predicted_bytes = resolve_cost(key).memory(spec, table_of(spec), rank).total_bytes
+    predicted_bytes = bytes_beside_samples(resolve_cost(key).memory(spec, table_of(spec), rank))
     measured_bytes = peak_bytes(spec, rank)
     assert 0.9 * measured_bytes <= predicted_bytes <= 1.2 * measured_bytes

@@ -7,12 +7,12 @@ import msgspec
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.cost_model import CostModel
 from hpcbench.oracle.peak_memory import MemoryBreakdown
+from hpcbench.oracle.pipeline_memory import stage_memory
 from hpcbench.oracle.pipeline_rank import PipelineRank
 from hpcbench.oracle.pipeline_step import PipelineStep, RankStepTimes, step_from_schedule
 from hpcbench.oracle.row_cost import copy_op
 from hpcbench.oracle.step_time import StepBreakdown
 from hpcbench.oracle.strategies.base import Cost
-from hpcbench.oracle.tensor_sizes import optimizer_tensors
 from hpcbench.parallel.layer_table import LayerTable
 from hpcbench.parallel.pipeline.schedule_simulator import StageTimes, steady_step_time_s
 from hpcbench.parallel.pipeline.schedules import BACKWARD, FORWARD, UPDATE, message_after
@@ -45,18 +45,16 @@ class PipedreamCost(Cost):
         there beside the sum.
         """
         pipeline, staleness, count = PipelineRank(spec, table, rank), pipedream_staleness(spec), spec.micro_batches
-        memory = pipeline.memory()
         actions = stage_actions_over_steps(
             pipeline.layout, staleness, pipeline.index, count, 2 + spec.pp_degree // count
         )
+        has_sums = staleness.double_buffered and count > 1
+        summed = sum(pipeline.parameter_bytes(pipeline.index)) if has_sums else 0
+        memory = stage_memory(pipeline, actions, summed)
         early = max(pipeline.micro_batch_sizes) * pipeline.boundary_bytes(pipeline.index - 1) if pipeline.index else 0
         return msgspec.structs.replace(
             memory,
-            gradients_bytes=memory.parameters_bytes * (2 if staleness.double_buffered and count > 1 else 1),
-            # Minibatches are in flight during an update.
-            optimizer_bytes=optimizer_tensors(spec).states * memory.parameters_bytes + pipeline.update_bytes(),
-            activations_bytes=pipeline.alive_bytes(actions) + pipeline.recomputed_bytes(),
-            communication_bytes=pipeline.receive_buffer_bytes() + early,
+            communication_bytes=memory.communication_bytes + early,
             stashed_bytes=(staleness.versions_held(pipeline.index) - 1) * memory.parameters_bytes,
         )
 

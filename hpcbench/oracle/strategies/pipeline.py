@@ -7,6 +7,7 @@ import msgspec
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.cost_model import CostModel
 from hpcbench.oracle.peak_memory import MemoryBreakdown
+from hpcbench.oracle.pipeline_memory import stage_memory
 from hpcbench.oracle.pipeline_rank import PipelineRank
 from hpcbench.oracle.pipeline_step import PipelineStep
 from hpcbench.oracle.step_time import StepBreakdown
@@ -39,7 +40,8 @@ class PipelineCost(Cost):
         return merge_calls(calls)
 
     def memory(self, spec: RunSpec, table: LayerTable, rank: int) -> MemoryBreakdown:
-        return PipelineRank(spec, table, rank).memory()
+        pipeline = PipelineRank(spec, table, rank)
+        return stage_memory(pipeline, pipeline.actions)
 
     def step(self, spec: RunSpec, table: LayerTable, cost_model: CostModel) -> StepBreakdown:
         return PipelineStep(PipelineRank(spec, table, 0), cost_model).breakdown(spec.strategy)
@@ -59,7 +61,10 @@ class FairscalePipeCost(Cost):
         so far, the summand and the new sum.
         """
         pipeline = PipelineRank(_gpipe_spec(spec, spec.pp_degree), table, rank)
-        memory = pipeline.memory()
+        memory = stage_memory(pipeline, pipeline.actions)
+        if rank:
+            # The samples are on the first device.
+            memory = msgspec.structs.replace(memory, samples_bytes=0)
         if spec.micro_batches == 1:
             return memory
         largest = max((size for chunk in pipeline.chunks for size in pipeline.parameter_bytes(chunk)), default=0)

@@ -90,7 +90,13 @@ class ShardedCost(Cost):
 
 
 def _sharded_memory(
-    spec: RunSpec, table: LayerTable, shards: list[int], used: list[int], reduced: list[int], is_ahead: bool
+    spec: RunSpec,
+    table: LayerTable,
+    shards: list[int],
+    used: list[int],
+    reduced: list[int],
+    is_ahead: bool,
+    is_flat: bool = False,
 ) -> MemoryBreakdown:
     """Return the memory of shards, and of whole tensors while their unit runs.
 
@@ -99,6 +105,8 @@ def _sharded_memory(
         used: bytes of each whole parameter as it is computed with, and of its gradient.
         reduced: bytes of each whole gradient as it is reduced.
         is_ahead: whether the next unit is gathered, and the one before reduced, while one runs.
+        is_flat: whether the gradients of a unit are copied into one before they are added to those of earlier
+            micro-batches.
     """
     *units, root = fsdp_units(table)
     first_uses, blocks = first_use_rows(table), [layer.block for layer in table.layers]
@@ -124,7 +132,10 @@ def _sharded_memory(
     for number, (unit, start) in enumerate(zip(units, starts, strict=True)):
         # When the unit has ended, and the row before it has not begun: its gradients' shards are there.
         row = max(start - 1, 0)
-        sizes[row] = max(sizes[row], gathered[number] + unit_bytes[number] + sum_bytes_at(reduced, unit))
+        at_end = gathered[number] + unit_bytes[number] + sum_bytes_at(reduced, unit)
+        if spec.micro_batches > 1:
+            at_end += sum(unit_bytes[:number]) + unit_bytes[number] * is_flat
+        sizes[row] = max(sizes[row], at_end)
         for place in unit:
             gradient_rows[place] = row
     persistent = PersistentMemory(sum(shards), shards, gradient_rows, shards, update_spec=_shard_spec(spec))
@@ -265,7 +276,8 @@ class FairscaleFsdpCost(ShardedCost):
             -(-element_count(tensor) // spec.dp_degree) * element_bytes(spec, tensor)
             for tensor in table.parameter_tensors
         ]
-        return _sharded_memory(spec, table, shards, sizes, sizes, is_ahead=False)
+        is_flat = bool(options_with_defaults(spec)["flatten_parameters"])
+        return _sharded_memory(spec, table, shards, sizes, sizes, is_ahead=False, is_flat=is_flat)
 
 
 def shard_degree(spec: RunSpec) -> int:

@@ -13,17 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.workloads import DATASETS
+from hpcbench.parallel.workloads import BATCH_SLOTS, DATASETS, LARGE_SAMPLE_NUMBERS, is_resident
 from hpcbench.worker.data.batch_loader import BatchLoader, PendingBatch, SampleLayout, SampleReader
 from hpcbench.worker.data.feed import NO_FILES, Batch, DataFeed, DataSource
-from hpcbench.worker.data.resident_feed import RESIDENT_DATASETS, ResidentFeed
+from hpcbench.worker.data.resident_feed import ResidentFeed
 from hpcbench.worker.data.sample_files import open_real_samples, open_synthetic_samples, require_data_folder
 from hpcbench.worker.data.sample_generator import NOISE_FRACTION, PATTERN_EDGE, PHRASE_LENGTH
 
-BATCH_SLOTS = 2
-"""Distinct batches per replica; step k takes batch k % BATCH_SLOTS. Memory does not grow with the world size."""
-LARGE_SAMPLE_NUMBERS = 2**26
-"""Values in a sample (256 MiB in fp32) from which a replica has a single batch: drawing another takes a minute."""
 _MAX_PATTERN_NUMBERS = 2**22
 """Values that are held beside the samples while their patterns are added."""
 
@@ -218,7 +214,7 @@ def make_feed(spec: RunSpec, device: torch.device, source: DataSource = NO_FILES
     Raises:
         WorkerError: ``unsupported`` if the data set's files are missing.
     """
-    if spec.dataset == "digits" or (spec.data == "real" and spec.dataset in RESIDENT_DATASETS):
+    if is_resident(spec.dataset, spec.data):
         return ResidentFeed(spec, device, source)
     if spec.data in ("device", "host"):
         return SyntheticFeed(spec, device)

@@ -25,7 +25,6 @@ from hpcbench.worker.data.feed import Batch, DataFeed, DataSource
 from hpcbench.worker.data.sample_files import missing_files_error, require_data_folder
 from hpcbench.worker.failure import install_hint
 
-RESIDENT_DATASETS = ("mnist", "cifar10", "digits")
 _EVALUATION_BATCH = 500
 
 

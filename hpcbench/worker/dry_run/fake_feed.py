@@ -6,10 +6,8 @@ import torch
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.strategies.pipeline import pipedream_staleness
-from hpcbench.parallel.workloads import DATASETS
+from hpcbench.parallel.workloads import BATCH_SLOTS, DATASETS, LARGE_SAMPLE_NUMBERS, is_resident
 from hpcbench.worker.data.feed import Batch, DataFeed
-from hpcbench.worker.data.feeds import BATCH_SLOTS, LARGE_SAMPLE_NUMBERS
-from hpcbench.worker.data.resident_feed import RESIDENT_DATASETS
 from hpcbench.worker.dry_run.repeated_passes import SteadyWindow
 from hpcbench.worker.layers import zero_batch
 from hpcbench.worker.strategies.base import Strategy
@@ -19,7 +17,6 @@ from hpcbench.worker.strategies.pipeline.pipeline_runtime import PipelineRuntime
 
 _WINDOWS = (PREFETCHED_RECEIVES, PREFETCHED_RECEIVES + 1)
 """Micro-batches of the last two steps of an asynchronous pipeline: as many receives are posted as in a longer one."""
-_HELD_OUT_SAMPLES = {"mnist": 10_000, "cifar10": 10_000, "digits": 297}
 
 
 class FakeFeed(DataFeed):
@@ -30,7 +27,7 @@ class FakeFeed(DataFeed):
         self._spec = spec
         # Every step has a full batch.
         self.samples, self.steps_per_epoch = self.global_batch_size * 2**20, 2**20
-        self._is_resident = spec.dataset == "digits" or (spec.data == "real" and spec.dataset in RESIDENT_DATASETS)
+        self._is_resident = is_resident(spec.dataset, spec.data)
         self._copies = spec.data != "device" and not self._is_resident
         sample_numbers = torch.Size(self.shape).numel()
         slots = 1 if sample_numbers >= LARGE_SAMPLE_NUMBERS else BATCH_SLOTS
@@ -40,7 +37,7 @@ class FakeFeed(DataFeed):
         """Micro-batches of a step, where they are fewer than the run's."""
         self._held: list[Batch] = []
         if self._is_resident:
-            count = DATASETS[spec.dataset].samples + _HELD_OUT_SAMPLES.get(spec.dataset, 0)
+            count = DATASETS[spec.dataset].samples + DATASETS[spec.dataset].held_out
             self._held = [self._make(count)]
             self._indices = torch.zeros(spec.batch_size, dtype=torch.int64, device=device)
         elif not self._copies:

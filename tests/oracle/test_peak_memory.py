@@ -1,0 +1,107 @@
+"""The terms of a rank's memory, one by one; ``tests/distributed/test_dry_run_peaks.py`` compares their sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.peak_memory import MemoryBreakdown
+from hpcbench.oracle.strategies.base import resolve_cost
+from hpcbench.oracle.tensor_sizes import held_sample_bytes
+from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
+
+VOLUME = 4 * 128**3 * 4
+"""Bytes of a sample of CosmoFlow."""
+
+
+def table_of(spec: RunSpec) -> LayerTable:
+    table = read_shipped_table(spec.model, spec.dataset)
+    assert table is not None
+    return table
+
+
+def memory_of(spec: RunSpec, rank: int = 0) -> MemoryBreakdown:
+    return resolve_cost(spec.strategy).memory(spec, table_of(spec), rank)
+
+
+def volumes(strategy: str = "single", **more: Any) -> RunSpec:
+    return RunSpec(**{"model": "cosmoflow", "dataset": "cosmoflow", "strategy": strategy, "batch_size": 8, **more})
+
+
+def pipeline(strategy: str, model: str = "resnet18", dataset: str = "cifar10", **more: Any) -> RunSpec:
+    values = {"batch_size": 8, "micro_batches": 4, "pp_degree": 4, "dp_degree": 2, "tasks_per_node": 8, **more}
+    return RunSpec(model=model, dataset=dataset, strategy=strategy, **values)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "model", "data", "expected"),
+    [
+        ("cosmoflow", "cosmoflow", "device", 2 * 8 * (VOLUME + 4 * 4)),
+        ("cosmoflow", "cosmoflow", "host", 8 * (VOLUME + 4 * 4)),
+        ("cosmoflow_512", "cosmoflow", "device", 8 * (64 * VOLUME + 4 * 4)),
+        ("digits", "vit", "device", (1500 + 297 + 8) * (64 * 4 + 8)),
+        ("cifar10", "vit", "real", (60_000 + 8) * (3 * 32 * 32 * 4 + 8)),
+        ("cifar10", "vit", "device", 2 * 8 * (3 * 32 * 32 * 4 + 8)),
+        ("tokens", "gpt", "device", 2 * 8 * (128 * 8 + 128 * 8)),
+    ],
+)
+def test_samples_are_held_as_the_feed_holds_them(dataset: str, model: str, data: str, expected: int) -> None:
+    spec = RunSpec(model=model, dataset=dataset, strategy="single", batch_size=8, data=data)
+    assert held_sample_bytes(spec, table_of(spec)) == memory_of(spec).samples_bytes == expected
+
+
+def test_the_first_layer_keeps_the_samples_themselves() -> None:
+    """Autocast keeps a copy, and a rank with a part of each volume one of the part."""
+    whole, cast = memory_of(volumes()), memory_of(volumes(precision="bf16"))
+    assert cast.activations_bytes - whole.activations_bytes == 8 * VOLUME
+    assert cast.samples_bytes == whole.samples_bytes
+    first, last = (memory_of(pipeline("gpipe", "cosmoflow", "cosmoflow"), rank) for rank in (0, 7))
+    assert first.samples_bytes == last.samples_bytes == whole.samples_bytes
+
+
+def test_samples_of_the_host_are_on_the_first_and_the_last_stage() -> None:
+    spec = pipeline("1f1b", "cosmoflow", "cosmoflow", data="host", dp_degree=1, tasks_per_node=4)
+    held = [memory_of(spec, rank).samples_bytes for rank in range(4)]
+    assert [size > 0 for size in held] == [True, False, False, True]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_params"])
+def test_the_loss_has_two_gradients_of_its_scores(precision: str) -> None:
+    """That of the logarithms and that of the scores, in fp32, beside the logarithms themselves."""
+    spec = RunSpec(model="gpt", dataset="tokens", strategy="single", batch_size=8, precision=precision)
+    scores = 8 * 128 * 50_257 * 4
+    assert 3 * scores < memory_of(spec).activations_bytes < 3.2 * scores
+
+
+def test_gradients_of_a_last_stage_are_copied_into_their_buckets() -> None:
+    """Three of ResNet-18's last convolutions fill one bucket beside their gradients; one replica has none."""
+    alone = pipeline("zero_bubble", dp_degree=1, tasks_per_node=4)
+    replicated, single = memory_of(pipeline("zero_bubble"), 7), memory_of(alone, 3)
+    assert replicated.communication_bytes - single.communication_bytes > 2e7
+    assert replicated.total_bytes > single.total_bytes
+
+
+def test_a_pool_of_the_first_stage_has_the_gradient_of_its_input() -> None:
+    """A volume of 32 channels for every sample of a micro-batch, beside what waits for its backward pass."""
+    spec = pipeline("gpipe", "cosmoflow", "cosmoflow")
+    table = table_of(spec)
+    kept = sum(layer.activation_bytes for layer in table.layers[:3]) + table.layers[2].output_bytes
+    gradient = 8 * table.layers[2].output_bytes * 2
+    assert memory_of(spec).activations_bytes == 8 * (kept - VOLUME) + gradient
+
+
+def test_fairscale_copies_the_gradients_of_a_unit_into_one() -> None:
+    """Beside those of earlier micro-batches, if there are any."""
+    flat = RunSpec(
+        model="resnet18", dataset="cifar10", strategy="fairscale_fsdp", batch_size=8, micro_batches=2, dp_degree=8,
+        tasks_per_node=8,
+    )  # fmt: skip
+    apart = msgspec.structs.replace(flat, options={"flatten_parameters": False})
+    largest_unit = max(
+        sum(layer.parameters for layer in table_of(flat).layers if layer.block == block) for block in range(10)
+    )
+    difference = memory_of(flat).total_bytes - memory_of(apart).total_bytes
+    assert difference == pytest.approx(4 * largest_unit, rel=0.01)
