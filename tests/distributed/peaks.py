@@ -45,9 +45,7 @@ class Peaks(NamedTuple):
 
 def _case(strategy: str, model: str, rank: int, ranks: int = 1, **more: Any) -> PeakCase:
     """Return rank ``rank`` of a run with Adam; replicas fill what the other degrees leave of ``ranks``."""
-    dataset = {"cosmoflow": "cosmoflow", "resnet50": "imagenet", "resnet18": "cifar10", "vit": "cifar10"}.get(
-        model, "tokens"
-    )
+    dataset = {"cosmoflow": "cosmoflow", "resnet18": "cifar10", "vit": "cifar10"}.get(model, "tokens")
     others = more.get("tp_degree", 1) * more.get("pp_degree", 1) * more.get("sp_degree", 1)
     spec = RunSpec(
         strategy=strategy, model=model, dataset=dataset, nodes=max(1, ranks // 8), tasks_per_node=min(8, ranks),
@@ -63,13 +61,13 @@ CASES = [
     _case("single", "gpt", 0, precision="bf16_params"),
     _case("ddp", "resnet18", 1023, 1024, batch_size=64),
     _case("zero1", "vit", 5, 256, batch_size=64),
-    _case("horovod", "resnet50", 63, 64),
+    _case("horovod", "resnet18", 63, 64, batch_size=64),
     _case("fairscale_oss", "vit", 9, 64, batch_size=64),
-    _case("fsdp", "resnet50", 511, 512, batch_size=32),
+    _case("fsdp", "vit", 511, 512, batch_size=64),
     _case("fsdp", "gpt_17b", 0, 32, batch_size=1, precision="bf16_params", **_RECOMPUTED),
     _case("fairscale_fsdp", "resnet18", 7, 8, micro_batches=2),
     _case("filter", "cosmoflow", 3, 64, tp_degree=4),
-    _case("channel", "resnet50", 100, 128, tp_degree=2, options={"form": "gathered"}),
+    _case("channel", "resnet18", 100, 128, batch_size=64, tp_degree=2, options={"form": "gathered"}),
     _case("spatial", "cosmoflow", 0, 32, sp_degree=4),
     _case("tensor", "gpt_1_3b", 1, 256, tp_degree=8, batch_size=2),
     _case("model", "cosmoflow", 3, 4, pp_degree=4),

@@ -48,7 +48,7 @@ def pipeline(strategy: str, model: str = "resnet18", dataset: str = "cifar10", *
         ("tokens", "gpt", "device", 2 * 8 * (128 * 8 + 128 * 8)),
     ],
 )
-def test_samples_are_held_as_the_feed_holds_them(dataset: str, model: str, data: str, expected: int) -> None:
+def test_samples_are_held_as_the_feed_holds_them(dataset: str, model: str, data: Any, expected: int) -> None:
     spec = RunSpec(model=model, dataset=dataset, strategy="single", batch_size=8, data=data)
     assert held_sample_bytes(spec, table_of(spec)) == memory_of(spec).samples_bytes == expected
 
@@ -69,7 +69,7 @@ def test_samples_of_the_host_are_on_the_first_and_the_last_stage() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_params"])
-def test_the_loss_has_two_gradients_of_its_scores(precision: str) -> None:
+def test_the_loss_has_two_gradients_of_its_scores(precision: Any) -> None:
     """That of the logarithms and that of the scores, in fp32, beside the logarithms themselves."""
     spec = RunSpec(model="gpt", dataset="tokens", strategy="single", batch_size=8, precision=precision)
     scores = 8 * 128 * 50_257 * 4
