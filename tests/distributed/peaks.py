@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from hpcbench.results.dry_run_record import DryRunTask
-
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.parallel.layer_table import read_shipped_table
+from hpcbench.results.probe_records import DryRunTask
 from hpcbench.worker.dry_run.fake_rank import record_step
 
 
