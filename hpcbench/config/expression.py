@@ -133,9 +133,9 @@ class Expression:
         return [self._compiled(node) for node in nodes]
 
     def _parameter(self, node: ast.Name | ast.Attribute) -> _Evaluator:
-        name = _dotted_name(node)
-        if name is None or "__" in name:
-            raise self._error(f"{ast.unparse(node)!r:.60} is not part of the language")
+        name = ast.unparse(node)
+        if "__" in name or not all(map(str.isidentifier, name.split("."))):
+            raise self._error(f"{name!r:.60} is not part of the language")
         if self._known is not None and name.partition(".")[0] not in self._known:
             raise self._error(f"unknown name {name!r}", hint=did_you_mean(name, self._known))
         self.names.add(name)
@@ -196,15 +196,6 @@ def _make_comparison(kinds: list[type[ast.cmpop]], parts: list[_Evaluator]) -> _
         return True
 
     return evaluate
-
-
-def _dotted_name(node: ast.expr) -> str | None:
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        parent = _dotted_name(node.value)
-        return f"{parent}.{node.attr}" if parent else None
-    return None
 
 
 def _look_up_dotted(values: ParameterValues, name: str) -> ExpressionValue:

@@ -21,6 +21,8 @@ Scaling = Literal["weak", "strong"]
 STEP_TIME = "metrics.step_time_s.median"
 THROUGHPUT = "metrics.samples_per_s"
 LOW, HIGH = "low", "high"
+SPEC_COLUMNS = tuple(f"spec.{name}" for name in RunSpec.__struct_fields__)
+"""The columns of a results frame that a specification, and a prediction, needs."""
 CONFIGURATION_KEYS = ("cluster", "config_id", "environment_digest")
 WORKLOAD_COLUMNS = (
     "cluster", "spec.model", "spec.model_options", "spec.dataset", "spec.input_size", "spec.precision", "spec.data",

@@ -21,7 +21,7 @@ from hpcbench.oracle.choice_baselines import choice_results
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.prediction import NotPredicted, Prediction
 from hpcbench.parallel.catalog import STRATEGIES
-from hpcbench.report.configurations import STEP_TIME, run_spec_of
+from hpcbench.report.configurations import SPEC_COLUMNS, STEP_TIME, run_spec_of
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import STATUS_OK
 
@@ -32,7 +32,7 @@ _WIRE = "wire_s"
 VALIDATION_COLUMNS = (
     "cluster", "run_id", "config_id", "environment_digest", "status", STEP_TIME,
     *(f"metrics.{part}" for part in (*scoring.SCORED_PARTS, _WIRE)),
-    *(f"spec.{name}" for name in RunSpec.__struct_fields__),
+    *SPEC_COLUMNS,
 )  # fmt: skip
 _IMPLAUSIBLE = 1e18
 """Larger values are errors."""

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import polars as pl
 
-from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.fileio import printable_text
 from hpcbench.paths import results_folder
@@ -68,7 +67,7 @@ class TableRequest:
         columns += [configurations.THROUGHPUT] if self.best else []
         columns += DRIFT_COLUMNS if self.remove_drift else []
         if self.predictions:
-            columns += [configurations.STEP_TIME, *(f"spec.{name}" for name in RunSpec.__struct_fields__)]
+            columns += [configurations.STEP_TIME, *configurations.SPEC_COLUMNS]
         return configurations.required_columns([*columns, "warnings"], speedups=self.speedups)
 
 

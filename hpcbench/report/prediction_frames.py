@@ -20,8 +20,6 @@ from hpcbench.results.schema import STATUS_OK
 
 EXTRAPOLATION_FACTOR = 8
 """Predicted lines extend to so many times the measured devices."""
-SPEC_COLUMNS = tuple(f"spec.{name}" for name in RunSpec.__struct_fields__)
-"""The columns of a results frame that a prediction needs, beside the cluster."""
 PREDICTION_FIELDS = {
     "predicted_step_time_s": "step_time_s", "predicted_samples_per_s": "samples_per_s",
     "predicted_compute_s": "compute_s", "predicted_exposed_comm_s": "exposed_comm_s",

@@ -82,12 +82,9 @@ def predictions_json(configurations: Iterable[PredictedConfiguration], machines:
         else:
             outcome = {"predicted": msgspec.to_builtins(entry.prediction)}
         entries += [{"run_id": run_id, "spec": spec_document(entry.spec), **outcome} for run_id in entry.run_ids]
-    return {"predictions": entries, "machines": [machine_json(machine) for machine in machines]}
-
-
-def machine_json(machine: Machine) -> dict[str, Any]:
-    """Source and notes of a machine's numbers."""
-    return {name: getattr(machine, name) for name in ("cluster", "depth", "source", "memory_bytes", "notes")}
+    fields = ("cluster", "depth", "source", "memory_bytes", "notes")
+    sources = [{name: getattr(machine, name) for name in fields} for machine in machines]
+    return {"predictions": entries, "machines": sources}
 
 
 def machine_notes(machines: Sequence[Machine]) -> list[str]:

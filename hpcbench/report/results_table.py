@@ -178,34 +178,30 @@ def _metric_columns(rows: list[ResultRow]) -> list[Column]:
     spread = "[95 %]" if all(row.launches < 2 for row in rows) else "[range]"
     columns = [
         text_column(f"step ms {spread}", _step_time_cell),
-        text_column("samples/s", lambda row: format_rate(row.samples_per_s) if row.samples_per_s else "",
-                    compact_heading="samples\n/s"),
-    ]  # fmt: skip
+        _figure_column("samples/s", "samples_per_s", format_rate, "samples\n/s"),
+    ]
     if any(row.tokens_per_s for row in rows):
-        columns += [
-            text_column("tokens/s", lambda row: format_rate(row.tokens_per_s) if row.tokens_per_s else "",
-                        compact_heading="tokens\n/s"),
-            text_column(
-                "/device", lambda row: format_rate(row.tokens_per_s_per_device) if row.tokens_per_s_per_device else ""
-            ),
-        ]  # fmt: skip
+        columns.append(_figure_column("tokens/s", "tokens_per_s", format_rate, "tokens\n/s"))
+        columns.append(_figure_column("/device", "tokens_per_s_per_device", format_rate))
     if any(row.speedup for row in rows):
-        columns.append(text_column("speed-up", lambda row: f"{row.speedup:.2f}" if row.speedup else "",
-                                   compact_heading="speed\n-up"))  # fmt: skip
-        columns.append(text_column("eff.", lambda row: f"{row.efficiency:.0%}" if row.efficiency else ""))
+        columns.append(_figure_column("speed-up", "speedup", "{:.2f}".format, "speed\n-up"))
+        columns.append(_figure_column("eff.", "efficiency", "{:.0%}".format))
     if any(row.mfu is not None for row in rows):
         columns.append(text_column("MFU", lambda row: f"{row.mfu:.1%}" if row.mfu is not None else ""))
     if _has_recomputation(rows):
         columns.append(text_column("HFU", lambda row: f"{row.hfu:.1%}" if row.hfu is not None else ""))
-    columns += [
-        text_column("memory", lambda row: format_bytes(row.peak_memory_bytes) if row.peak_memory_bytes else ""),
-        text_column("loss", _loss_cell),
-    ]
+    columns += [_figure_column("memory", "peak_memory_bytes", format_bytes), text_column("loss", _loss_cell)]
     columns = [replace(column, is_number=True) for column in columns]
     if any(row.verified is not None for row in rows):
         verified = {None: "", True: "yes", False: "no"}
         columns.append(text_column("verified", lambda row: verified[row.verified], compact_heading="veri-\nfied"))
     return columns
+
+
+def _figure_column(heading: str, field_name: str, form: Callable[[float], str], compact_heading: str = "") -> Column:
+    """A column of a field; empty where it is absent or 0."""
+    read = attrgetter(field_name)
+    return text_column(heading, lambda row: form(read(row)) if read(row) else "", compact_heading=compact_heading)
 
 
 def _has_recomputation(rows: list[ResultRow]) -> bool:

@@ -19,7 +19,7 @@ STATUS_STYLE = {
     "ok": "green", "lost": "red", "failed": "red", "timeout": "yellow", "cancelled": "yellow", "oom": "magenta",
 }  # fmt: skip
 _UNLISTED_STATES = frozenset({"ok", "planned"})
-_PENDING_STATES = ("running", "pending", "waiting")
+_PENDING_RANKS = {"running": 1, "pending": 2, "waiting": 3}
 """Listed last, in this order: they need no attention."""
 _MAX_ROWS = 20
 _MIN_REASON_WIDTH = 20
@@ -101,7 +101,7 @@ def _group_runs(runs: Iterable[tuple[str, RunState]]) -> list[RunGroup]:
         # The reason may contain the job id: that does not make it another reason.
         reason = state.reason.replace(state.job_id, "") if state.job_id else state.reason
         by_reason.setdefault((state.state, reason), []).append((run_id, state))
-    groups = sorted(by_reason.values(), key=lambda group: _state_rank(group[0][1].state))
+    groups = sorted(by_reason.values(), key=lambda group: _PENDING_RANKS.get(group[0][1].state, 0))
     room = _MAX_ROWS - len(groups)
     separate = set()
     for group in sorted(groups, key=len):
@@ -110,10 +110,6 @@ def _group_runs(runs: Iterable[tuple[str, RunState]]) -> list[RunGroup]:
             break
         separate.add(id(group))
     return [part for group in groups for part in ([[run] for run in group] if id(group) in separate else [group])]
-
-
-def _state_rank(state: str) -> int:
-    return _PENDING_STATES.index(state) if state in _PENDING_STATES else -1
 
 
 def _status_row(group: RunGroup, details: Callable[[str], RunDetails] | None) -> _StatusRow:

@@ -20,7 +20,6 @@ from hpcbench.config.run_spec import DEGREE_NAMES, RunSpec, spec_document, strat
 from hpcbench.config.sweep_file import sweep_toml
 from hpcbench.errors import ConfigError
 from hpcbench.fileio import escape_control_characters, printable_excerpt
-from hpcbench.report.findings.finding import EvidenceRow
 from hpcbench.report.plots.plot_model import Plot, PlotRequest
 from hpcbench.report.plots.plotting import PLOTS, draw_plot, encode_plot, plot_specification
 from hpcbench.report.results_table import ResultRow, parameter_text, split_parameters
@@ -175,7 +174,7 @@ _RESULT_FIGURES = _attribute_columns(
     ("metrics.peak_memory_bytes", "peak_memory_bytes", "peak memory"), ("metrics.loss.last", "loss_last", "last loss"),
     ("metrics.accuracy", "accuracy", ""),
 )  # fmt: skip
-_EVIDENCE_COLUMNS = _attribute_columns(
+EVIDENCE_COLUMNS = _attribute_columns(
     ("spec.strategy", "strategy", ""), ("spec.nodes", "nodes", ""), ("devices", "devices", ""),
     ("spec.batch_size", "batch_size", "batch"), ("launches", "launches", ""),
     ("metrics.samples_per_s", "samples_per_s", ""), ("metrics.samples_per_s.low", "samples_per_s_low", "min"),
@@ -183,11 +182,6 @@ _EVIDENCE_COLUMNS = _attribute_columns(
     ("efficiency", "efficiency", ""), ("metrics.peak_memory_bytes", "peak_memory_bytes", "peak memory"),
     ("status", "status", ""), ("run", "run_id", ""),
 )  # fmt: skip
-
-
-def evidence_html_table(ident: str, rows: Sequence[EvidenceRow]) -> HtmlTable:
-    """The configurations behind a finding."""
-    return html_table(ident, "Evidence", _EVIDENCE_COLUMNS, rows, filters=False)
 
 
 def warnings_html_table(rows: Sequence[ResultRow], marks: WarningFootnotes) -> HtmlTable | None:

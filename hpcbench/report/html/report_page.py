@@ -221,7 +221,8 @@ def _page_finding(ident: str, finding: Finding) -> PageFinding:
     word = VERDICT_WORDS[finding.sure]
     # The certainty stands before the text.
     text = finding.text.removeprefix(f"{word}; ").removeprefix(f"{word}: ")
-    evidence = page_elements.evidence_html_table(f"rows-{ident}", finding.evidence) if finding.evidence else None
+    columns, rows = page_elements.EVIDENCE_COLUMNS, finding.evidence
+    evidence = html_table(f"rows-{ident}", "Evidence", columns, rows, filters=False) if rows else None
     return PageFinding(finding.subject, text, word, findings_report.finding_details(finding), evidence)
 
 

@@ -47,7 +47,7 @@ class LineChart:
         for panel in frame["panel"].unique(maintain_order=True):
             if panel:
                 lines += [Text(""), truncated_text(panel, width, "bold")]
-            lines += _panel_lines(self, frame.filter(frame["panel"] == panel), frame, marks, (width, plain))
+            lines += _panel_lines(self, frame.filter(frame["panel"] == panel), frame, marks, width, plain=plain)
         entries = [Text.assemble(mark, f" {name}") for name, mark in marks.items()]
         if any(_OVERLAP_MARK[plain] in line.plain for line in lines):
             entries.append(Text(f"{_OVERLAP_MARK[plain]} several"))
@@ -118,11 +118,10 @@ class _CharacterGrid:
 
 
 def _panel_lines(
-    drawing: LineChart, inside: pl.DataFrame, frame: pl.DataFrame, marks: dict[str, tuple[str, str]],
-    form: tuple[int, bool],
+    drawing: LineChart, inside: pl.DataFrame, frame: pl.DataFrame, marks: dict[str, tuple[str, str]], width: int, *,
+    plain: bool,
 ) -> list[Text]:  # fmt: skip
     """One grid: every panel has the same scales."""
-    width, plain = form
     y_values = [one / drawing.y.factor for name in ("y", "low", "high") for one in column_values(frame, name)]
     bottom, top, y_marks = _axis_range(drawing.y, y_values, from_zero=drawing.from_zero)
     margin = max(cell_len(format_tick(one)) for one in y_marks) + 1
@@ -133,7 +132,7 @@ def _panel_lines(
     across = _CellScale(min(x_values), max(x_values), cells - 2 * room, bool(drawing.x.log))
     up = _CellScale(bottom, top, _GRID_HEIGHT, bool(drawing.y.log))
     grid = _CharacterGrid(cells, _GRID_HEIGHT)
-    _draw_series(grid, drawing, inside, marks, (across, up, room, plain))
+    _draw_series(grid, drawing, inside, marks, across, up, room, plain=plain)
     labels = {_GRID_HEIGHT - 1 - up.place(one): format_tick(one) for one in y_marks}
     side, corner, flat = ("|", "+", "-") if plain else ("│", "└", "─")
     lines = [truncated_text(drawing.y.heading, width)]
@@ -150,11 +149,8 @@ def _panel_lines(
 
 def _draw_series(
     grid: _CharacterGrid, drawing: LineChart, inside: pl.DataFrame, marks: dict[str, tuple[str, str]],
-    form: tuple[_CellScale, _CellScale, int, bool],
+    across: _CellScale, up: _CellScale, room: int, *, plain: bool,
 ) -> None:  # fmt: skip
-
-    across, up, room, plain = form
-
     def place(x: float, y: float) -> tuple[int, int]:
         return across.place(x / drawing.x.factor) + room, up.place(y / drawing.y.factor)
 

@@ -20,7 +20,7 @@ from hpcbench.errors import INSTALL_REPORT, ConfigError, did_you_mean
 from hpcbench.fileio import escape_control_characters, write_atomic
 from hpcbench.paths import results_folder
 from hpcbench.report.column_names import Condition, resolve_column, source_columns
-from hpcbench.report.configurations import filter_launches
+from hpcbench.report.configurations import SPEC_COLUMNS, filter_launches
 from hpcbench.report.load_results import full_results, load_frame
 from hpcbench.report.plots.breakdown_plots import distribution_plot, memory_plot, step_parts_plot, timeline_plot
 from hpcbench.report.plots.plot_model import NothingToDraw, Plot, PlotRequest
@@ -118,7 +118,7 @@ def plot_results(
         return draw_plot(kind, frame, PlotRequest(keys, load_full, None))
     # Imported here: plots without predictions need no oracle.
     from hpcbench.report.oracle_validation import ClusterForecasts
-    from hpcbench.report.prediction_frames import SPEC_COLUMNS, measured_vs_predicted_frame, predicted_scaling_frame
+    from hpcbench.report.prediction_frames import measured_vs_predicted_frame, predicted_scaling_frame
 
     frame = filter_launches(load_frame(tree, sources, clusters, [*columns, *SPEC_COLUMNS]), condition)
     predicted_frame = predicted_scaling_frame if kind == "scaling" else measured_vs_predicted_frame

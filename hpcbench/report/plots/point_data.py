@@ -20,8 +20,11 @@ from hpcbench.report.column_names import (
     with_option_column,
 )
 from hpcbench.report.configurations import (
+    GROUP_COLUMNS,
     HIGH,
     LOW,
+    SPEEDUP_COLUMNS,
+    SPREAD_COLUMNS,
     STEP_TIME,
     THROUGHPUT,
     Scaling,
@@ -51,14 +54,9 @@ _BATCH_KINDS: tuple[tuple[str, str, Scaling], ...] = (
     ("spec.batch_size", "batch {} per replica", "weak"), ("global_batch_size", "global batch {}", "strong"),
     ("_per_device", "{} samples per device", "weak"),
 )  # fmt: skip
-POINT_COLUMNS = (
-    "cluster", "config_id", "environment_digest", "run_id", "status", "sweep",
-    *(f"spec.{name}" for name in DEGREE_NAMES),
-    "spec.model", "spec.model_options", "spec.dataset", "spec.input_size", "spec.precision", "spec.data",
-    "spec.optimizer", "spec.channels_last", "spec.strategy", "spec.batch_size", "spec.nodes", "spec.tasks_per_node",
-    "spec.devices_per_task", "metrics.samples_per_s", "metrics.step_time_s.median", "metrics.step_time_s.ci95_low",
-    "metrics.step_time_s.ci95_high",
-)  # fmt: skip
+POINT_COLUMNS = tuple(dict.fromkeys((
+    *GROUP_COLUMNS, "sweep", *(f"spec.{name}" for name in DEGREE_NAMES), *SPEEDUP_COLUMNS, STEP_TIME, *SPREAD_COLUMNS,
+)))  # fmt: skip
 """Columns of a results frame that ``plot_points`` reads, in addition to the metric."""
 
 
