@@ -166,9 +166,13 @@ def comparison_text_view(rows: Sequence[ComparisonRow], title: str, notes: Seque
                     optional=True),
     ]  # fmt: skip
     subject = short_name(next(iter(metrics))) if len(metrics) == 1 else "metrics"
-    notes = [
-        *([f"all: {shared}"] if shared else []), *_verdict_legend(rows, threshold), *notes, *inconclusive_reasons(rows),
-    ]  # fmt: skip
+    legend = (
+        f"{verdict_word('worse', rows)}, {verdict_word('better', rows)}: change of at least {threshold:.1%}, "
+        f"family-wise significance {SIGNIFICANCE_LEVEL:.0%}; equivalent: the 95 % interval is within {threshold:.1%}"
+    )
+    has_comparisons = any(row.verdict not in BAND_VERDICTS for row in rows)
+    leading_notes = [*([f"all: {shared}"] if shared else []), *([legend] if has_comparisons else [])]
+    notes = [*leading_notes, *notes, *inconclusive_reasons(rows)]
     warnings = [
         f"{_row_name(row)}: {verdict_word(row.verdict, rows)}: {row.reason}"
         for row in rows if row.is_regression and row.reason
@@ -190,15 +194,6 @@ def _change_text(row: ComparisonRow) -> str:
     if row.ratio_low is None or row.ratio_high is None:
         return f"{row.ratio - 1:+.1%}"
     return f"{row.ratio - 1:+.1%} [{(row.ratio_low - 1) * 100:+.1f} {(row.ratio_high - 1) * 100:+.1f}]"
-
-
-def _verdict_legend(rows: Sequence[ComparisonRow], threshold: float) -> list[str]:
-    if all(row.verdict in BAND_VERDICTS for row in rows):
-        return []
-    return [
-        f"{verdict_word('worse', rows)}, {verdict_word('better', rows)}: change of at least {threshold:.1%}, "
-        f"family-wise significance {SIGNIFICANCE_LEVEL:.0%}; equivalent: the 95 % interval is within {threshold:.1%}"
-    ]
 
 
 def _row_name(row: ComparisonRow) -> str:

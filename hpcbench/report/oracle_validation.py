@@ -60,18 +60,15 @@ class ClusterForecasts:
                 self._forecasts[cluster] = NotPredicted(error.message)
         return self._forecasts[cluster]
 
-    def predict(self, cluster: str, spec: RunSpec) -> Prediction | NotPredicted:
+    def predict(self, cluster: str, spec: RunSpec, *, learns: bool = True) -> Prediction | NotPredicted:
         """Return ``Forecast.predict`` without the results of the run's own configuration.
 
-        Where the cluster has no forecast the reason is returned.
+        Without ``learns`` it is ``Forecast.predict_alone``. Where the cluster has no forecast the reason is returned.
         """
         forecast = self.forecast(cluster)
-        return forecast if isinstance(forecast, NotPredicted) else forecast.predict(spec, held_out=True)
-
-    def predict_alone(self, cluster: str, spec: RunSpec) -> Prediction | NotPredicted:
-        """Return ``Forecast.predict_alone``, or the reason why the cluster has no forecast."""
-        forecast = self.forecast(cluster)
-        return forecast if isinstance(forecast, NotPredicted) else forecast.predict_alone(spec)
+        if isinstance(forecast, NotPredicted):
+            return forecast
+        return forecast.predict(spec, held_out=True) if learns else forecast.predict_alone(spec)
 
     def fitted_from(self, cluster: str, spec: RunSpec) -> frozenset[str]:
         """Return the ids of runs that the numbers behind a prediction were fitted to."""
@@ -144,10 +141,9 @@ BaselineEstimator = Callable[[BaselineRequest], BaselineEstimate]
 
 def oracle_predictor(forecasts: ClusterForecasts, *, learns: bool = True) -> CasePredictor:
     """Return the oracle as a predictor; without ``learns`` from the machine's numbers alone."""
-    predict_run = forecasts.predict if learns else forecasts.predict_alone
 
     def predict(measured: scoring.MeasuredConfiguration) -> scoring.PredictorResult:
-        prediction = predict_run(measured.cluster, measured.spec)
+        prediction = forecasts.predict(measured.cluster, measured.spec, learns=learns)
         if isinstance(prediction, NotPredicted):
             return scoring.PredictorResult(reason=prediction.reason)
         return scoring.PredictorResult(

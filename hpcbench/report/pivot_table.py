@@ -170,7 +170,9 @@ def pivot_view(
     frame = configurations.filter_launches(frame, request.where)
     rows = [*_aggregate_cells(frame, request, add_predictions).iter_rows(named=True)]
     cells = [_Cell(row, configurations.decode_warnings(row.get("warnings", []))) for row in rows]
-    failed = _failed_statuses(frame, request.keys)
+    ended_badly = frame.filter((pl.col("status") != STATUS_OK) & pl.col("config_id").is_not_null())
+    statuses = _with_key_columns(ended_badly, request.keys).select([*request.keys, "status"])
+    failed = {row[:-1]: row[-1] for row in statuses.unique(request.keys, maintain_order=True).iter_rows()}
     footnotes = WarningFootnotes(cells, "cell")
     view = (_pivoted_view if request.pivot else _flat_view)(cells, request, failed, footnotes)
     view.title = printable_text(title)
@@ -223,12 +225,6 @@ def _with_key_columns(rows: pl.DataFrame, keys: list[str]) -> pl.DataFrame:
                 texts = [None if value is None else str(value) for value in rows[key].to_list()]
                 rows = rows.with_columns(pl.Series(key, texts))
     return rows
-
-
-def _failed_statuses(frame: pl.DataFrame, keys: list[str]) -> dict[_Key, str]:
-    """The status of runs that are not ok, by key."""
-    failed = _with_key_columns(frame.filter((pl.col("status") != STATUS_OK) & pl.col("config_id").is_not_null()), keys)
-    return {row[:-1]: row[-1] for row in failed.select([*keys, "status"]).unique(keys, maintain_order=True).iter_rows()}
 
 
 def _cell_text(column: str, row: dict[str, Any]) -> str:

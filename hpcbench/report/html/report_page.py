@@ -232,8 +232,11 @@ def _scales_table(findings: Findings) -> HtmlTable | None:
     def percent(ratio: float | None) -> float | None:
         return None if ratio is None else round((ratio - 1) * 100, 1)
 
+    def workload(finding: Finding) -> str:
+        return finding.subject.partition(f", {pluralize(finding.nodes or 0, 'node')}")[0]
+
     columns = [
-        Column("workload", "workload", _workload_name, choices=True),
+        Column("workload", "workload", workload, choices=True),
         *(Column(name, name, attrgetter(name), choices=True) for name in ("nodes", "devices", "cluster")),
         Column("spec.strategy", "most samples/s", attrgetter("strategy"), choices=True),
         Column("metrics.samples_per_s", "samples/s", lambda finding: finding.evidence[0].samples_per_s),
@@ -246,10 +249,6 @@ def _scales_table(findings: Findings) -> HtmlTable | None:
     fastest = findings.of_kind("fastest")
     caption = "The fastest strategy per workload, scale and cluster"
     return html_table("glance", caption, columns, fastest) if fastest else None
-
-
-def _workload_name(finding: Finding) -> str:
-    return finding.subject.partition(f", {pluralize(finding.nodes or 0, 'node')}")[0]
 
 
 def _predicted_table(frame: pl.DataFrame | None) -> HtmlTable | None:
