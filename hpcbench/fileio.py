@@ -98,6 +98,12 @@ def _link_exclusive(temporary: Path, path: Path, data: bytes) -> bool:
     return True
 
 
+def write_file(path: Path, data: bytes) -> None:
+    """Write ``data`` to ``path`` as ``write_atomic`` does; its folder is created."""
+    make_folder(path.parent)
+    write_atomic(path, data)
+
+
 def make_folder(path: Path) -> None:
     """Create ``path`` and its parents; ``StorageError`` names the folder that cannot be made.
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from typing import Any
+from dataclasses import asdict
 
 import click
 
 from hpcbench.cli.common import (
     cluster_filter_option,
-    json_option,
+    complete_sweeps,
+    output_options,
     print_json,
     print_message,
     project_relative,
-    results_option,
-    results_tree,
 )
-from hpcbench.cli.completion import complete_sweeps
 from hpcbench.errors import EXIT_SYSTEM_REFUSED, ConfigError, did_you_mean
 from hpcbench.fileio import printable_text
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
@@ -39,11 +37,10 @@ _MAX_ROWS_OF_KIND = 20
     help="Only what has not changed for so long, for example '2 h'.",
 )  # fmt: skip
 @click.option("--yes", "removes", is_flag=True, help="Remove it. Without this option nothing is changed.")
-@results_option
-@json_option
+@output_options
 def clean(
     *, sweep: str | None, takes_all: bool, cluster_name: str | None, older_than: str, removes: bool,
-    results: str | None, as_json: bool,
+    results: ResultsTree, as_json: bool,
 ) -> None:  # fmt: skip
     """Show what nobody needs of SWEEP, or of all sweeps, with its size; --yes removes it.
 
@@ -63,7 +60,7 @@ def clean(
     except ValueError as error:
         raise ConfigError(str(error), where="--older-than") from None
     searches = []
-    for tree, name in _selected_trees(results_tree(results), sweep, cluster_name):
+    for tree, name in _selected_trees(results, sweep, cluster_name):
         search = (remove_leftovers if removes else find_leftovers)(
             tree,
             read_scheduler_settings(_profile_of(tree)),
@@ -73,7 +70,21 @@ def clean(
         )
         searches.append((tree.root.name, search))
     if as_json:
-        print_json(_searches_json(searches, removes=removes))
+        print_json(
+            {
+                "removed": removes,
+                "size_bytes": sum(leftover.size_bytes for _, search in searches for leftover in search.items),
+                "clusters": [
+                    {
+                        "cluster": cluster,
+                        "leftovers": [asdict(leftover) | {"path": str(leftover.path)} for leftover in search.items],
+                        "kept": search.kept,
+                        "failed": [str(failure) for failure in search.failed],
+                    }
+                    for cluster, search in searches
+                ],
+            }
+        )
     else:
         for cluster, search in searches:
             _print_search(cluster, search)
@@ -122,27 +133,3 @@ def _summary(searches: list[tuple[str, LeftoverSearch]], *, removes: bool) -> st
     size = format_bytes(sum(leftover.size_bytes for leftover in items))
     text = f"{pluralize(len(items), 'leftover')}, {size}"
     return f"{text} removed" if removes else f"{text}: nothing was changed, --yes removes them"
-
-
-def _searches_json(searches: list[tuple[str, LeftoverSearch]], *, removes: bool) -> dict[str, Any]:
-    return {
-        "removed": removes,
-        "size_bytes": sum(leftover.size_bytes for _, search in searches for leftover in search.items),
-        "clusters": [
-            {
-                "cluster": cluster,
-                "leftovers": [
-                    {
-                        "kind": leftover.kind,
-                        "path": str(leftover.path),
-                        "size_bytes": leftover.size_bytes,
-                        "reason": leftover.reason,
-                    }
-                    for leftover in search.items
-                ],
-                "kept": search.kept,
-                "failed": [str(failure) for failure in search.failed],
-            }
-            for cluster, search in searches
-        ],
-    }

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from hpcbench.cli.common import (
+    complete_clusters,
     json_option,
     make_console,
     plain_table,
@@ -18,7 +19,6 @@ from hpcbench.cli.common import (
     print_text,
     project_relative,
 )
-from hpcbench.cli.completion import complete_clusters
 from hpcbench.cli.main import LazyGroup
 from hpcbench.config.cluster_profile import (
     ClusterProfile,
@@ -29,14 +29,17 @@ from hpcbench.config.cluster_profile import (
 )
 from hpcbench.config.toml_tables import TomlSource, validate_table
 from hpcbench.errors import ConfigError, HpcbenchError
-from hpcbench.fileio import make_folder, write_atomic
+from hpcbench.fileio import write_atomic, write_file
 from hpcbench.paths import project_folder
 from hpcbench.site.node_probe import run_probe
 from hpcbench.site.profile_writer import profile_toml
 from hpcbench.site.slurm_facts import query_site
 
 _COMMANDS = {
-    "calibrate": ("hpcbench.cli.oracle_commands:calibrate_cluster", "Measure a cluster and fit the oracle's machine."),
+    "calibrate": (
+        "hpcbench.cli.calibrate_commands:calibrate_cluster",
+        "Measure a cluster and fit the oracle's machine.",
+    ),
     "init": ("hpcbench.cli.cluster_commands:init_cluster", "Write a profile from the live scheduler."),
     "list": ("hpcbench.cli.cluster_commands:list_clusters", "List every profile that --cluster takes."),
     "show": ("hpcbench.cli.cluster_commands:show_cluster", "Show a profile."),
@@ -112,8 +115,7 @@ def init_cluster(name: str, probes: bool) -> None:
     base = validate_table(ClusterProfile, data, TomlSource(path, ""))
     facts = query_site(base)
     text = profile_toml(name, facts, config_file=base.scheduler.config_file)
-    make_folder(path.parent)
-    write_atomic(path, text.encode())
+    write_file(path, text.encode())
     if probes:
         # The job is submitted with the profile that was just written.
         try:

@@ -1,31 +1,123 @@
-"""Options and helpers that several commands share: the results tree, printing of JSON, text and tables."""
+"""Options that several commands share and their completion, the command ``completion``, and printing.
+
+``--help`` and a shell that asks while the user types wait for this module: it imports little, and completion no more
+than its own answer needs."""
 
 from __future__ import annotations
 
 import difflib
+import importlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-import msgspec
+from click.shell_completion import CompletionItem, get_completion_class
 
-from hpcbench.cli.completion import complete_clusters, complete_sweeps
-from hpcbench.errors import EXIT_RUNS_FAILED
 from hpcbench.fileio import escape_control_characters, printable_text
-from hpcbench.paths import project_folder, results_folder
-from hpcbench.results.results_tree import ResultsTree
-from hpcbench.results.schema import FAILED_STATUSES
+from hpcbench.paths import project_folder, results_folder, search_folders
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress
     from rich.table import Table
     from rich.text import Text
 
-    from hpcbench.submit.run_state import RunState
+    from hpcbench.results.results_tree import ClusterTree, ResultsTree
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+_VARIABLE = "_HPCBENCH_COMPLETE"
+_SHELLS = ("bash", "zsh", "fish")
+_MAX_RUNS = 1000
+
+
+def open_results(folder: str | None) -> ResultsTree:
+    """The results tree that a command works on; ``folder`` is the value of ``--results``."""
+    from hpcbench.results.results_tree import ResultsTree
+
+    return ResultsTree(results_folder(folder))
+
+
+def _trees(context: click.Context) -> list[ClusterTree]:
+    results = open_results(context.params.get("results"))
+    return [results.cluster(name) for name in results.clusters()]
+
+
+def _matching(names: Iterable[str], incomplete: str) -> list[CompletionItem]:
+    return [CompletionItem(name) for name in sorted(set(names)) if name.startswith(incomplete)]
+
+
+def _matching_or_file(names: Iterable[str], incomplete: str) -> list[CompletionItem]:
+    """``names`` after paths of files: click's script for bash drops all names that come before them."""
+    return [CompletionItem(incomplete, type="file"), *_matching(names, incomplete)]
+
+
+def _names_in(kind: str, patterns: Iterable[str]) -> set[str]:
+    return {
+        path.stem for folder in search_folders(kind) for pattern in patterns for path in folder.glob(f"{pattern}.toml")
+    }
+
+
+def complete_sweeps(context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Names of sweep files and of sweeps in the results; paths of files."""
+    recorded = {path.stem for tree in _trees(context) for path in (tree.root / "sweeps").glob("[!.]*.json")}
+    return _matching_or_file(_names_in("sweeps", ["*"]) | recorded, incomplete)
+
+
+def complete_clusters(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Names of profiles; paths of files."""
+    return _matching_or_file(_names_in("clusters", ["*", "*/*"]), incomplete)
+
+
+def complete_files(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Arguments of ``check``: names of sweeps and profiles; paths of files."""
+    profiles = complete_clusters(context, parameter, incomplete)[1:]
+    return [*complete_sweeps(context, parameter, incomplete), *profiles]
+
+
+def complete_runs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Ids of runs, and for a command that takes both, names of sweeps."""
+    run_ids = [run_id for tree in _trees(context) for run_id in tree.run_ids() if run_id.startswith(incomplete)]
+    sweeps = complete_sweeps(context, parameter, incomplete)[1:] if parameter.name == "run_id" else []
+    return [*sweeps, *_matching(run_ids[:_MAX_RUNS], incomplete)]
+
+
+_CHOICES = {
+    "kind": "hpcbench.report.plots.plotting:PLOTS",
+    "state": "hpcbench.submit.run_state:RUN_STATES",
+    "model": "hpcbench.parallel.catalog:shipped_model_entries",
+    "strategy": "hpcbench.parallel.catalog:selectable_strategies",
+    "dataset": "hpcbench.parallel.workloads:DATASETS",
+    "column": "hpcbench.report.column_names:column_choices",
+    "set": "hpcbench.config.sweep_file:parameter_types",
+}
+"""The names that an option or argument takes: a collection, or a function that returns one."""
+
+
+def _choices(name: str) -> Iterable[str]:
+    module, _, attribute = _CHOICES[name].partition(":")
+    choices = getattr(importlib.import_module(module), attribute)
+    names: Iterable[str] = choices() if callable(choices) else choices
+    return names
+
+
+def complete_choices(_context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Kinds of plots, states, models, strategies or data sets, by the name of the option or argument."""
+    return _matching(_choices(parameter.opts[0].removeprefix("--").removesuffix("s")), incomplete)
+
+
+def complete_columns(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The last of comma-separated columns."""
+    before, comma, _ = incomplete.rpartition(",")
+    return _matching((f"{before}{comma}{name}" for name in _choices("column")), incomplete)
+
+
+def complete_overrides(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The parameters of ``--set``."""
+    prefix = "grid." * incomplete.startswith("grid.")
+    return _matching((f"{prefix}{name}=" for name in _choices("set")), incomplete)
+
 
 sources_argument = click.argument("sources", metavar="[SWEEP|TREE|BUNDLE]...", nargs=-1, shell_complete=complete_sweeps)
 sweep_argument = click.argument("sweep", shell_complete=complete_sweeps)
@@ -38,8 +130,10 @@ where_option = click.option(
     help="Only runs that satisfy the expression, for example 'nodes == 4 and strategy != \"single\"'.",
 )  # fmt: skip
 results_option = click.option(
-    "--results", metavar="DIR", help="The results tree (default: $HPCBENCH_RESULTS or results)."
-)
+    "--results", metavar="DIR", help="The results tree (default: $HPCBENCH_RESULTS or results).",
+    callback=lambda context, _parameter, folder: folder if context.resilient_parsing else open_results(folder),
+)  # fmt: skip
+"""The parameter ``results`` is the ``ResultsTree``."""
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="One JSON document on standard output, nothing else."
 )
@@ -54,14 +148,37 @@ def out_option(text: str, metavar: str = "FILE") -> Callable[[Function], Functio
     return click.option("--out", metavar=metavar, type=click.Path(path_type=Path), help=text)
 
 
-def results_tree(results: str | None) -> ResultsTree:
-    """The results tree that the command works on; ``results`` is the value of ``--results``."""
-    return ResultsTree(results_folder(results))
+def all_of(*options: Callable[[Any], Any]) -> Callable[[Function], Function]:
+    """One decorator for several options, in the order of ``--help``."""
+
+    def decorate(function: Function) -> Function:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
 
 
-def runs_exit_code(states: dict[str, RunState]) -> int:
-    """1 if a run failed, timed out, was stopped or lost; 0 otherwise."""
-    return EXIT_RUNS_FAILED if {state.state for state in states.values()} & {*FAILED_STATUSES, "lost"} else 0
+output_options = all_of(results_option, json_option)
+filter_options = all_of(cluster_filter_option, where_option)
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(_SHELLS))
+def completion(shell: str) -> None:
+    """Print the completion script for SHELL.
+
+    \b
+    bash: eval "$(hpcbench completion bash)"      in ~/.bashrc
+    zsh:  eval "$(hpcbench completion zsh)"       in ~/.zshrc, after compinit
+    fish: hpcbench completion fish | source       in ~/.config/fish/config.fish
+    """
+    root = click.get_current_context().find_root().command
+    kind = get_completion_class(shell)
+    assert kind is not None, shell
+    source = kind.source_template % kind(root, {}, "hpcbench", _VARIABLE).source_vars()
+    # click's script for fish cuts a value at its first comma, as in `--by strategy,batch_size`.
+    click.echo(source.strip().replace('string split ","', 'string split -m 1 ","'))
 
 
 def why_nothing(tree: ResultsTree, sources: Sequence[str], runs: int, where: str | None = None) -> str:
@@ -85,6 +202,9 @@ def why_nothing(tree: ResultsTree, sources: Sequence[str], runs: int, where: str
 
 def print_json(document: Any) -> None:
     """Print ``document`` on standard output; control sequences of a terminal are escaped as JSON allows."""
+    # Imported here: `--help` and completion print no JSON.
+    import msgspec
+
     text = escape_control_characters(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
     sys.stdout.flush()
     sys.stdout.buffer.write(text.encode() + b"\n")
@@ -96,6 +216,16 @@ def make_console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+
+
+def progress_bar() -> Progress:
+    """A progress bar on standard error; nothing is shown where that is no terminal."""
+    from rich import progress
+
+    bar, count = progress.BarColumn(), progress.MofNCompleteColumn()
+    columns = (progress.TextColumn("{task.description}"), bar, count, progress.TimeRemainingColumn())
+    screen = make_console(stderr=True)
+    return progress.Progress(*columns, console=screen, disable=not screen.is_terminal)
 
 
 def plain_table(

@@ -10,17 +10,16 @@ import polars
 
 from hpcbench.cli.common import (
     cluster_filter_option,
-    json_option,
+    complete_columns,
+    complete_sweeps,
     out_option,
+    output_options,
     print_json,
     print_message,
-    results_option,
-    results_tree,
     where_option,
     why_nothing,
 )
-from hpcbench.cli.completion import complete_columns, complete_sweeps
-from hpcbench.cli.table_command import print_view
+from hpcbench.cli.results_commands import print_view
 from hpcbench.errors import EXIT_RUNS_FAILED, ConfigError
 from hpcbench.fileio import write_atomic
 from hpcbench.report.column_names import Condition
@@ -43,6 +42,7 @@ from hpcbench.report.comparison_view import (
 from hpcbench.report.configurations import filter_launches
 from hpcbench.report.load_results import load_frame
 from hpcbench.report.table_output import view_json, write_view
+from hpcbench.results.results_tree import ResultsTree
 
 
 @click.command()
@@ -70,8 +70,7 @@ from hpcbench.report.table_output import view_json, write_view
 @out_option(".md .csv .json .tex .xlsx or .parquet")
 @click.option("--junit", metavar="FILE", type=click.Path(path_type=Path), help="JUnit XML for a CI server.")
 @click.option("--allow-empty", is_flag=True, help="Exit code 0 if no configuration is on both sides.")
-@results_option
-@json_option
+@output_options
 def compare(
     *,
     sources: tuple[str, ...],
@@ -84,7 +83,7 @@ def compare(
     out: Path | None,
     junit: Path | None,
     allow_empty: bool,
-    results: str | None,
+    results: ResultsTree,
     as_json: bool,
 ) -> None:
     """Compare the launches of BASE and NEW, configuration by configuration.
@@ -126,7 +125,7 @@ def compare(
 
 
 def _load_sides(
-    sources: tuple[str, ...], cluster: str | None, where: str | None, since: str | None, results: str | None, *,
+    sources: tuple[str, ...], cluster: str | None, where: str | None, since: str | None, results: ResultsTree, *,
     bands_alone: bool,
 ) -> tuple[polars.DataFrame | None, polars.DataFrame]:  # fmt: skip
     """The results of BASE, if there is one, and NEW."""
@@ -140,10 +139,10 @@ def _load_sides(
     clusters = [cluster] if cluster else None
     frames = []
     for source in sources:
-        frame = load_frame(results_tree(results), [source], clusters)
+        frame = load_frame(results, [source], clusters)
         frames.append(filter_launches(frame, condition))
         if frame.height and not frames[-1].height:
-            print_message(why_nothing(results_tree(results), [source], frame.height, where))
+            print_message(why_nothing(results, [source], frame.height, where))
     if since:
         return _split_by_date(frames[0], since)
     return (frames[0], frames[1]) if len(frames) == 2 else (None, frames[0])

@@ -5,42 +5,35 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import click
 import msgspec
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hpcbench.cli.common import (
-    json_option,
     make_console,
+    output_options,
     plain_table,
     print_json,
     print_message,
-    results_option,
-    sweep_argument,
+    progress_bar,
     where_option,
 )
-from hpcbench.cli.plan_options import cluster_option, load_plan, overrides_option
-from hpcbench.config.expression import Expression
+from hpcbench.cli.plan_options import load_plan, plan_options, spec_condition
 from hpcbench.config.run_spec import RunSpec, run_label, spec_document
-from hpcbench.config.sweep_loader import COMPUTED_NAMES, expression_values
 from hpcbench.errors import EXIT_OK, EXIT_RUNS_FAILED, ConfigError
 from hpcbench.forecast.dry_runs import distinct_configurations, dry_run_configurations
 from hpcbench.results.probe_records import DryRun
+from hpcbench.results.results_tree import ResultsTree
 from hpcbench.submit.plan import SweepPlan
 from hpcbench.units import format_bytes
 
 
 @click.command("dry-run")
-@sweep_argument
-@cluster_option()
-@overrides_option
+@plan_options
 @where_option
-@results_option
-@json_option
+@output_options
 def dry_run(
-    sweep: str, cluster_name: str, overrides: tuple[str, ...], where: str | None, results: str | None, as_json: bool
+    sweep: str, cluster_name: str, overrides: tuple[str, ...], where: str | None, results: ResultsTree, as_json: bool
 ) -> None:
     """Build and step every configuration of SWEEP without devices, on tensors that have shapes but no numbers.
 
@@ -68,17 +61,11 @@ def dry_run_plan(plan: SweepPlan, runs: Iterable[RunSpec], where: str | None = N
     """
     configurations = distinct_configurations(runs)
     if where is not None:
-        condition = Expression(where, [*RunSpec.__struct_fields__, *COMPUTED_NAMES], "--where")
-        configurations = {
-            key: spec
-            for key, spec in configurations.items()
-            if condition.holds(expression_values(msgspec.structs.asdict(spec)))
-        }
+        is_wanted = spec_condition(where)
+        configurations = {key: spec for key, spec in configurations.items() if is_wanted(spec)}
         if not configurations:
             raise ConfigError(f"no run of {plan.sweep.name} satisfies {where}", where="--where")
-    screen = make_console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=screen, disable=not screen.is_terminal) as bar:
+    with progress_bar() as bar:
         task = bar.add_task("dry run", total=len(configurations))
         return dry_run_configurations(plan, configurations, lambda done, _total: bar.update(task, completed=done))
 
@@ -91,7 +78,9 @@ def dry_runs_exit_code(dry_runs: Sequence[DryRun]) -> int:
 def show_dry_runs(dry_runs: Sequence[DryRun], *, as_json: bool) -> None:
     """Print ``dry_runs`` as JSON, or as a table with the reasons of those that are not ok and the sites of waits."""
     if as_json:
-        print_json({"dry_runs": [_dry_run_json(entry) for entry in dry_runs]})
+        print_json(
+            {"dry_runs": [msgspec.to_builtins(entry) | {"spec": spec_document(entry.spec)} for entry in dry_runs]}
+        )
         return
     headings = ("configuration", "outcome", "peak memory", "in layer", "operators", "collectives", "waits")
     rows = [
@@ -100,7 +89,10 @@ def show_dry_runs(dry_runs: Sequence[DryRun], *, as_json: bool) -> None:
             entry.outcome,
             "" if entry.peak_memory_bytes is None else format_bytes(entry.peak_memory_bytes),
             entry.peak_layer or "",
-            *("" if number is None else f"{number:,}" for number in _counts(entry)),
+            *(
+                "" if number is None else f"{number:,}"
+                for number in (entry.operators, entry.collectives, entry.host_syncs)
+            ),
         )
         for entry in dry_runs
     ]
@@ -118,12 +110,3 @@ def show_dry_runs(dry_runs: Sequence[DryRun], *, as_json: bool) -> None:
     summary = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
     seconds = sum(entry.seconds for entry in dry_runs)
     print_message(f"{len(dry_runs)} configurations: {summary}; {seconds:.0f} s of computation")
-
-
-def _counts(entry: DryRun) -> tuple[int | None, ...]:
-    return entry.operators, entry.collectives, entry.host_syncs
-
-
-def _dry_run_json(entry: DryRun) -> dict[str, Any]:
-    document: dict[str, Any] = msgspec.to_builtins(entry)
-    return document | {"spec": spec_document(entry.spec)}

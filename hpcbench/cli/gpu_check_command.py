@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 from rich.text import Text
 
-from hpcbench.cli.common import make_console, plain_table, print_json, print_message, project_relative, results_tree
+from hpcbench.cli.common import make_console, plain_table, print_json, print_message, project_relative
 from hpcbench.cli.plan_options import keep_one_off, load_plan
-from hpcbench.cli.run_commands import check_send_outcome, print_submit_outcome, watch_runs
+from hpcbench.cli.run_commands import submit_and_watch
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
 from hpcbench.errors import EXIT_OK, EXIT_RUNS_FAILED, EXIT_SYSTEM_REFUSED, ConfigError
-from hpcbench.fileio import encode_indented_json, make_folder, printable_text, write_atomic
+from hpcbench.fileio import encode_indented_json, printable_text, write_file
 from hpcbench.forecast.forecast import Forecast
 from hpcbench.forecast.gpu_check import (
     MAX_LOOP_RATIO,
@@ -24,10 +24,11 @@ from hpcbench.forecast.gpu_check import (
     evaluate_check,
     make_check_sweep,
 )
+from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import STATUS_OK
 from hpcbench.site.cluster_doctor import DoctorCheck
 from hpcbench.submit.scheduler import check_scheduler
-from hpcbench.submit.submit import RunSelection, submit
+from hpcbench.submit.submit import RunSelection
 from hpcbench.units import format_bytes, format_seconds
 
 EXIT_CODES = {"ok": EXIT_OK, "findings": EXIT_OK, "failed": EXIT_RUNS_FAILED, "no_gpu": EXIT_SYSTEM_REFUSED}
@@ -54,12 +55,12 @@ def require_gpus(profile: ClusterProfile, checks: Sequence[DoctorCheck]) -> list
     ]
 
 
-def run_gpu_check(cluster_name: str, results: str | None, out: Path | None, *, as_json: bool) -> int:
+def run_gpu_check(cluster_name: str, results: ResultsTree, out: Path | None, *, as_json: bool) -> int:
     """Submit the runs of the check that have no result from this environment, wait, evaluate, write the file.
 
     Args:
         cluster_name: Name or path of the profile.
-        results: The value of ``--results``.
+        results: The results tree.
         out: The file to write.
         as_json: Print the file's content instead of tables.
 
@@ -74,21 +75,13 @@ def run_gpu_check(cluster_name: str, results: str | None, out: Path | None, *, a
             'A profile with device = "cuda" and node.devices checks GPUs'
         )
     plan = load_plan(make_check_sweep(profile), cluster_name, results)
-    tree = results_tree(results).cluster(profile.name)
-    keep_one_off(plan.sweep, tree)
+    keep_one_off(plan.sweep, plan.tree)
     # Results of another environment are no answer for this one.
-    outcome = submit(plan, tree, RunSelection(remeasure=True), print_message)
-    print_submit_outcome(plan, outcome)
-    check_send_outcome(outcome.sent, waits=True)
-    try:
-        states = watch_runs(plan, results, plan.elsewhere)
-    except KeyboardInterrupt:
-        print_message(f"the same command goes on with it: hpcbench doctor --cluster {cluster_name} --gpu")
-        raise
-    check = evaluate_check(plan, tree, states, Forecast(profile, tree))
+    go_on = f"the same command goes on with it: hpcbench doctor --cluster {cluster_name} --gpu"
+    states = submit_and_watch(plan, RunSelection(remeasure=True), go_on)
+    check = evaluate_check(plan, plan.tree, states, Forecast(profile, plan.tree))
     path = out or Path(f"{SWEEP_NAME}-{profile.name}.json")
-    make_folder(path.parent)
-    write_atomic(path, encode_indented_json(check))
+    write_file(path, encode_indented_json(check))
     if as_json:
         print_json(check)
     else:

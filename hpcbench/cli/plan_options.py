@@ -12,17 +12,18 @@ from typing import Any
 import click
 import msgspec
 
-from hpcbench.cli.common import Function, print_message, results_tree
-from hpcbench.cli.completion import complete_clusters, complete_overrides
+from hpcbench.cli.common import Function, all_of, complete_clusters, complete_overrides, print_message, sweep_argument
 from hpcbench.config.cluster_profile import default_cluster, find_cluster_profiles, is_profile_path, load_cluster
+from hpcbench.config.expression import Expression
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.config.sweep_file import apply_overrides, settings_lines
-from hpcbench.config.sweep_loader import Sweep, load_sweep, parse_sweep
+from hpcbench.config.sweep_loader import COMPUTED_NAMES, Sweep, expression_values, load_sweep, parse_sweep
 from hpcbench.config.toml_tables import NAME_PATTERN, TomlSource
 from hpcbench.errors import ConfigError, ConfigErrors, did_you_mean
-from hpcbench.fileio import make_folder, write_atomic
+from hpcbench.fileio import write_file
 from hpcbench.parallel.catalog import selectable_strategies, shipped_model_entries
 from hpcbench.paths import search_folders
-from hpcbench.results.results_tree import ClusterTree
+from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.submit.plan import SweepPlan, make_plan
 
 _CLUSTER_HELP = "The cluster's profile, by name or path. (default: HPCBENCH_CLUSTER, hpcbench.toml, this machine's)"
@@ -90,22 +91,24 @@ overrides_option = click.option(
     "--set", "overrides", metavar="KEY=VALUE", multiple=True, shell_complete=complete_overrides,
     help="Change the sweep for this command: steps=5, grid.batch_size=8,16, repeats=5. May be repeated.",
 )  # fmt: skip
+plan_options = all_of(sweep_argument, cluster_option(), overrides_option)
+"""The parameters ``sweep``, ``cluster_name`` and ``overrides`` of ``load_plan``."""
 
 
-def load_plan(sweep: str | Sweep, cluster_name: str, results: str | None, overrides: Sequence[str] = ()) -> SweepPlan:
+def load_plan(sweep: str | Sweep, cluster_name: str, results: ResultsTree, overrides: Sequence[str] = ()) -> SweepPlan:
     """The plan of a sweep on a cluster.
 
     Args:
         sweep: As ``find_sweep_file`` takes it, the name of a one-off run on the cluster, or a loaded sweep.
         cluster_name: Name or path of the cluster's profile.
-        results: The value of ``--results``.
+        results: The results tree.
         overrides: The values of ``--set``.
 
     Raises:
         ConfigError: The sweep or the profile is missing or invalid.
     """
     profile, source = load_cluster(cluster_name)
-    tree = results_tree(results).cluster(profile.name)
+    tree = results.cluster(profile.name)
     if isinstance(sweep, str):
         kept = one_off_path(tree, sweep)
         sweep = load_sweep(kept if kept is not None and kept.is_file() else find_sweep_file(sweep), overrides)
@@ -126,8 +129,7 @@ def keep_one_off(sweep: Sweep, tree: ClusterTree) -> None:
     """Write a sweep from the command line beside its record, so that ``retry`` and ``plan`` find it by its name."""
     path = one_off_path(tree, sweep.name)
     assert path is not None, sweep.name
-    make_folder(path.parent)
-    write_atomic(path, sweep.source.text.encode())
+    write_file(path, sweep.source.text.encode())
     print_message(f"run {sweep.name}: hpcbench status, table or retry {sweep.name}")
 
 
@@ -170,3 +172,9 @@ def check_options(missing: Mapping[str, Iterable[str]]) -> None:
                 for option, choices in missing.items()
             ]
         )
+
+
+def spec_condition(where: str) -> Callable[[RunSpec], bool]:
+    """Return whether a run satisfies the expression ``where`` over its parameters; ``ConfigError`` if it is invalid."""
+    expression = Expression(where, [*RunSpec.__struct_fields__, *COMPUTED_NAMES], "--where")
+    return lambda spec: expression.holds(expression_values(msgspec.structs.asdict(spec)))

@@ -8,44 +8,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from hpcbench.cli.common import (
+    complete_choices,
     json_option,
     make_console,
     model_folder_option,
     out_option,
+    output_options,
     plain_table,
     print_json,
     print_message,
-    results_option,
+    progress_bar,
 )
-from hpcbench.cli.completion import complete_choices
 from hpcbench.cli.plan_options import cluster_option
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.fileio import printable_text
 from hpcbench.parallel.workloads import DATASETS
-from hpcbench.paths import data_folder, expand_path, results_folder
-from hpcbench.report.models_view import (
-    find_layer_tables,
-    layers_table,
-    models_json,
-    models_table,
-    sort_layer_tables,
-)
+from hpcbench.paths import data_folder, expand_path
+from hpcbench.report.models_view import find_layer_tables, layers_table, models_json, models_table, sort_layer_tables
 from hpcbench.results.data_folder import list_datasets
-from hpcbench.site.project_setup import (
-    SampleRequest,
-    make_json_schema,
-    make_samples,
-    share_results,
-    write_project,
-)
+from hpcbench.site.project_setup import SampleRequest, make_json_schema, make_samples, share_results, write_project
 from hpcbench.units import format_bytes, pluralize
 
 if TYPE_CHECKING:
+    from hpcbench.results.results_tree import ResultsTree
     from hpcbench.site.cluster_doctor import DoctorCheck
 
 _SORT_KEYS = ("order", "parameters", "forward_flops", "backward_flops", "activation_bytes")
@@ -64,10 +53,9 @@ def schema(kind: str) -> None:
 @click.option("--gpu", "runs_strategies", is_flag=True,
               help="Then run every strategy with verify on one node's GPUs; about ten minutes.")  # fmt: skip
 @out_option("With --gpu: the file to write. (default: gpu-check-CLUSTER.json)")
-@results_option
-@json_option
+@output_options
 def doctor(
-    cluster_name: str, no_job: bool, runs_strategies: bool, out: Path | None, results: str | None, as_json: bool
+    cluster_name: str, no_job: bool, runs_strategies: bool, out: Path | None, results: ResultsTree, as_json: bool
 ) -> None:
     """Check what the jobs of a cluster need, and print the command that installs a missing part.
 
@@ -87,7 +75,7 @@ def doctor(
         from hpcbench.cli.gpu_check_command import refuse_no_devices, require_gpus, run_gpu_check
 
         refuse_no_devices(profile)
-    findings = check_cluster(profile, results_folder(results), None if no_job else print_message)
+    findings = check_cluster(profile, results.root, None if no_job else print_message)
     if runs_strategies:
         findings = require_gpus(profile, findings)
         if all(finding.works for finding in findings if finding.needed):
@@ -181,9 +169,7 @@ def make_data(
             raise ConfigError(f"dataset {name!r} {reason}", hint=did_you_mean(name, synthetic))
     profile, _ = load_cluster(cluster_name)
     target = expand_path(data_folder(folder, profile.data_folder))
-    screen = make_console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=screen, disable=not screen.is_terminal) as bar:
+    with progress_bar() as bar:
         for name in datasets:
             task = bar.add_task(name, total=None)
             progress = None

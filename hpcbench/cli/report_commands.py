@@ -10,19 +10,18 @@ import click
 
 from hpcbench.cli.common import (
     cluster_filter_option,
-    json_option,
+    complete_choices,
+    complete_columns,
+    filter_options,
     make_console,
     out_option,
+    output_options,
     print_json,
     print_message,
-    results_option,
-    results_tree,
     sources_argument,
     sweep_argument,
-    where_option,
     why_nothing,
 )
-from hpcbench.cli.completion import complete_choices, complete_columns
 from hpcbench.errors import INSTALL_REPORT, ConfigError
 from hpcbench.fileio import write_atomic
 from hpcbench.report.column_names import Condition
@@ -57,16 +56,14 @@ _PLOTS_WITH_PREDICTIONS = ("scaling", "predicted")
 
 @click.command()
 @sources_argument
-@cluster_filter_option
-@where_option
+@filter_options
 @click.option(
     "--bound", metavar="SHARE", type=click.FloatRange(0, 1, min_open=True), default=0.8, show_default=True,
     help="Efficiency threshold.",
 )  # fmt: skip
 @click.option("--predict", is_flag=True, help="Show predictions beside measurements on the page.")
 @out_option("One HTML page that needs no network.", metavar="FILE.html")
-@results_option
-@json_option
+@output_options
 def report(
     *,
     sources: tuple[str, ...],
@@ -75,7 +72,7 @@ def report(
     bound: float,
     predict: bool,
     out: Path | None,
-    results: str | None,
+    results: ResultsTree,
     as_json: bool,
 ) -> None:
     """Report the findings of sweeps, trees or bundles: the fastest strategy at each scale, and its significance.
@@ -85,19 +82,19 @@ def report(
     """
     if out is not None and out.suffix not in _PAGE_SUFFIXES:
         raise ConfigError(f"cannot write {out}: a report is a page", hint=f"endings: {', '.join(_PAGE_SUFFIXES)}")
-    tree, clusters = results_tree(results), [cluster_name] if cluster_name else None
+    clusters = [cluster_name] if cluster_name else None
     condition = Condition(where, "--where") if where else None
-    frame = load_frame(tree, sources, clusters)
-    title = ", ".join(Path(source).name for source in sources) if sources else str(tree.root)
-    sweeps = _unfinished_sweeps(tree, sources, clusters, frame)
+    frame = load_frame(results, sources, clusters)
+    title = ", ".join(Path(source).name for source in sources) if sources else str(results.root)
+    sweeps = _unfinished_sweeps(results, sources, clusters, frame)
     if out is not None:
         # Imported here: reports in the terminal need no page and no oracle.
         from hpcbench.report.html.report_page import ReportRequest, report_html
 
         def load_full(wanted: Sequence[tuple[str, str]]) -> list[RunResult]:
-            return full_results(tree, sources, clusters, wanted)
+            return full_results(results, sources, clusters, wanted)
 
-        predictions = _predicted_frames(frame, condition, tree) if predict else {}
+        predictions = _predicted_frames(frame, condition, results) if predict else {}
         request = ReportRequest(title, sources, condition, bound, sweeps, load_full, **predictions)
         write_atomic(out, report_html(frame, request).encode())
         print_message(f"report on {len(frame)} runs written to {out}")
@@ -109,7 +106,7 @@ def report(
     if as_json:
         print_json(findings_json(findings, [*sources]))
     elif not findings.answers:
-        print_message(why_nothing(tree, sources, len(frame), where))
+        print_message(why_nothing(results, sources, len(frame), where))
     else:
         make_console().print(findings_renderable(findings, f"{title}{f', {where}' if where else ''}"))
 
@@ -148,8 +145,7 @@ def _unfinished_sweeps(
 @click.command()
 @click.argument("kind", required=False, shell_complete=complete_choices)
 @sources_argument
-@cluster_filter_option
-@where_option
+@filter_options
 @click.option(
     "--by",
     metavar="KEYS",
@@ -158,8 +154,7 @@ def _unfinished_sweeps(
 )
 @click.option("--predict", is_flag=True, help="Add predictions: lines in scaling, points in predicted.")
 @out_option(".png .svg .pdf .html or .json")
-@results_option
-@json_option
+@output_options
 def plot(
     *,
     kind: str | None,
@@ -169,7 +164,7 @@ def plot(
     by: str | None,
     predict: bool,
     out: Path | None,
-    results: str | None,
+    results: ResultsTree,
     as_json: bool,
 ) -> None:
     """Draw the results of sweeps, trees or bundles, or of the whole tree.
@@ -190,7 +185,7 @@ def plot(
         hint = f"choices: {', '.join(_PLOTS_WITH_PREDICTIONS)}"
         raise ConfigError(f"--predict: the plot {kind} shows no predictions", hint=hint)
     clusters = [cluster_name] if cluster_name else None
-    drawn = plot_results(kind, results_tree(results), sources, clusters, where=where, by=by, predict=predict)
+    drawn = plot_results(kind, results, sources, clusters, where=where, by=by, predict=predict)
     if as_json:
         print_json({"plots": [_plot_json(drawn)]})
     if out is not None:
@@ -215,10 +210,9 @@ def _plot_json(drawn: Plot) -> dict[str, Any]:
 @out_option("A .tar.gz (default: SWEEP.hpcbench.tar.gz).")
 @click.option("--logs", is_flag=True, help="Include the logs of ranks and jobs: the last 16 MiB of each.")
 @click.option("--anonymous", is_flag=True, help="Replace names of people and machines by pseudonyms; see above.")
-@results_option
-@json_option
+@output_options
 def bundle(
-    *, sweep: str, cluster_name: str | None, out: Path | None, logs: bool, anonymous: bool, results: str | None,
+    *, sweep: str, cluster_name: str | None, out: Path | None, logs: bool, anonymous: bool, results: ResultsTree,
     as_json: bool,
 ) -> None:  # fmt: skip
     """Pack SWEEP into one file for others: its record, results, scripts and task files, the start markers and
@@ -237,8 +231,8 @@ def bundle(
     out = out or Path(f"{sweep_name(sweep)}.hpcbench.tar.gz")
     if not is_bundle_path(out.name):
         raise ConfigError(f"cannot write {out}: unknown ending", hint=f"choices: {', '.join(BUNDLE_SUFFIXES)}")
-    chosen = select_sweeps(results_tree(results), (sweep,), cluster_name)
-    written = write_bundle(results_tree(results), chosen, out, logs=logs, anonymous=anonymous)
+    chosen = select_sweeps(results, (sweep,), cluster_name)
+    written = write_bundle(results, chosen, out, logs=logs, anonymous=anonymous)
     for name, reason in written.left_out.items():
         print_message(f"left out: {name}: {reason}")
     print_message(f"{written.runs} runs, {written.files} files, {format_bytes(out.stat().st_size)} written to {out}")

@@ -13,20 +13,27 @@ import msgspec
 
 from hpcbench.cli.common import (
     cluster_filter_option,
-    json_option,
+    complete_choices,
+    complete_runs,
+    complete_sweeps,
+    output_options,
     print_json,
     print_message,
-    results_option,
-    results_tree,
-    runs_exit_code,
     sweep_argument,
 )
-from hpcbench.cli.completion import complete_choices, complete_runs, complete_sweeps
-from hpcbench.cli.plan_options import cluster_option, keep_one_off, load_plan, one_off_sweep, overrides_option
-from hpcbench.cli.status_commands import LiveScreen, RunCatalog
+from hpcbench.cli.plan_options import (
+    cluster_option,
+    keep_one_off,
+    load_plan,
+    one_off_sweep,
+    overrides_option,
+    plan_options,
+)
+from hpcbench.cli.status_output import LiveScreen, RunCatalog, runs_exit_code
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.errors import EXIT_OK, ConfigError, SubmitError
 from hpcbench.report.status_text import EndedRunLog, suspect_nodes_text
+from hpcbench.results.results_tree import ResultsTree
 from hpcbench.submit.journal import read_journal
 from hpcbench.submit.plan import SweepPlan, available_cores
 from hpcbench.submit.run_state import RunState, cancel_runs, run_states
@@ -51,19 +58,16 @@ remeasure_option = click.option(
 
 
 @click.command()
-@sweep_argument
-@cluster_option()
-@overrides_option
+@plan_options
 @click.option("--wait", "waits", is_flag=True, help="Stay until all runs have ended; send the jobs that had to wait.")
 @click.option("--dry-run", "only_tries", is_flag=True, help="Send nothing: step the runs as `dry-run` does.")
 @click.option("--dry-run-first", "tries_first", is_flag=True, help="Do so first, and submit if every one would run.")
 @over_budget_option
 @remeasure_option
-@results_option
-@json_option
+@output_options
 def submit(
     *, sweep: str, cluster_name: str, overrides: tuple[str, ...], waits: bool, only_tries: bool, tries_first: bool,
-    over_budget: bool, remeasure: bool, results: str | None, as_json: bool,
+    over_budget: bool, remeasure: bool, results: ResultsTree, as_json: bool,
 ) -> None:  # fmt: skip
     """Submit the runs of SWEEP that have no result yet and return at once.
 
@@ -73,12 +77,12 @@ def submit(
     plan = load_plan(sweep, cluster_name, results, overrides)
     if only_tries or tries_first:
         _try_runs(plan, remeasure=remeasure, submits=not only_tries, as_json=as_json)
-    outcome = _submit_and_print(plan, results, over_budget=over_budget, remeasure=remeasure)
+    outcome = _submit_and_print(plan, over_budget=over_budget, remeasure=remeasure)
     if as_json:
         print_json(_submit_outcome_json(plan, outcome))
     check_send_outcome(outcome.sent, waits=waits)
     if waits:
-        sys.exit(runs_exit_code(watch_runs(plan, results, plan.elsewhere if remeasure else {})))
+        sys.exit(runs_exit_code(watch_runs(plan, plan.elsewhere if remeasure else {})))
 
 
 def _try_runs(plan: SweepPlan, *, remeasure: bool, submits: bool, as_json: bool) -> None:
@@ -143,18 +147,17 @@ def check_send_outcome(sent: SendOutcome, *, waits: bool) -> None:
 @click.option("--name", metavar="N", help="Its name as a sweep. (default: model, strategy and a hash)")
 @over_budget_option
 @remeasure_option
-@results_option
-@json_option
+@output_options
 def run(
     *, sweep: str | None, cluster_name: str, overrides: tuple[str, ...], name: str | None, over_budget: bool,
-    remeasure: bool, results: str | None, as_json: bool, **parameters: Any,
+    remeasure: bool, results: ResultsTree, as_json: bool, **parameters: Any,
 ) -> None:  # fmt: skip
     """Submit SWEEP, wait with a live screen, print the table. Ctrl-C leaves the screen; the runs go on.
 
     `run --model M --strategy S` runs one configuration without a sweep's file; --set sets its other parameters.
     """
     # Imported here: `submit` and `retry` need no polars.
-    from hpcbench.cli.table_command import show_table
+    from hpcbench.cli.results_commands import show_table
 
     surplus = [f"--{key.replace('_', '-')}" for key, value in {**parameters, "name": name}.items() if value is not None]
     if sweep is None and not surplus:
@@ -164,22 +167,36 @@ def run(
     one_off = None if sweep is not None else one_off_sweep(name, parameters, overrides)
     plan = load_plan(one_off or str(sweep), cluster_name, results, overrides)
     if one_off is not None:
-        keep_one_off(one_off, results_tree(results).cluster(plan.profile.name))
-    outcome = _submit_and_print(plan, results, over_budget=over_budget, remeasure=remeasure)
+        keep_one_off(one_off, results.cluster(plan.profile.name))
+    outcome = _submit_and_print(plan, over_budget=over_budget, remeasure=remeasure)
     check_send_outcome(outcome.sent, waits=True)
-    states = watch_runs(plan, results, plan.elsewhere if remeasure else {})
+    states = watch_runs(plan, plan.elsewhere if remeasure else {})
     if text := suspect_nodes_text((state.nodes for state in states.values()), plan.profile_name):
         print_message(text)
-    show_table(results_tree(results), [plan.sweep.name], [plan.profile.name], as_json=as_json)
+    show_table(results, [plan.sweep.name], [plan.profile.name], as_json=as_json)
     sys.exit(runs_exit_code(states))
 
 
-def _submit_and_print(plan: SweepPlan, results: str | None, *, over_budget: bool, remeasure: bool) -> SubmitOutcome:
+def submit_and_watch(plan: SweepPlan, selection: RunSelection, go_on: str) -> dict[str, RunState]:
+    """Submit the runs of ``plan`` that ``selection`` takes, wait until all have ended, and return how.
+
+    ``go_on`` is printed if the user leaves meanwhile.
+    """
+    outcome = submit_plan(plan, plan.tree, selection, print_message)
+    print_submit_outcome(plan, outcome)
+    check_send_outcome(outcome.sent, waits=True)
+    try:
+        return watch_runs(plan, plan.elsewhere if selection.remeasure else {})
+    except KeyboardInterrupt:
+        print_message(go_on)
+        raise
+
+
+def _submit_and_print(plan: SweepPlan, *, over_budget: bool, remeasure: bool) -> SubmitOutcome:
     """Submit the runs of ``plan`` that have no result; print what was submitted and what was left alone, and why."""
-    tree = results_tree(results).cluster(plan.profile.name)
     for reason, count in Counter(point.reason for point in plan.dropped).items():
         print_message(f"{count} point{'s' if count > 1 else ''} dropped: {reason}")
-    earlier = read_sweep_record(tree, plan.sweep.name)
+    earlier = read_sweep_record(plan.tree, plan.sweep.name)
     hidden = set(earlier.run_ids) - plan.runs.keys() if earlier else ()
     if hidden:
         print_message(
@@ -195,7 +212,7 @@ def _submit_and_print(plan: SweepPlan, results: str | None, *, over_budget: bool
         print_message(f"{healed} lacked a package or module in another environment: submitted again")
     selection = RunSelection(remeasure=remeasure, over_budget=over_budget)
     with announce_silence(print_message):
-        outcome = submit_plan(plan, tree, selection, print_message)
+        outcome = submit_plan(plan, plan.tree, selection, print_message)
     print_submit_outcome(plan, outcome)
     if plan.elsewhere and not remeasure:
         print_message(f"  {len(plan.elsewhere)} were measured in another environment: --remeasure runs them again")
@@ -225,24 +242,23 @@ def print_submit_outcome(plan: SweepPlan, outcome: SubmitOutcome) -> None:
         print_message(f"  {outcome.sent.waiting} jobs wait to be sent: {outcome.sent.reason}")
 
 
-def watch_runs(plan: SweepPlan, results: str | None, superseded: Mapping[str, str]) -> dict[str, RunState]:
+def watch_runs(plan: SweepPlan, superseded: Mapping[str, str]) -> dict[str, RunState]:
     """Wait until no run of ``plan`` is queued or running, and show the progress.
 
     Args:
         plan: Its runs are watched.
-        results: The value of ``--results``.
         superseded: Environment key of the old result of each run that is measured again.
 
     Raises:
         KeyboardInterrupt: The user left; how to watch and cancel the runs has been printed.
     """
-    tree, name = results_tree(results).cluster(plan.profile.name), plan.sweep.name
-    watcher = SweepWatcher(tree.root, plan.profile, {name: list(plan.runs)}, superseded=superseded)
+    name = plan.sweep.name
+    watcher = SweepWatcher(plan.tree.root, plan.profile, {name: list(plan.runs)}, superseded=superseded)
     if plan.profile.scheduler.kind == "local":
         # Imported here: `submit` predicts nothing. On a cluster, the jobs of others decide when the runs end.
         from hpcbench.forecast.forecast import forecast_plan
 
-        remaining_s = forecast_plan(plan, tree).remaining_s(plan.missing, available_cores())
+        remaining_s = forecast_plan(plan, plan.tree).remaining_s(plan.missing, available_cores())
         watcher.predicted_s |= {} if remaining_s is None else {name: remaining_s}
     try:
         if sys.stderr.isatty():
@@ -268,10 +284,9 @@ def watch_runs(plan: SweepPlan, results: str | None, superseded: Mapping[str, st
 )
 @click.option("--where", metavar="EXPR", help="Only runs whose parameters satisfy the expression.")
 @click.option("--wait", "waits", is_flag=True, help="Stay until they have ended.")
-@results_option
-@json_option
+@output_options
 def cancel(
-    *, sweep: str, cluster_name: str | None, prefix: str | None, where: str | None, waits: bool, results: str | None,
+    *, sweep: str, cluster_name: str | None, prefix: str | None, where: str | None, waits: bool, results: ResultsTree,
     as_json: bool,
 ) -> None:  # fmt: skip
     """Stop the runs of SWEEP that are queued or running. What they measured is kept; submit runs them again.
@@ -279,9 +294,9 @@ def cancel(
     Stopping takes a moment. Until a run has ended, `submit` treats it as running; use --wait.
     """
     documents = []
-    for cluster, record in select_sweeps(results_tree(results), (sweep,), cluster_name):
+    for cluster, record in select_sweeps(results, (sweep,), cluster_name):
         profile, _ = load_cluster(record.profile)
-        tree = results_tree(results).cluster(cluster)
+        tree = results.cluster(cluster)
         with announce_silence(print_message):
             states = run_states(tree, record.run_ids, profile, time.time())
         states = {run_id: state for run_id, state in states.items() if run_id.startswith(prefix or "")}
@@ -299,20 +314,17 @@ def cancel(
 
 
 @click.command()
-@sweep_argument
-@cluster_option()
-@overrides_option
+@plan_options
 @click.option(
     "--status", "statuses", multiple=True, type=click.Choice(RETRY_STATES),
     help="Statuses to submit again (default: all but oom, unsupported, skipped).",
 )  # fmt: skip
 @over_budget_option
 @click.option("--time-limit", metavar="TIME", help="A longer limit, for example '2 h'; the run ids stay the same.")
-@results_option
-@json_option
+@output_options
 def retry(
     *, sweep: str, cluster_name: str, overrides: tuple[str, ...], statuses: tuple[str, ...], over_budget: bool,
-    time_limit: str | None, results: str | None, as_json: bool,
+    time_limit: str | None, results: ResultsTree, as_json: bool,
 ) -> None:  # fmt: skip
     """Submit again the runs of SWEEP that failed, timed out, were stopped or lost."""
     plan = load_plan(sweep, cluster_name, results, overrides)
@@ -327,7 +339,7 @@ def retry(
     again = frozenset(statuses or DEFAULT_RETRY_STATES)
     selection = RunSelection(again, only_again=True, over_budget=over_budget)
     with announce_silence(print_message):
-        outcome = submit_plan(plan, results_tree(results).cluster(plan.profile.name), selection, print_message)
+        outcome = submit_plan(plan, plan.tree, selection, print_message)
     if as_json:
         print_json(_submit_outcome_json(plan, outcome))
     print_message(f"sweep {plan.sweep.name} on {plan.profile.name}: {len(outcome.run_ids)} runs submitted again")

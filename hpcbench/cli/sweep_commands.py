@@ -10,18 +10,16 @@ import click
 import msgspec
 
 from hpcbench.cli.common import (
+    complete_files,
     json_option,
     make_console,
     out_option,
+    output_options,
     print_json,
     print_message,
     print_text,
-    results_option,
-    results_tree,
-    sweep_argument,
 )
-from hpcbench.cli.completion import complete_files
-from hpcbench.cli.plan_options import cluster_option, find_sweep_file, load_plan, overrides_option
+from hpcbench.cli.plan_options import find_sweep_file, load_plan, overrides_option, plan_options
 from hpcbench.config.cluster_profile import find_cluster_profiles, load_cluster_file
 from hpcbench.config.run_spec import spec_document
 from hpcbench.config.sweep_loader import count_points, load_sweep
@@ -29,6 +27,7 @@ from hpcbench.config.toml_tables import read_toml
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError
 from hpcbench.fileio import make_folder, write_atomic
 from hpcbench.parallel.check_names import check_names
+from hpcbench.results.results_tree import ResultsTree
 from hpcbench.site.profile_check import check_against_scheduler
 from hpcbench.submit.plan import SweepPlan
 from hpcbench.submit.submission_record import next_submission_folder, write_sweep_record
@@ -91,12 +90,9 @@ def _check_file(path: Path, overrides: Sequence[str]) -> str:
 
 
 @click.command()
-@sweep_argument
-@cluster_option()
-@overrides_option
-@results_option
-@json_option
-def plan(sweep: str, cluster_name: str, overrides: tuple[str, ...], results: str | None, as_json: bool) -> None:
+@plan_options
+@output_options
+def plan(sweep: str, cluster_name: str, overrides: tuple[str, ...], results: ResultsTree, as_json: bool) -> None:
     """Show what SWEEP would run on a cluster: runs, jobs, finished runs, infeasible points and the reasons.
 
     The plan includes the predicted duration of the runs, and those that will not fit into memory.
@@ -106,7 +102,7 @@ def plan(sweep: str, cluster_name: str, overrides: tuple[str, ...], results: str
     from hpcbench.report.plan_view import plan_renderables
 
     sweep_plan = load_plan(sweep, cluster_name, results, overrides)
-    forecast = forecast_plan(sweep_plan, results_tree(results).cluster(sweep_plan.profile.name))
+    forecast = forecast_plan(sweep_plan, sweep_plan.tree)
     if as_json:
         print_json(_plan_json(sweep_plan, forecast))
         return
@@ -172,14 +168,11 @@ def _prediction_json(run_id: str, forecast: PlanForecast) -> dict[str, Any]:
 
 
 @click.command()
-@sweep_argument
-@cluster_option()
-@overrides_option
+@plan_options
 @out_option("Write scripts and task files there.", metavar="DIR")
-@results_option
-@json_option
+@output_options
 def render(
-    *, sweep: str, cluster_name: str, overrides: tuple[str, ...], out: Path | None, results: str | None, as_json: bool
+    *, sweep: str, cluster_name: str, overrides: tuple[str, ...], out: Path | None, results: ResultsTree, as_json: bool
 ) -> None:
     """Show the exact bytes that submit would send for SWEEP: job scripts and task files."""
     sweep_plan = load_plan(sweep, cluster_name, results, overrides)
@@ -189,7 +182,7 @@ def render(
             print_json({"files": []})
         print_message(f"nothing to submit: all {len(sweep_plan.runs)} runs of {sweep_plan.sweep.name} have results")
         return
-    tree = results_tree(results).cluster(profile.name)
+    tree = sweep_plan.tree
     if profile.account_required and profile.account is None:
         print_message(f"cluster {profile.name} takes no job without an account, and none is set")
     runs_from_here = out is not None and profile.scheduler.kind == "pbs"

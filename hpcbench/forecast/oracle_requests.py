@@ -15,7 +15,7 @@ from hpcbench.config.profile_tables import DeviceConfig
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
-from hpcbench.fileio import make_folder, write_atomic
+from hpcbench.fileio import write_file
 from hpcbench.forecast.forecast import Forecast
 from hpcbench.forecast.layer_table_cache import load_layer_table
 from hpcbench.oracle.calibration.calibration_runs import (
@@ -157,8 +157,7 @@ def make_calibration_plan(
     """The plan of the calibration that is due; its sweep is kept beside the calibrations."""
     name, text = calibration_sweep_text(tree, profile, partition, budget_s)
     path = tree.path("calibrations", f"{name}.toml")
-    make_folder(path.parent)
-    write_atomic(path, text.encode())
+    write_file(path, text.encode())
     return make_plan(load_sweep(path), profile, tree)
 
 
@@ -236,13 +235,22 @@ def recommend_layouts(
             batches.append(batch)
         asked = LayoutWish(gpus=gpus, sequence=sequence, global_batch=batch, replica_batch=wish.batch_size)
         rankings[nodes] = rank_layouts(shape, machine, asked)
+    notes = [
+        f"published runs: {machine.name}: {machine.provenance[0]}",
+        f"whole parameters are priced as {UNSHARDED_SOFTWARE} trains, shards as {SHARDED_SOFTWARE}, in bf16 with fused "
+        f"Adam, {sequence} tokens a sample; hpcbench's own loop is in none of these runs",
+        "rates between nodes are the profile's, not measured; messages of context parallelism are not priced",
+    ]
+    if batches:
+        sizes = " and ".join(map(str, batches))
+        notes.append(f"global batch {sizes} ({DEFAULT_TOKENS_PER_GPU} tokens a GPU): --global-batch-size")
     return LayoutRecommendation(
         shape=shape,
         machine=machine,
         peak_flops_per_s=device.peak_flops_per_s.get("bf16", machine.device.peak_flops),
         tasks_per_node=per_node,
         rankings=rankings,
-        notes=[*_notes(machine, sequence), *_batch_notes(batches), "ranked by the time of a sample"],
+        notes=[*notes, "ranked by the time of a sample"],
     )
 
 
@@ -272,23 +280,6 @@ def machine_of_profile(profile: ClusterProfile, partition: str | None, per_node:
 def _device(profile: ClusterProfile, partition: str | None) -> DeviceConfig | None:
     name = profile.node_of(partition).device_type
     return profile.devices.get(name) if name is not None else None
-
-
-def _notes(machine: FittedMachine, sequence: int) -> list[str]:
-    return [
-        f"published runs: {machine.name}: {machine.provenance[0]}",
-        f"whole parameters are priced as {UNSHARDED_SOFTWARE} trains, shards as {SHARDED_SOFTWARE}, in bf16 with fused "
-        f"Adam, {sequence} tokens a sample; hpcbench's own loop is in none of these runs",
-        "rates between nodes are the profile's, not measured; messages of context parallelism are not priced",
-    ]
-
-
-def _batch_notes(batches: list[int]) -> list[str]:
-    if not batches:
-        return []
-    return [
-        f"global batch {' and '.join(map(str, batches))} ({DEFAULT_TOKENS_PER_GPU} tokens a GPU): --global-batch-size"
-    ]
 
 
 def priced_only_reason(shape: DecoderShape, layout: Layout) -> str | None:

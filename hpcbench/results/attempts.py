@@ -20,7 +20,7 @@ from hpcbench.fileio import (
     write_error,
     write_exclusive,
 )
-from hpcbench.results.decode import decode_record
+from hpcbench.results.decode import decode_record, read_record
 from hpcbench.results.schema import RankResult
 
 _RANK_FILE_PATTERN = re.compile(r"rank-([0-9]{1,9})\.json")
@@ -62,10 +62,7 @@ class Attempt:
 
     def read_start(self) -> AttemptStart | None:
         """Return the start marker of this attempt; ``None`` if it is absent or broken."""
-        try:
-            return decode_record(read_regular(self.folder / "attempt.json"), AttemptStart)
-        except (OSError, msgspec.MsgspecError):
-            return None
+        return read_record(self.folder / "attempt.json", AttemptStart)
 
     def write_rank(self, result: RankResult) -> None:
         """Leave what one rank measured."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from hpcbench.config.run_spec import run_id
+from hpcbench.fileio import read_regular
 from hpcbench.results.schema import SCHEMA_VERSION, STATUSES, RankResult, RunResult
 from hpcbench.results.timing_statistics import slowest_rank_times_s, straggler_statistics, timed_intervals_s
 
@@ -49,6 +51,14 @@ class BrokenFileError(msgspec.ValidationError):
 def decode_record(data: bytes, kind: type[_T]) -> _T:
     """``data`` as ``kind``; ``msgspec.MsgspecError`` where it is not."""
     return _decode_guarded(msgspec.json.Decoder(kind), data)
+
+
+def read_record(path: Path | str, kind: type[_T]) -> _T | None:
+    """The file ``path`` as ``kind``; ``None`` if it is absent or no such record."""
+    try:
+        return decode_record(read_regular(path), kind)
+    except (OSError, msgspec.MsgspecError):
+        return None
 
 
 def decode_result(data: bytes, run_id: str) -> RunResult:

@@ -16,7 +16,7 @@ import msgspec
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.sweep_file import SweepFile
 from hpcbench.errors import ConfigError, SubmitError, did_you_mean
-from hpcbench.fileio import encode_indented_json, make_folder, write_atomic, write_error
+from hpcbench.fileio import encode_indented_json, make_folder, write_error, write_file
 from hpcbench.parallel.catalog import selectable_strategies, shipped_model_entries
 from hpcbench.parallel.workloads import CUSTOM_MODEL_PATTERN, DATASETS
 from hpcbench.paths import shared_folder
@@ -50,8 +50,7 @@ def write_project(folder: Path) -> list[Path]:
     written = []
     for path, data in shipped.items():
         if not path.exists():
-            make_folder(path.parent)
-            write_atomic(path, data)
+            write_file(path, data)
             written.append(path)
     return written
 

@@ -16,7 +16,7 @@ from typing import Annotated
 import msgspec
 
 from hpcbench.fileio import MAX_GENERATED_FILE_BYTES, read_regular, write_atomic, write_error
-from hpcbench.results.decode import decode_record
+from hpcbench.results.decode import read_record
 
 
 class JobBatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -166,10 +166,7 @@ def mark_attempted(batch: JobBatch) -> JobBatch:
 
 def read_dropped_runs(folder: Path) -> set[str]:
     """The runs that were removed from a submission before they began."""
-    try:
-        return set(decode_record(read_regular(folder / "dropped.json"), list[str]))
-    except (OSError, msgspec.MsgspecError):
-        return set()
+    return set(read_record(folder / "dropped.json", list[str]) or ())
 
 
 def drop_runs(folder: Path, run_ids: Iterable[str]) -> None:

@@ -10,6 +10,7 @@ A job may still use whatever belongs to a run whose job has not ended for certai
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -22,14 +23,13 @@ from hpcbench.fileio import make_folder, write_error
 from hpcbench.results.attempts import Attempt, AttemptStart, attempt_numbers
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_BROKEN, STATUS_OK, STATUSES
-from hpcbench.submit.journal import read_journal
 from hpcbench.submit.lock import exclusive_lock
 from hpcbench.submit.run_state import RUN_LEASE_S
 from hpcbench.submit.scheduler import HasSchedulerSettings, StateQuery, scheduler_class
 from hpcbench.submit.submission_record import (
     NewestSubmission,
-    Submission,
     SubmittedRun,
+    accepted_submission,
     find_submissions,
     list_submissions,
     read_submission,
@@ -135,7 +135,13 @@ class _LeftoverFinder:
         self._find_unfinished_submissions()
         if not self._reads_all_submissions():
             return self._search
-        self._find_busy_runs([_whole_submission(folder, record) for folder, record in submissions])
+        # With all of their runs, also those that were submitted again.
+        self._find_busy_runs(
+            [
+                accepted_submission(folder, record, (key for array in record.arrays for key in array.run_ids))
+                for folder, record in submissions
+            ]
+        )
         in_sweeps, has_all = self._runs_of_sweeps()
         run_ids = self._tree.existing_runs()
         own = {
@@ -293,16 +299,6 @@ class _LeftoverFinder:
         return True
 
 
-def _whole_submission(folder: Path, record: Submission) -> NewestSubmission:
-    """A submission with all of its runs that the scheduler did not refuse, also those that were submitted again."""
-    journal = read_journal(folder)
-    run_ids = {run_id for array in record.arrays for run_id in array.run_ids}
-    for batch in journal.batches:
-        if batch.refused:
-            run_ids.difference_update(record.arrays[batch.array].runs_of(batch.first, batch.count))
-    return NewestSubmission(folder, record, journal, run_ids)
-
-
 def _entries(folder: Path) -> list[Path]:
     try:
         return sorted(folder.iterdir())
@@ -312,8 +308,13 @@ def _entries(folder: Path) -> list[Path]:
 
 def _size_and_change(path: Path) -> tuple[int, float]:
     """Bytes on the disk of ``path`` and all in it, and the newest modification time (Unix time in s)."""
-    stats = [state for name in _walk(path) if (state := _lstat(name)) is not None]
-    return sum(state.st_blocks * 512 for state in stats), max((state.st_mtime for state in stats), default=0.0)
+    size_bytes, changed_unix_s = 0, 0.0
+    for name in _walk(path):
+        with contextlib.suppress(OSError):
+            state = os.lstat(name)
+            size_bytes += state.st_blocks * 512
+            changed_unix_s = max(changed_unix_s, state.st_mtime)
+    return size_bytes, changed_unix_s
 
 
 def _walk(path: Path) -> Iterator[str]:
@@ -321,10 +322,3 @@ def _walk(path: Path) -> Iterator[str]:
     if path.is_dir() and not path.is_symlink():
         for folder, folders, files in os.walk(path):
             yield from (f"{folder}/{name}" for name in (*folders, *files))
-
-
-def _lstat(path: str) -> os.stat_result | None:
-    try:
-        return os.lstat(path)
-    except OSError:
-        return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import shlex
 import signal
@@ -113,6 +114,16 @@ def _is_submitit_controller(pid: int) -> bool:
         return "submitit.local._local" in psutil.Process(pid).cmdline()
     except psutil.Error:
         return False
+
+
+def terminate_worker(job: int, index: int) -> None:
+    """Send SIGTERM to the ranks of the run ``index`` of its task file, if the job (a process id) runs it now."""
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process(job).children(recursive=True):
+            words = process.cmdline()
+            options = dict(itertools.pairwise(words))
+            if "hpcbench.worker" in words and options.get("--index") == str(index):
+                process.terminate()
 
 
 class LocalQueue:

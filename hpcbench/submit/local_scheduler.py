@@ -4,8 +4,6 @@ psutil and submitit are imported on use, because queries about other schedulers 
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
 import subprocess
 import sys
@@ -15,8 +13,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from hpcbench.fileio import read_regular, write_atomic
-from hpcbench.results.decode import decode_record
+from hpcbench.fileio import write_atomic
+from hpcbench.results.decode import read_record
 from hpcbench.submit.lock import exclusive_lock
 from hpcbench.submit.scheduler import JobStatus, Notify, Scheduler, SendOutcome, command_environment
 from hpcbench.submit.submission_record import NewestSubmission, Submission, SubmittedRun
@@ -52,20 +50,13 @@ class LocalScheduler(Scheduler):
         return _LocalQuery([submission.folder for submission in submissions])
 
     def cancel(self, whole: Sequence[SubmittedRun], parts: Sequence[SubmittedRun]) -> None:
-        import psutil
-
-        from hpcbench.submit.local_queue import LocalScriptJob
+        from hpcbench.submit.local_queue import LocalScriptJob, terminate_worker
 
         for run in whole:
             assert run.job_id is not None
             LocalScriptJob(folder=run.folder / "jobs", job_id=run.job_id).cancel(check=False)
         for run in parts:
-            with contextlib.suppress(psutil.Error):
-                for process in psutil.Process(int(run.job_id or 0)).children(recursive=True):
-                    words = process.cmdline()
-                    options = dict(itertools.pairwise(words))
-                    if "hpcbench.worker" in words and options.get("--index") == str(run.index):
-                        process.terminate()
+            terminate_worker(int(run.job_id or 0), run.index)
 
     @classmethod
     def job_log(cls, run: SubmittedRun) -> Path | None:
@@ -124,20 +115,13 @@ def is_queue_alive(folder: Path) -> bool:
     """Whether a queue runs the jobs of ``folder``. The processes of another machine that shares the tree cannot be
     seen from here: its queue counts as alive.
     """
-    record = _read_queue_record(folder)
+    record = read_record(folder / "queue.json", LocalQueueRecord)
     return record is not None and (record.host != os.uname().nodename or queue_process(folder) is not None)
-
-
-def _read_queue_record(folder: Path) -> LocalQueueRecord | None:
-    try:
-        return decode_record(read_regular(folder / "queue.json"), LocalQueueRecord)
-    except (OSError, msgspec.MsgspecError):
-        return None
 
 
 def queue_process(folder: Path) -> psutil.Process | None:
     """The process on this machine that runs the jobs of ``folder``, if it is alive."""
-    record = _read_queue_record(folder)
+    record = read_record(folder / "queue.json", LocalQueueRecord)
     if record is None or record.host != os.uname().nodename:
         return None
     import psutil

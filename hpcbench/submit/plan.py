@@ -5,8 +5,11 @@ Also the limits that the profile sets on them, and the runs that can stop one an
 
 from __future__ import annotations
 
+import hashlib
 import operator
 import os
+import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+import hpcbench
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.run_spec import DEGREE_NAMES, REFERENCE_REPEAT, RunSpec, run_id
 from hpcbench.config.sweep_file import TABLE_PARAMETERS, ParameterPath, StopRule, SubmitTable
@@ -26,13 +30,15 @@ from hpcbench.parallel.check_names import check_names, custom_model_folder
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.parallel.workloads import sample_shape
 from hpcbench.paths import data_folder
+from hpcbench.render.job_script import rank_python
 from hpcbench.render.launch_step import LAUNCH_OVERHEAD_S, JobShape, has_nccl_pipeline, job_time_limit_s, make_job_shape
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_BROKEN, STATUS_OK, ResultSummary
 from hpcbench.results.stop_rules import StopGroup, format_stop_reason, is_smaller_run
-from hpcbench.submit.job_environment import environment_key
 from hpcbench.submit.run_order import MAX_SLICES, insert_references, interleave, order_seed, shuffle_runs
 
+_VERSIONED_PACKAGES = ("torch", "torchvision", "numpy", "scikit_learn", "horovod", "fairscale")
+_DIST_INFO_PATTERN = re.compile(r"(?P<name>[A-Za-z0-9_.]+)-(?P<version>[^-]+)\.dist-info")
 _IGNORED_PARAMETERS = frozenset({("repeat",), ("seed",), ("time_limit_min",), ("spec_version",)})
 _WORLD_SIZE_PARAMETERS = frozenset({("nodes",), ("tasks_per_node",), ("devices_per_task",)})
 
@@ -197,6 +203,8 @@ class SweepPlan:
     profile: ClusterProfile
     runs: dict[str, RunSpec]
     dropped: list[InfeasiblePoint]
+    tree: ClusterTree
+    """The cluster's results."""
     heads: dict[str, ResultSummary] = field(default_factory=dict)
     """``run_id`` to the summary of its result, for the runs that have one."""
     model_folder: Path | None = None
@@ -378,7 +386,7 @@ def make_plan(sweep: Sweep, profile: ClusterProfile, tree: ClusterTree) -> Sweep
             hint="\n  ".join(reasons[:10]),
         )
     models, datasets = custom_model_folder(sweep, profile), data_folder(None, profile.data_folder)
-    plan = SweepPlan(sweep, profile, runs, dropped, tree.summaries(runs), models, datasets)
+    plan = SweepPlan(sweep, profile, runs, dropped, tree, tree.summaries(runs), models, datasets)
     plan.reference_ids = list(references)
     return plan
 
@@ -426,3 +434,52 @@ def partition_limits(profile: ClusterProfile, partition: str | None) -> Partitio
 
 def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def environment_key(profile: ClusterProfile, name: str | None) -> str:
+    """12 hex digits that identify the software of an environment: its definition and the versions installed in it.
+
+    Versions are read from the folder of the interpreter if this machine can see it; inside an image or behind a module
+    they cannot be known here, and only the image's or the module's name counts.
+    """
+    environment = profile.environment(name)
+    python, container = rank_python(environment), environment.container
+    known: dict[str, Any] = {
+        "hpcbench": hpcbench.__version__,
+        "python": python,
+        "modules": environment.modules,
+        "setup": [*profile.setup, *environment.setup],
+        "container": (container.command or container.model_dump(exclude_defaults=True)) if container else [],
+        "env": profile.variables(name),
+        "versions": {} if container else installed_versions(Path(python)),
+    }
+    unset = [*profile.env_unset, *environment.env_unset]
+    if unset:
+        known["env_unset"] = unset
+    return hashlib.sha256(msgspec.json.encode(known, order="deterministic")).hexdigest()[:12]
+
+
+def installed_versions(python: Path) -> dict[str, str]:
+    """Versions of the packages that a measurement depends on, by package; empty if this machine cannot see them."""
+    versions: dict[str, str] = {}
+    for folder in _site_packages(python):
+        try:
+            names = os.listdir(folder)
+        except OSError:
+            continue
+        for name in names:
+            match = _DIST_INFO_PATTERN.fullmatch(name)
+            if match and match["name"].lower() in _VERSIONED_PACKAGES:
+                versions[match["name"].lower()] = match["version"]
+    return versions
+
+
+def _site_packages(python: Path) -> list[Path]:
+    """The package folders of an interpreter; those of this process if it runs in the same one."""
+    if str(python) == sys.executable:
+        prefix = Path(sys.prefix)
+    elif python.is_absolute():
+        prefix = python.parent.parent
+    else:
+        return []
+    return sorted(prefix.glob("lib*/python3*/*-packages"))

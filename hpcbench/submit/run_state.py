@@ -39,6 +39,8 @@ from hpcbench.submit.submission_record import (
 
 ACTIVE_STATES = frozenset({"waiting", "pending", "running"})
 """States of runs that a submission is taking care of."""
+RUN_STATES = frozenset({*STATUSES, *ACTIVE_STATES, "planned", "lost"})
+"""All states, as ``status --state`` takes them."""
 _OPEN_STATES = ACTIVE_STATES | {"planned"}
 _REGISTRATION_DELAY_S = 30.0
 """Seconds after a submission in which a job that the scheduler does not list counts as pending."""
@@ -92,9 +94,8 @@ def run_states(
     submissions = find_submissions(tree, unfinished)
     if not heads and not submissions:
         return dict.fromkeys(run_ids, _PLANNED_STATE)
-    queries = _start_queries(submissions, profile)
-    runs = {key: run for submission in submissions for key, run in submission.runs()}
-    resolver = _StateResolver(tree, _job_statuses(queries, runs), now_unix_s)
+    runs, statuses = _query_jobs(submissions, profile)
+    resolver = _StateResolver(tree, statuses, now_unix_s)
     states: dict[str, RunState] = {}
     for key in run_ids:
         head, run = heads.get(key), runs.get(key)
@@ -122,35 +123,34 @@ def run_states(
     return states
 
 
-_Queries = dict[str, StateQuery | HpcbenchError]
+def _query_jobs(
+    submissions: Sequence[NewestSubmission], profile: HasSchedulerSettings
+) -> tuple[dict[str, SubmittedRun], dict[str, JobStatus]]:
+    """The runs of ``submissions``, and the statuses of their jobs by one query for each kind of scheduler.
 
-
-def _start_queries(submissions: Sequence[NewestSubmission], profile: HasSchedulerSettings) -> _Queries:
-    """One query for each kind of scheduler; an error in place of the query of an unknown kind."""
+    Jobs of a scheduler that does not answer, or is unknown, are ``waiting``, with the reason.
+    """
     by_kind: dict[str, list[NewestSubmission]] = {}
     for submission in submissions:
         by_kind.setdefault(submission.record.scheduler, []).append(submission)
-    queries: _Queries = {}
+    queries: dict[str, StateQuery | HpcbenchError] = {}
     for kind, of_kind in by_kind.items():
         try:
             queries[kind] = scheduler_class(kind, of_kind[0].record.cluster)(profile).state(of_kind)
         except HpcbenchError as error:
             queries[kind] = error
-    return queries
-
-
-def _job_statuses(queries: _Queries, runs: Mapping[str, SubmittedRun]) -> dict[str, JobStatus]:
-    """Statuses by ``run_id``; jobs of a scheduler that does not answer are ``waiting``, with the reason."""
+    # The queries run meanwhile.
+    runs = {key: run for submission in submissions for key, run in submission.runs()}
     statuses: dict[str, JobStatus] = {}
     for kind, query in queries.items():
-        of_kind = {key: run for key, run in runs.items() if run.record.scheduler == kind}
+        own = {key: run for key, run in runs.items() if run.record.scheduler == kind}
         try:
             if isinstance(query, HpcbenchError):
                 raise query
-            statuses |= query.result(of_kind)
+            statuses |= query.result(own)
         except HpcbenchError as error:
-            statuses |= {key: JobStatus("waiting", error.message) for key, run in of_kind.items() if run.job_id}
-    return statuses
+            statuses |= {key: JobStatus("waiting", error.message) for key, run in own.items() if run.job_id}
+    return runs, statuses
 
 
 class _StateResolver:
@@ -340,12 +340,8 @@ def cancel_runs(tree: ClusterTree, states: Mapping[str, RunState], profile: HasS
     runs = {key: run for key, run in find_submitted_runs(tree, active).items() if run.job_id}
     for kind in {run.record.scheduler for run in runs.values()}:
         of_kind = {key: run for key, run in runs.items() if run.record.scheduler == kind}
-        whole = {run.job_id: run for run in of_kind.values() if _carries_only(run, active)}
+        # Jobs that carry nothing but active runs.
+        whole = {run.job_id: run for run in of_kind.values() if active.issuperset(run.array.runs_of(run.number))}
         parts = [run for key, run in of_kind.items() if run.job_id not in whole and states[key].state == "running"]
         scheduler_class(kind, tree.root.name)(profile).cancel(list(whole.values()), parts)
     return sorted(active)
-
-
-def _carries_only(run: SubmittedRun, active: Collection[str]) -> bool:
-    """Whether the run's job carries only ``active`` runs."""
-    return run.array.pack == 1 or all(run_id in active for run_id in run.array.runs_of(run.number))

@@ -19,7 +19,7 @@ import msgspec
 from hpcbench.errors import ConfigError, StorageError, did_you_mean
 from hpcbench.fileio import MAX_GENERATED_FILE_BYTES, make_folder, read_regular, write_atomic
 from hpcbench.results.attempts import Attempt, AttemptStart, latest_start
-from hpcbench.results.decode import decode_record
+from hpcbench.results.decode import decode_record, read_record
 from hpcbench.results.results_tree import RUN_ID_PATTERN, ClusterTree, ResultsTree
 from hpcbench.submit.journal import JobBatch, Journal, read_journal
 
@@ -88,10 +88,7 @@ def _read_if_present(path: Path) -> bytes | None:
 
 def read_sweep_record(tree: ClusterTree, name: str) -> SweepRecord | None:
     """The record of a sweep that was submitted or run here; ``None`` if there is none."""
-    try:
-        return decode_record(read_regular(tree.sweep_path(name)), SweepRecord)
-    except (OSError, msgspec.MsgspecError):
-        return None
+    return read_record(tree.sweep_path(name), SweepRecord)
 
 
 _CACHED_RECORDS = 1000
@@ -160,10 +157,7 @@ def read_submission(folder: Path) -> Submission | None:
 
 @functools.lru_cache(maxsize=_CACHED_RECORDS)
 def _read_submission_cached(path: str, *_state: int) -> Submission | None:
-    try:
-        return decode_record(read_regular(path), Submission)
-    except (OSError, msgspec.MsgspecError):
-        return None
+    return read_record(path, Submission)
 
 
 def read_run_specs(folder: Path, record: Submission) -> dict[str, RunSpec]:
@@ -265,6 +259,15 @@ class NewestSubmission(msgspec.Struct, frozen=True, gc=False):
                     yield run_id, SubmittedRun(self.folder, self.record, array, index, batch, is_dropped, waiting)
 
 
+def accepted_submission(folder: Path, record: Submission, run_ids: Iterable[str]) -> NewestSubmission:
+    """The submission with those of ``run_ids`` that the scheduler did not refuse."""
+    journal, accepted = read_journal(folder), set(run_ids)
+    for batch in journal.batches:
+        if batch.refused:
+            accepted.difference_update(record.arrays[batch.array].runs_of(batch.first, batch.count))
+    return NewestSubmission(folder, record, journal, accepted)
+
+
 def find_submissions(tree: ClusterTree, wanted: Iterable[str]) -> list[NewestSubmission]:
     """The newest submission of each of the ``wanted`` runs, the newest first.
 
@@ -276,12 +279,9 @@ def find_submissions(tree: ClusterTree, wanted: Iterable[str]) -> list[NewestSub
         run_ids = {run_id for array in record.arrays for run_id in missing.intersection(array.run_ids)}
         if not run_ids:
             continue
-        journal = read_journal(folder)
-        for batch in journal.batches:
-            if batch.refused:
-                run_ids.difference_update(record.arrays[batch.array].runs_of(batch.first, batch.count))
-        submissions.append(NewestSubmission(folder, record, journal, run_ids))
-        missing -= run_ids
+        submission = accepted_submission(folder, record, run_ids)
+        submissions.append(submission)
+        missing.difference_update(submission.run_ids)
         if not missing:
             break
     return submissions

@@ -9,9 +9,12 @@ scheduler.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import secrets
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,20 +24,27 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
 from hpcbench.config.run_spec import RunSpec, RunTask, TaskFileHeader, config_id, encode_task_file
-from hpcbench.errors import ConfigError
+from hpcbench.errors import INSTALL_WORKER, ConfigError, SubmitError
 from hpcbench.fileio import make_folder, share_with_group, write_atomic, write_error
-from hpcbench.render.job_script import TemplateEngine, render_script
+from hpcbench.render.job_script import TemplateEngine, rank_python, render_script
 from hpcbench.render.launch_step import JobShape, cpus_per_task
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import FailureRecord, RunResult
-from hpcbench.submit.job_environment import check_job_packages
 from hpcbench.submit.journal import read_journal
 from hpcbench.submit.lock import exclusive_lock
 from hpcbench.submit.plan import RERUN_ON_SUBMIT, JobGroup, StopGroups, SweepPlan
 from hpcbench.submit.run_state import ACTIVE_STATES, record_scheduler_failures, run_states
-from hpcbench.submit.scheduler import Notify, SendOutcome, check_scheduler, ignore_message, scrubbed_names, send_unsent
+from hpcbench.submit.scheduler import (
+    Notify,
+    SendOutcome,
+    check_scheduler,
+    ignore_message,
+    scrubbed_environment,
+    scrubbed_names,
+    send_unsent,
+)
 from hpcbench.submit.submission_record import (
     JobArray,
     Submission,
@@ -45,6 +55,11 @@ from hpcbench.submit.submission_record import (
 
 if TYPE_CHECKING:
     from hpcbench.oracle.machine import Machine
+
+_SYSTEM_FOLDERS = ("/usr/", "/bin/")
+_LOOK_TIMEOUT_S = 60.0
+_ABSENT = 3
+_LOOK = f"import importlib.util, sys; sys.exit({_ABSENT} if importlib.util.find_spec('torch') is None else 0)"
 
 
 def emulated_clusters(specs: Iterable[RunSpec], tree: ClusterTree) -> dict[str, Any]:
@@ -129,17 +144,7 @@ def render_submission(
                 job_limit_s=group.limit_s,
             )
         )
-    return RenderedSubmission(_submission_record(plan, folder, arrays), files)
-
-
-def _max_running_jobs(plan: SweepPlan, partitions: Iterable[str | None]) -> int | None:
-    of_partitions = (plan.profile.partition(name).max_running_jobs for name in partitions)
-    limits = (plan.sweep.submit.max_running_jobs, plan.profile.scheduler.max_running_jobs, *of_partitions)
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _submission_record(plan: SweepPlan, folder: Path, arrays: list[JobArray]) -> Submission:
-    return Submission(
+    record = Submission(
         submission=folder.name,
         token=secrets.token_hex(4),
         sweep=plan.sweep.name,
@@ -150,6 +155,13 @@ def _submission_record(plan: SweepPlan, folder: Path, arrays: list[JobArray]) ->
         order_seed=plan.order_seed,
         arrays=arrays,
     )
+    return RenderedSubmission(record, files)
+
+
+def _max_running_jobs(plan: SweepPlan, partitions: Iterable[str | None]) -> int | None:
+    of_partitions = (plan.profile.partition(name).max_running_jobs for name in partitions)
+    limits = (plan.sweep.submit.max_running_jobs, plan.profile.scheduler.max_running_jobs, *of_partitions)
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 ALL_CORES = 2**20
@@ -353,3 +365,41 @@ def _check_budget(plan: SweepPlan, runs: dict[str, RunSpec]) -> None:
             where=str(plan.sweep.source.path),
             hint="lower time_limit_min, submit fewer runs, raise budget_node_hours, or add --yes",
         )
+
+
+def check_job_packages(profile: ClusterProfile, environments: Iterable[str | None]) -> None:
+    """Check that the jobs' interpreters have torch, as far as this machine can see them.
+
+    Raises ``SubmitError`` with the command that installs it: without torch, every run would end as ``unsupported``.
+    """
+    for python in dict.fromkeys(_visible_python(profile, name) for name in environments):
+        if python is not None and not _has_torch(python):
+            raise SubmitError(
+                f"the jobs' interpreter {python} has no torch: nothing is submitted",
+                hint=f"{python} -m {INSTALL_WORKER}",
+            )
+
+
+def _visible_python(profile: ClusterProfile, name: str | None) -> str | None:
+    """The interpreter of an environment; ``None`` where a job makes its software itself."""
+    environment = profile.environment(name)
+    is_made_in_job = environment.modules or environment.container or environment.setup or profile.setup
+    if is_made_in_job or "PYTHONPATH" in profile.variables(name):
+        return None
+    python = rank_python(environment)
+    # The system's interpreter of a login node is not the nodes'.
+    is_elsewhere = profile.scheduler.kind != "local" and python.startswith(_SYSTEM_FOLDERS)
+    return None if is_elsewhere or not Path(python).is_file() else python
+
+
+def _has_torch(python: str) -> bool:
+    if python == sys.executable:
+        return importlib.util.find_spec("torch") is not None
+    try:
+        done = subprocess.run(
+            [python, "-c", _LOOK],
+            env=scrubbed_environment(), capture_output=True, timeout=_LOOK_TIMEOUT_S, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return True
+    return done.returncode != _ABSENT

@@ -8,7 +8,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from hpcbench.cli.status_commands import LiveScreen
+from hpcbench.cli.status_output import LiveScreen
 from hpcbench.submit.watcher import ArrayShape, ArraySnapshot, SweepSnapshot
 
 
@@ -27,7 +27,7 @@ class Terminal(io.StringIO):
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     file = Terminal()
     console = Console(file=file, force_terminal=True, width=80, color_system=None)
-    monkeypatch.setattr("hpcbench.cli.status_commands.make_console", lambda stderr: console)
+    monkeypatch.setattr("hpcbench.cli.status_output.make_console", lambda stderr: console)
     return file
 
 

@@ -11,8 +11,7 @@ from hpcbench.config.run_spec import config_id, read_task
 from hpcbench.errors import SubmitError
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import FailureRecord, RunResult
-from hpcbench.submit.job_environment import environment_key, installed_versions
-from hpcbench.submit.plan import SweepPlan, make_plan
+from hpcbench.submit.plan import SweepPlan, environment_key, installed_versions, make_plan
 from hpcbench.submit.run_state import run_states
 from hpcbench.submit.submit import RunSelection, submit
 from hpcbench.submit.watcher import SweepWatcher

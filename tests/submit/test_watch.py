@@ -57,7 +57,7 @@ def test_watching_prints_one_block_per_change_until_all_runs_end(
         looks.pop(0)()
 
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep, time=time.time)
-    for module in ("hpcbench.cli.status_commands", "hpcbench.submit.watcher"):
+    for module in ("hpcbench.cli.status_output", "hpcbench.submit.watcher"):
         monkeypatch.setattr(f"{module}.time", clock)
     done = CliRunner().invoke(status_commands.status, ["small", "--watch"])
     blocks = [line for line in done.output.splitlines() if line.startswith("small on test")]

@@ -1,37 +1,40 @@
-"""The command ``table``."""
+"""The commands ``table``, ``collect`` and ``results``, which read results."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
+import polars
 
 from hpcbench.cli.common import (
     cluster_filter_option,
-    json_option,
+    complete_columns,
     make_console,
     out_option,
+    output_options,
     print_json,
     print_message,
-    results_option,
-    results_tree,
     sources_argument,
     where_option,
     why_nothing,
 )
-from hpcbench.cli.completion import complete_columns
 from hpcbench.report.configurations import ROW_ORDER, filter_launches, rows_from_frame, sort_rows
-from hpcbench.report.load_results import load_frame
+from hpcbench.report.load_results import export_json, export_table, iter_collected, load_frame
 from hpcbench.report.pivot_table import TableRequest, grouped_view, parse_table_request
 from hpcbench.report.reference_drift import drift_notes, reference_drifts, remove_drift
 from hpcbench.report.results_table import results_data_view, results_text_view, table_json
 from hpcbench.report.table_model import View
-from hpcbench.report.table_output import render_view, view_json, write_view
-from hpcbench.results.results_tree import ResultsTree
+from hpcbench.report.table_output import render_view, view_encoder, view_json, write_view
+from hpcbench.results.attempts import Attempt
+from hpcbench.results.decode import has_old_rate, upgrade_rates
+from hpcbench.results.results_tree import CollectedResult, ResultsTree, collect_results
+from hpcbench.results.schema import STATUS_BROKEN, RunResult, result_document
 
 
 @click.command()
@@ -72,13 +75,12 @@ from hpcbench.results.results_tree import ResultsTree
 )  # fmt: skip
 @click.option("--layout", metavar="NAME", help="Layout of a paper's table: ddlbench, paradl.")
 @out_option(".csv .json .md .tex .xlsx or .parquet")
-@results_option
-@json_option
+@output_options
 def table(
     sources: tuple[str, ...],
     cluster_name: str | None,
     out: Path | None,
-    results: str | None,
+    results: ResultsTree,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -87,11 +89,11 @@ def table(
     Without --by, --pivot, --metric, --best, --scaling or --layout every configuration is a row.
     """
     request = parse_table_request(**options)
-    tree, clusters = results_tree(results), [cluster_name] if cluster_name else None
+    clusters = [cluster_name] if cluster_name else None
     if not request.is_grouped:
-        show_table(tree, sources, clusters, as_json=as_json, request=request, out=out)
+        show_table(results, sources, clusters, as_json=as_json, request=request, out=out)
         return
-    view, runs = grouped_view(tree, sources, clusters, request, _table_title(tree, sources))
+    view, runs = grouped_view(results, sources, clusters, request, _table_title(results, sources))
     if as_json:
         print_json(view_json(view))
     if out is not None:
@@ -102,7 +104,9 @@ def table(
     if view.raw:
         print_view(view)
     else:
-        reason = why_nothing(tree, sources, runs, _where_text(request)) if request.where else "there is nothing to show"
+        reason = (
+            why_nothing(results, sources, runs, _where_text(request)) if request.where else "there is nothing to show"
+        )
         print_message("\n".join([reason, *view.notes]))
 
 
@@ -167,3 +171,80 @@ def print_view(view: View) -> None:
             console.print(renderable)
     else:
         console.print(renderable)
+
+
+@click.command()
+@sources_argument
+@cluster_filter_option
+@out_option(".json .csv .parquet .xlsx .md or .tex")
+@output_options
+def collect(
+    sources: tuple[str, ...], cluster_name: str | None, out: Path | None, results: ResultsTree, as_json: bool
+) -> None:
+    """Gather the results of sweeps, trees or bundles, or of the whole tree, into one file or onto standard output.
+
+    A run that is in several of them is taken from the first.
+    """
+    clusters = [cluster_name] if cluster_name else None
+    if out is not None:
+        count = _write_collected(results, sources, clusters, out)
+        print_message(f"{count} results written to {out}")
+    if as_json or out is None:
+        entries = iter_collected(results, sources, clusters)
+        readable = _readable_results(entries, quiet=out is not None)
+        print_json({"results": [result_document(result) for result in readable]})
+
+
+def _write_collected(results: ResultsTree, sources: Sequence[str], clusters: list[str] | None, out: Path) -> int:
+    """Write whole results as JSON, or their parameters and metrics in any other format; return their number."""
+    view_encoder(out)
+    if out.suffix == ".json":
+        return export_json(_readable_results(iter_collected(results, sources, clusters)), out)
+    frame = load_frame(results, sources, clusters)
+    broken = frame.filter(status=STATUS_BROKEN)["cluster", "run_id", "error.message"]
+    for cluster, run_id, problem in broken.iter_rows():
+        print_message(f"{cluster}/{run_id}: {problem}")
+    readable = frame.filter(polars.col("status") != STATUS_BROKEN)
+    export_table(readable, out)
+    return len(readable)
+
+
+def _readable_results(entries: Iterable[CollectedResult], *, quiet: bool = False) -> Iterator[RunResult]:
+    """The results that can be read; for the others the reason is printed."""
+    for entry in entries:
+        if entry.result is not None:
+            yield entry.result
+        elif not quiet:
+            print_message(f"{entry.cluster}/{entry.run_id}: {entry.problem}")
+
+
+@click.group("results")
+def results_group() -> None:
+    """Maintain the results tree."""
+
+
+@results_group.command("upgrade")
+@cluster_filter_option
+@output_options
+def upgrade_results(cluster_name: str | None, results: ResultsTree, as_json: bool) -> None:
+    """Recompute figures of an earlier definition from the files of the ranks.
+
+    Rates of runs with several ranks become samples over the longest rank's timed interval. A result whose ranks' files
+    are gone stays as it is, and tables mark it.
+    """
+    counts = {"upgraded": 0, "current": 0, "left": 0}
+    for name in [cluster_name] if cluster_name else results.clusters():
+        cluster = results.cluster(name)
+        for entry in collect_results(cluster):
+            if entry.result is None or not has_old_rate(entry.result):
+                counts["current"] += entry.result is not None
+                continue
+            ranks = Attempt(cluster.run_folder(entry.run_id), entry.result.attempt).read_ranks()
+            is_done = cluster.update_result(entry.run_id, partial(upgrade_rates, ranks=ranks))
+            counts["upgraded" if is_done else "left"] += 1
+            if not is_done:
+                print_message(f"{name}/{entry.run_id}: the files of its ranks are not all there: left as it is")
+    if as_json:
+        print_json(counts)
+    else:
+        click.echo(f"{counts['upgraded']} results recomputed, {counts['current']} current, {counts['left']} left")

@@ -1,0 +1,314 @@
+"""The commands ``cluster calibrate`` and ``validate``, which set measurements against the oracle."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from hpcbench.cli.common import (
+    complete_sweeps,
+    filter_options,
+    make_console,
+    out_option,
+    output_options,
+    print_json,
+    print_message,
+    project_relative,
+    sources_argument,
+)
+from hpcbench.cli.oracle_commands import show_view
+from hpcbench.cli.plan_options import cluster_argument, load_plan
+from hpcbench.cli.run_commands import submit_and_watch
+from hpcbench.cli.status_output import runs_exit_code
+from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
+from hpcbench.errors import ConfigError, did_you_mean
+from hpcbench.fileio import encode_indented_json, write_atomic, write_file
+from hpcbench.forecast.forecast import Forecast
+from hpcbench.forecast.oracle_requests import calibration_sweep_text, collect_evidence, make_calibration_plan
+from hpcbench.forecast.sweep_calibration import (
+    SweepCalibration,
+    carry_shapes,
+    coverage_lines,
+    extend_calibration,
+    make_probe_plan,
+    prepare_sweep_calibration,
+    probe_sweep_text,
+)
+from hpcbench.oracle.calibration.calibration_runs import CalibrationRun, usable_runs
+from hpcbench.oracle.calibration.calibration_store import (
+    Calibration,
+    calibration_of_partition,
+    machine_for,
+    read_calibrations,
+    write_calibration,
+)
+from hpcbench.oracle.calibration.fit_machine import fit_calibration, fit_calibration_from_runs
+from hpcbench.parallel.check_names import custom_model_folder
+from hpcbench.report.column_names import Condition
+from hpcbench.report.load_results import load_frame
+from hpcbench.report.oracle_validation import VALIDATION_COLUMNS, score_predictors
+from hpcbench.report.prediction_view import calibration_view, machine_notes
+from hpcbench.report.table_output import write_view
+from hpcbench.report.validation_view import (
+    accuracy_by_part_view,
+    accuracy_by_strategy_view,
+    chosen_strategies_view,
+    configuration_cases_view,
+    predictor_comparison_view,
+    validation_json,
+)
+from hpcbench.results.results_tree import ResultsTree
+from hpcbench.submit.run_state import RunState
+from hpcbench.submit.scheduler import check_scheduler
+from hpcbench.submit.submission_record import select_sweeps
+from hpcbench.submit.submit import RunSelection
+
+
+@click.command("calibrate")
+@cluster_argument
+@click.option("--partition", metavar="NAME", help="The partition to measure. (default: the profile's)")
+@click.option(
+    "--from", "sources", multiple=True, metavar="SWEEP|TREE", shell_complete=complete_sweeps,
+    help="Measure nothing: fit to the runs of these sweeps or results trees. May be repeated.",
+)  # fmt: skip
+@click.option("--where", metavar="EXPR", help="With --from: only runs that satisfy the expression: 'devices == 1'.")
+@click.option(
+    "--out", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
+    help="x.toml: write the calibration's sweep, and stop. x.json: write the calibration there, too.",
+)  # fmt: skip
+@click.option(
+    "--budget", "budget_s", default=20.0, show_default=True, type=click.FloatRange(min=0.1),
+    help="Approximate seconds for the measurements of one run.",
+)  # fmt: skip
+@click.option(
+    "--for", "sweep", metavar="SWEEP", shell_complete=complete_sweeps,
+    help="Measure the blocks and messages of this sweep, in their own sizes and places.",
+)  # fmt: skip
+@click.option("--busy", "takes_disturbed", is_flag=True, help="With --for: also where all probes were disturbed.")
+@click.option("--yes", "over_budget", is_flag=True, help="Measure even if it may cost more than the cluster's budget.")
+@output_options
+def calibrate_cluster(
+    *, name: str, partition: str | None, sources: tuple[str, ...], where: str | None, out: Path | None, budget_s: float,
+    sweep: str | None, takes_disturbed: bool, over_budget: bool, results: ResultsTree, as_json: bool,
+) -> None:  # fmt: skip
+    """Measure a cluster: submit a sweep of ordinary runs, wait, and fit the oracle's machine parameters.
+
+    An interrupted calibration continues when the same command is given again. Predictions use the newest calibration.
+    With --for, the newest calibration is extended by what a sweep consists of.
+    """
+    profile, _ = load_cluster(name)
+    if sweep is not None and sources:
+        raise ConfigError("--for measures, --from measures nothing", hint="first --from, then --for")
+    if takes_disturbed and sweep is None:
+        raise ConfigError("--busy is about the probes of --for", hint="name a sweep: --for SWEEP")
+    if partition is not None and partition not in profile.partitions:
+        raise ConfigError(
+            f"cluster {profile.name} has no partition {partition!r}", hint=did_you_mean(partition, profile.partitions)
+        )
+    if out is not None and out.suffix not in (".toml", ".json"):
+        raise ConfigError(f"--out {out}: unknown ending", hint="x.toml for the sweep, x.json for the calibration")
+    if where is not None and not sources:
+        raise ConfigError("--where chooses among the runs of --from", hint="name sweeps or a results tree: --from")
+    if sweep is not None:
+        _calibrate_for_sweep(
+            sweep, name, partition, results, out, budget_s,
+            over_budget=over_budget, takes_disturbed=takes_disturbed, as_json=as_json,
+        )  # fmt: skip
+        return
+    if out is not None and out.suffix == ".toml":
+        _, text = calibration_sweep_text(results.cluster(profile.name), profile, partition, budget_s)
+        write_file(out, text.encode())
+        print_message(f"wrote {project_relative(out)}: hpcbench submit {out} --cluster {name} runs it")
+        return
+    states: dict[str, RunState] = {}
+    if sources:
+        calibration, path = _fit_existing_runs(profile, results, partition, sources, where)
+    else:
+        calibration, path, states = _measure_and_fit(profile, results, partition, budget_s, over_budget)
+    if out is not None:
+        write_file(out, path.read_bytes())
+    if as_json:
+        print_json({"path": str(path), "calibration": msgspec.to_builtins(calibration, str_keys=True)})
+    else:
+        make_console().print(calibration_view(calibration))
+        print_message(f"kept in {project_relative(path)}: predictions for {calibration.cluster} are made from it")
+    sys.exit(runs_exit_code(states))
+
+
+def _measure_and_fit(
+    profile: ClusterProfile, results: ResultsTree, partition: str | None, budget_s: float, over_budget: bool
+) -> tuple[Calibration, Path, dict[str, RunState]]:
+    """Submit the missing runs of the next calibration, wait, fit and store it; also return how the runs ended."""
+    check_scheduler(profile)
+    plan = make_calibration_plan(results.cluster(profile.name), profile, partition, budget_s)
+    go_on = f"hpcbench cluster calibrate {profile.name} goes on with it"
+    states = submit_and_watch(plan, RunSelection(over_budget=over_budget), go_on)
+    calibration, path = _fit_and_store(profile, partition, collect_evidence([(plan.tree, plan.runs)]), results)
+    return calibration, path, states
+
+
+def _fit_existing_runs(
+    profile: ClusterProfile, results: ResultsTree, partition: str | None, sources: Sequence[str], where: str | None
+) -> tuple[Calibration, Path]:
+    """Fit to the runs of ``sources`` (names of sweeps, folders of whole trees) that satisfy ``where``."""
+    selections: list[tuple[Any, Iterable[str]]] = []
+    for folder in filter(Path.is_dir, map(Path, sources)):
+        tree = ResultsTree(folder).cluster(profile.name)
+        selections.append((tree, list(tree.run_ids())))
+    names = [source for source in sources if not Path(source).is_dir()]
+    for _, record in select_sweeps(results, names, profile.name) if names else []:
+        selections.append((results.cluster(profile.name), record.run_ids))
+    if where is not None:
+        condition = Condition(where, "--where")
+        frame = load_frame(results, sources, [profile.name], ["run_id", *condition.columns])
+        chosen = set(frame.filter(condition.mask(frame))["run_id"])
+        if not chosen:
+            raise ConfigError(f"none of {frame.height} runs of {profile.name} has {where}", where="--where")
+        selections = [(tree, [run_id for run_id in run_ids if run_id in chosen]) for tree, run_ids in selections]
+    return _fit_and_store(profile, partition, collect_evidence(selections), results)
+
+
+def _fit_and_store(
+    profile: ClusterProfile,
+    partition: str | None,
+    evidence: tuple[Sequence[CalibrationRun], Sequence[str]],
+    results: ResultsTree,
+) -> tuple[Calibration, Path]:
+    """Fit part by part if the runs have probes, else to whole runs; ``ConfigError`` if no run is usable."""
+    runs, problems = evidence
+    for problem in problems:
+        print_message(f"  {problem}")
+    if not usable_runs(runs):
+        hint = "hpcbench status shows how they ended, hpcbench logs RUN_ID why"
+        raise ConfigError(f"no run of {profile.name} that was given or made ended well: nothing to fit", hint=hint)
+    tree = results.cluster(profile.name)
+    stored, _ = read_calibrations(tree, profile.name)
+    newest = calibration_of_partition(stored, profile, partition)
+    if any(run.result.probe is not None for run in runs):
+        calibration = fit_calibration(profile, partition, runs)
+    else:
+        calibration = fit_calibration_from_runs(profile, partition, machine_for(profile, tree, partition), runs)
+    calibration, note = carry_shapes(calibration, newest.calibration if newest else None)
+    if note is not None:
+        print_message(f"  {note}")
+    return calibration, write_calibration(calibration, tree)
+
+
+def _calibrate_for_sweep(
+    sweep: str, cluster_name: str, partition: str | None, results: ResultsTree, out: Path | None, budget_s: float,
+    *, over_budget: bool, takes_disturbed: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """State the cost, measure the shapes of ``sweep`` that have no time yet, and keep them; ends the command."""
+    plan = load_plan(sweep, cluster_name, results)
+    prepared = prepare_sweep_calibration(plan, plan.tree, partition, budget_s)
+    for line in prepared.lines():
+        print_message(line)
+    if out is not None and out.suffix == ".toml":
+        write_file(out, probe_sweep_text(prepared).encode())
+        print_message(
+            f"wrote {project_relative(out)}: once its runs have ended, the same command without --out keeps what they "
+            "measured"
+        )
+        return
+    path, states = None, dict[str, RunState]()
+    if prepared.probes:
+        path, states = _measure_and_keep(prepared, over_budget=over_budget, takes_disturbed=takes_disturbed)
+    elif not prepared.left_out:
+        print_message(f"every shape of {plan.sweep.name} that a probe can measure has been measured")
+    if path is not None and out is not None:
+        write_file(out, path.read_bytes())
+    forecast = Forecast(plan.profile, plan.tree, custom_model_folder(plan.sweep, plan.profile))
+    for line in coverage_lines(plan, forecast):
+        print_message(line)
+    if path is not None:
+        print_message(f"kept in {project_relative(path)}: predictions for {plan.profile.name} are made from it")
+    if as_json:
+        print_json(
+            {
+                "path": None if path is None else str(path),
+                "sweep": prepared.sweep.sweep.name,
+                "node_hours": prepared.node_hours,
+                "sweep_node_hours": prepared.sweep_node_hours,
+                "limit_node_hours": prepared.limit_node_hours,
+                "probes": [
+                    {"point": msgspec.to_builtins(probe.point), "runs": probe.runs} for probe in prepared.probes
+                ],
+                "left_out": prepared.left_out,
+                "notes": prepared.notes,
+            }
+        )
+    sys.exit(runs_exit_code(states))
+
+
+def _measure_and_keep(
+    prepared: SweepCalibration, *, over_budget: bool, takes_disturbed: bool
+) -> tuple[Path | None, dict[str, RunState]]:
+    """Run the probes and write the calibration; return its file, ``None`` without anything new, and the runs' ends."""
+    plan, states = prepared.sweep, dict[str, RunState]()
+    probe_plan = make_probe_plan(prepared, plan.tree, takes_disturbed=takes_disturbed)
+    if probe_plan.missing or probe_plan.elsewhere:
+        go_on = f"hpcbench cluster calibrate {plan.profile_name} --for {plan.sweep.name} goes on with it"
+        states = submit_and_watch(probe_plan, RunSelection(remeasure=True, over_budget=over_budget), go_on)
+    runs, problems = collect_evidence([(plan.tree, probe_plan.runs)])
+    for problem in problems:
+        print_message(f"  {problem}")
+    calibration = extend_calibration(prepared, runs, takes_disturbed=takes_disturbed)
+    before = [] if prepared.base is None else prepared.base.calibration.notes
+    for note in calibration.notes:
+        if note not in (*prepared.notes, *prepared.left_out, *before):
+            print_message(f"  {note}")
+    known = set() if prepared.base is None else set(prepared.base.calibration.run_ids)
+    if prepared.shapes is not None and {run.result.run_id for run in runs} <= known:
+        print_message("the probes had been kept before: what is still missing no probe can measure")
+        return None, states
+    return write_calibration(calibration, plan.tree), states
+
+
+@click.command()
+@sources_argument
+@filter_options
+@click.option("--cases", "every", is_flag=True, help="Also list every configuration.")
+@out_option(".json: everything; .csv .md .tex .xlsx .parquet: every configuration.")
+@output_options
+def validate(
+    sources: tuple[str, ...], cluster_name: str | None, where: str | None, every: bool, out: Path | None,
+    results: ResultsTree, as_json: bool,
+) -> None:  # fmt: skip
+    """Compare measurements with the predictions of the oracle and of simpler baselines.
+
+    Each prediction leaves out the results of its own configuration. A failed run counts as a wrong prediction, unless
+    the prediction was that it does not fit in memory.
+    """
+    condition = Condition(where, "--where") if where else None
+    columns = [*VALIDATION_COLUMNS, *(condition.columns if condition else [])]
+    frame = load_frame(results, sources, [cluster_name] if cluster_name else None, columns)
+    if condition:
+        frame = frame.filter(condition.mask(frame))
+    validation = score_predictors(frame, results)
+    document = validation_json(validation.cases, validation.scores, validation.notes)
+    if out is not None:
+        if out.suffix == ".json":
+            write_atomic(out, encode_indented_json(document))
+        else:
+            write_view(configuration_cases_view(validation.cases), out)
+        print_message(f"{len(validation.cases)} configurations written to {out}")
+    if as_json:
+        print_json(document)
+    elif not validation.cases:
+        print_message("\n".join([f"no results to validate in {', '.join(sources) or results.root}", *validation.notes]))
+    elif out is None or every:
+        oracle_score = validation.scores[0]
+        notes = [*machine_notes(validation.machines), *validation.notes, ""]
+        show_view(accuracy_by_strategy_view(oracle_score), notes)
+        show_view(accuracy_by_part_view(oracle_score), [""])
+        show_view(predictor_comparison_view(validation.scores), [""])
+        chosen = chosen_strategies_view(validation.cases)
+        if chosen.raw:
+            show_view(chosen, [""])
+        if every:
+            show_view(configuration_cases_view(validation.cases), [""])
