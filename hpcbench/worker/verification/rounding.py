@@ -160,7 +160,7 @@ class PositionsInHalves(_Reordered):
         if func is F.linear and x.dim() > 2:
             return torch.cat([F.linear(part, weight, bias) for part in x.tensor_split(2, 1)], 1)
         if func is F.linear:
-            return F.linear(x, weight, bias)
+            return F.linear(x, weight, bias)  # type: ignore[no-any-return]
         if isinstance(padding, str):
             return func(x, weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
         dims = x.dim() - 2
