@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import polars
 
-from benchmarks.oracle import abci, cases, gpu
+from benchmarks.oracle import abci, ablation, cases, gpu
 from benchmarks.oracle.neighbours import SMALL, held_out_cases, neighbours_rows, regret_rows
 from benchmarks.oracle.printed import printed_document
 from benchmarks.rerun import figures as rerun_figures
@@ -122,9 +122,14 @@ def _side_by_side(rows: dict[str, dict[str, list[str]]], columns: Sequence[str])
     return rerun_figures.table(head, [[name, *(cell for own in rows.values() for cell in own[name])] for name in names])
 
 
-def page_differences(docs: Path = DOCS, folder: Path = cases.HERE) -> Iterator[str]:
-    """Yield the lines of the pages that recomputed tables do not have."""
-    for name, own in blocks(docs, folder).items():
+def ablation_block() -> dict[str, dict[str, str]]:
+    """Return by page and name the table of single terms, which takes as long as all others together."""
+    return {"oracle-figures.md": {"oracle-ablation": _side_by_side(ablation.rows(), ablation.COLUMNS)}}
+
+
+def page_differences(found: dict[str, dict[str, str]], docs: Path = DOCS) -> Iterator[str]:
+    """Yield the lines of the pages that the recomputed tables ``found`` do not have."""
+    for name, own in found.items():
         before = (docs / name).read_text()
         after = pages.filled(before, own)
         lines = zip(before.splitlines(), after.splitlines(), strict=False)
@@ -135,13 +140,14 @@ def page_differences(docs: Path = DOCS, folder: Path = cases.HERE) -> Iterator[s
 
 def differences(docs: Path = DOCS, folder: Path = cases.HERE) -> Iterator[str]:
     """Yield everything that differs."""
-    yield from page_differences(docs, folder)
+    yield from page_differences(blocks(docs, folder), docs)
     for sweep in cases.SWEEPS:
         yield from cases.differences(sweep, cases.read(cases.path_of(sweep, folder)), docs / "reruns")
 
 
 def other_differences() -> Iterator[str]:
-    """Yield where the committed predictions for ABCI and for published GPU runs are not the oracle's."""
+    """Yield where the table of single terms, and predictions for ABCI and published GPU runs are not the oracle's."""
+    yield from page_differences(ablation_block())
     if not abci.is_same(abci.predictions_csv(abci.fitted_machine()), abci.PREDICTIONS.read_text(encoding="utf-8")):
         yield f"{abci.PREDICTIONS.name}: the oracle predicts other times"
     yield from gpu.check()
@@ -156,9 +162,10 @@ def main(arguments: Sequence[str]) -> int:
         wrong = [*differences(), *other_differences()]
         print("\n".join(wrong) or f"all figures are the same, {time.monotonic() - begin:.0f} s")
         return 1 if wrong else 0
-    for name, own in blocks().items():
-        page = DOCS / name
-        page.write_text(pages.filled(page.read_text(), own))
+    for found in (blocks(), ablation_block()):
+        for name, own in found.items():
+            page = DOCS / name
+            page.write_text(pages.filled(page.read_text(), own))
     return 0
 
 

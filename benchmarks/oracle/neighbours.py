@@ -20,7 +20,7 @@ from hpcbench.results.schema import STATUS_OK
 _NORMAL_90 = 1.645
 SMALL = 2
 """Devices of the runs that larger ones are predicted from."""
-_SITUATIONS: dict[str, Callable[[ValidationCase], Hashable]] = {
+SITUATIONS: dict[str, Callable[[ValidationCase], Hashable]] = {
     "all of other models": lambda case: model_key(case.measured.spec),
     "all of other strategies": lambda case: strategy_key(case.measured.spec),
 }
@@ -94,7 +94,7 @@ def neighbours_rows(cases: Sequence[ValidationCase], held_out: Sequence[Validati
     return {
         "nothing (calibration alone)": _cells(cases, ORACLE_NAME),
         "all other configurations": _cells(held_out, ORACLE_NAME),
-        **{name: _cells(moved_cases(cases, key), ORACLE_NAME) for name, key in _SITUATIONS.items()},
+        **{name: _cells(moved_cases(cases, key), ORACLE_NAME) for name, key in SITUATIONS.items()},
         f"nothing, of runs on more than {SMALL} devices": _cells(small, MACHINE_ONLY),
         f"all on one and two devices, of runs on more than {SMALL}": _cells(small, ORACLE_NAME),
     }

@@ -19,6 +19,7 @@ from hpcbench.oracle.placement import GroupPlacement
 from hpcbench.oracle.tensor_sizes import FP32_BYTES, activation_number_bytes, input_bytes, optimizer_tensors
 from hpcbench.parallel.layer_table import LayerRow, LayerTable, cached_by_identity, cached_by_run_fields
 from hpcbench.parallel.roofline import BACKWARD, COPY_KIND, FORWARD, UPDATE, Kernel, RooflineModel
+from hpcbench.parallel.strategies.pipeline import pipedream_staleness
 from hpcbench.parallel.traffic import MessageShape, Traffic
 
 
@@ -132,6 +133,22 @@ class UnmeasuredShapes(NamedTuple):
     messages: dict[MessageShape, float]
 
 
+def accumulations_per_pass(spec: RunSpec) -> float:
+    """Return how often a backward pass adds a weight's gradients to earlier ones: in all but a step's first.
+
+    PipeDream's versions take each micro-batch's gradients alone, unless two versions are shared by a window (2bw).
+    An emulated device takes the time of its kernels alone.
+    """
+    is_single = spec.strategy == "pipedream" and not pipedream_staleness(spec).double_buffered
+    return 0.0 if is_single or spec.rehearse is not None else (spec.micro_batches - 1) / spec.micro_batches
+
+
+def accumulation_kernel(kernel: Kernel) -> Kernel:
+    """Return the sum of the gradients of the backward pass ``kernel`` and earlier ones: reads two, writes one."""
+    size = kernel.weight_bytes
+    return Kernel(COPY_KIND, FORWARD, kernel.precision, 0.0, 3.0 * size, 0.0, size, size)
+
+
 def is_eager_run(spec: RunSpec) -> bool:
     """Whether the run computes as probes do: not compiled, not emulated, without variables of the user's."""
     return not spec.compile and not spec.env and spec.rehearse is None
@@ -173,6 +190,7 @@ class CostModel:
         self._measured = MeasuredTimes.of(shapes) if shapes is not None and is_alike else None
         self._conditions = kernel_conditions(spec)
         self._samples = micro_batch_samples(spec)
+        self._accumulations = accumulations_per_pass(spec)
         self._factor = compute.factors.get(spec.model, compute.factors.get("", 1.0)) * self.overhead.compute_factor
         if compute.crowding:
             self._factor *= _interpolated(compute.crowding, spec.tasks_per_node)
@@ -184,8 +202,11 @@ class CostModel:
         if self._measured is not None:
             measured_s = self._measured.kernel_s(kernel, self._conditions, self._samples)
             if measured_s is not None:
-                return self.overhead.compute_factor * measured_s
+                # A library's factor was fitted to formulas, which the measurement replaces.
+                return measured_s
         seconds = self._factor * self._roofline.seconds(kernel)
+        if self._accumulations and kernel.direction == BACKWARD and kernel.weight_bytes:
+            seconds += self._accumulations * self._factor * self._roofline.seconds(accumulation_kernel(kernel))
         if seconds and kernel.direction != UPDATE and kernel.kind != COPY_KIND:
             self.unmeasured.kernels[kernel] = seconds
         return seconds
@@ -253,9 +274,12 @@ class CostModel:
         return GroupLinks(group.ranks, group.nodes, comm.intra_node, inter, comm.trees, comm.by_hop)
 
     def straggler_s(self, compute_s: float) -> float:
-        """Return the seconds by which the slowest of all ranks exceeds the mean: ranks scatter, nodes are delayed."""
-        delayed_s = self.machine.delay_s * harmonic_number(self.spec.nodes) if self.spec.ranks > 1 else 0.0
-        return compute_s * self.machine.straggling * expected_normal_maximum(self.spec.ranks) + delayed_s
+        """Return the seconds by which the slowest of all ranks exceeds their mean in a median step."""
+        return compute_s * self.machine.straggling * expected_normal_maximum(self.spec.ranks)
+
+    def longest_delay_s(self) -> float:
+        """Return the mean of the longest delay of a node: it lies in the mean of steps, not in their median."""
+        return self.machine.delay_s * harmonic_number(self.spec.nodes) if self.spec.ranks > 1 else 0.0
 
 
 def expected_normal_maximum(count: int) -> float:

@@ -127,7 +127,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """Relative spread of one rank's step around its mean: of p ranks the slowest counts."""
     delay_s: float = 0.0
     """Mean delay (s) of a node in a step, caused by other users of the network and the file system: exponentially
-    distributed. The most delayed of all nodes counts."""
+    distributed, fitted to what means of steps lie above their medians. A prediction's interval contains the longest."""
     base_bytes: float = 0.0
     """Bytes that a rank's process holds on the device before any tensor of the run."""
     memory_bytes: float | None = None

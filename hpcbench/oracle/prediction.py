@@ -105,7 +105,8 @@ def predict(
     return Prediction(
         step_time_s=step.step_time_s,
         interval=PredictionInterval(
-            low=step.step_time_s * exp(-_NORMAL_90 * below), high=step.step_time_s * exp(_NORMAL_90 * above)
+            low=step.step_time_s * exp(-_NORMAL_90 * below),
+            high=step.step_time_s * exp(_NORMAL_90 * above) + cost_model.longest_delay_s(),
         ),
         compute_s=step.compute_s,
         comm_s=step.comm_s,

@@ -259,6 +259,21 @@ def test_runs_of_a_strategy_give_its_overhead_and_the_memory_of_a_process(calibr
     assert after.error < before.error
 
 
+def test_no_library_takes_negative_time(calibrated: Any) -> None:
+    calibration, runs = calibrated
+    machine: Machine = msgspec.structs.replace(calibration.machine, strategies={})
+    for factor, step_s in ((-0.3, 0.0), (-0.2, 0.004), (0.1, -0.01)):
+        trained = []
+        for number, nodes in enumerate((2, 4)):
+            more: dict[str, Any] = {"nodes": nodes, "dp_degree": nodes, "batch_size": 8 * (4 * number + 1)}
+            spec = RunSpec(model="vit", dataset="cifar10", strategy="ddp", **more)
+            step = resolve_cost("ddp").step(spec, table_of("vit"), CostModel(machine, spec))
+            trained.append(run_of("ddp", step.step_time_s + factor * step.compute_s + step_s, **more))
+        fitted = fit_calibration(PROFILE, None, [*runs, *trained]).machine.strategies["ddp"]
+        assert fitted.compute_factor >= 1.0
+        assert fitted.step_s >= 0.0
+
+
 def test_without_runs_of_a_kind_the_profile_speaks() -> None:
     found = fit_calibration(PROFILE, None, [])
     assert msgspec.structs.replace(found.machine, depth="nominal", source=NOMINAL.source) == msgspec.structs.replace(

@@ -20,7 +20,7 @@ from hpcbench.oracle.calibration.calibration_store import (
     write_calibration,
 )
 from hpcbench.oracle.collective_formulas import HockneyLink
-from hpcbench.oracle.machine import CollectiveSample, nominal_machine
+from hpcbench.oracle.machine import CollectiveSample, StrategyOverhead, nominal_machine
 from hpcbench.results.results_tree import ClusterTree
 
 PROFILE, _ = load_cluster("slurmbox")
@@ -117,15 +117,19 @@ def test_a_changed_link_is_noted_and_scales_the_calibration(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("bytes_per_s", "slowdowns", "found"),
     [
-        (250e6, (3.0, 1.2), (1.5, 1.1)),
+        # Alone the collective takes half of the processor: 3 (1 - 1 / 1.2).
+        (250e6, (3.0, 1.2), (1.25, 1.25)),
         (250e6, (1.5, 1.0), (1.0, 1.0)),
         (125e6, (3.0, 1.2), (3.0, 1.2)),
-        (62.5e6, (3.0, 1.2), (6.0, 1.4)),
-        # Somebody else than the processor sends.
+        # Of a processor there is no more than all.
+        (62.5e6, (3.0, 1.2), (2.0, 2.0)),
+        (12.5e6, (3.0, 1.2), (2.0, 2.0)),
+        # Another unit than the processor sends.
         (62.5e6, (1.0, 1.0), (1.0, 1.0)),
+        (62.5e6, (1.0, 1.2), (1.0, 1.4)),
     ],
 )
-def test_communication_slowdown_scales_with_the_rate_of_the_link(
+def test_overlap_shares_the_processor_by_the_rate_of_the_link(
     bytes_per_s: float, slowdowns: tuple[float, float], found: tuple[float, float], tmp_path: Path
 ) -> None:
     then = HockneyLink(1e-4, 1 / bytes_per_s)
@@ -135,6 +139,18 @@ def test_communication_slowdown_scales_with_the_rate_of_the_link(
     write_calibration(made, ClusterTree(tmp_path))
     today = machine_for(PROFILE, ClusterTree(tmp_path)).comm
     assert (today.comm_slowdown, today.overlap_slowdown) == pytest.approx(found)
+
+
+def test_a_library_that_computes_faster_than_its_kernels_is_not_believed(tmp_path: Path) -> None:
+    made = calibration()
+    strategies = {
+        "ddp": StrategyOverhead(compute_factor=0.9, step_s=0.2),
+        "fsdp": StrategyOverhead(compute_factor=1.1, step_s=0.1),
+    }
+    made = msgspec.structs.replace(made, machine=msgspec.structs.replace(made.machine, strategies=strategies))
+    write_calibration(made, ClusterTree(tmp_path))
+    today = machine_for(PROFILE, ClusterTree(tmp_path)).strategies
+    assert today == {"ddp": StrategyOverhead(), "fsdp": strategies["fsdp"]}
 
 
 def test_a_link_that_runs_were_fitted_with_moves_with_the_profiles(tmp_path: Path) -> None:

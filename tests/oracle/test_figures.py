@@ -11,8 +11,9 @@ import msgspec
 import polars
 import pytest
 
-from benchmarks.oracle import cases, figures
+from benchmarks.oracle import ablation, cases, figures
 from benchmarks.oracle.printed import printed_document
+from hpcbench.report.oracle_validation import ORACLE_NAME
 
 PARADL = "paradl-small"
 
@@ -81,7 +82,7 @@ def test_a_changed_measurement_changes_the_figures_of_the_pages(tree: Path, monk
     monkeypatch.setattr(cases, "SWEEPS", (PARADL,))
 
     def differing() -> list[str]:
-        lines = figures.page_differences(tree / "docs", tree)
+        lines = figures.page_differences(figures.blocks(tree / "docs", tree), tree / "docs")
         # The other page's tables have columns of both reruns.
         return [line for line in lines if line.startswith("reruns.md")]
 
@@ -94,7 +95,7 @@ def test_a_changed_measurement_changes_the_figures_of_the_pages(tree: Path, monk
     edited(path, slower)
     lines = differing()
     path.write_bytes(before)
-    assert any(line.startswith("reruns.md: the page has '| `ddp` | 92.4%, -2.4%") for line in lines)
+    assert any(line.startswith("reruns.md: the page has '| `ddp` | 85.6%, -14.4%") for line in lines)
     assert differing() == []
 
 
@@ -119,3 +120,13 @@ def test_printed_scores_are_read_back() -> None:
         "hpcbench", "paradl", "ddlbench", "compute_only", "flat", "perfect", "log_p",
     }  # fmt: skip
     assert [row["paradl"] for row in document["choices"]].count("horovod") == 1
+
+
+def test_every_term_of_the_ablation_moves_a_prediction() -> None:
+    def predicted(variant: str) -> list[float | None]:
+        return [case.said[ORACLE_NAME].step_time_s for case in ablation.variant_cases(PARADL, variant)]
+
+    whole = predicted("all terms")
+    stored = cases.read(cases.path_of(PARADL)).cases
+    assert whole == pytest.approx([case.predicted_step_time_s for case in stored], rel=0.002)
+    assert all(predicted(variant) != whole for variant in ablation.VARIANTS if variant != "all terms")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import log
 from typing import Any
 
+import msgspec
 import pytest
 
 from hpcbench.config.run_spec import RunSpec
@@ -85,6 +86,15 @@ def test_failures_count_unless_they_were_foretold() -> None:
     assert "1f1b" not in found.strategies
     assert found.strategies["gpipe"].mean == 0.0
     assert (found.fits.count, found.fits.false_fits, found.fits.said_to_fit, found.fits.false_alarms) == (4, 1, 2, 1)
+
+
+def test_waiting_for_neighbours_is_not_compared_with_communication() -> None:
+    stage = case(
+        "gpipe", (1.0,), says(1.0, figures={"exposed_comm_s": 0.1, "compute_s": 0.5}), exposed_comm_s=0.4, compute_s=0.5
+    )
+    assert set(score_predictor([stage], NAME).parts) == {"compute_s", "exposed_comm_s"}
+    stage.measured.spec = msgspec.structs.replace(stage.measured.spec, dp_degree=1, pp_degree=2)
+    assert set(score_predictor([stage], NAME).parts) == {"compute_s"}
 
 
 def test_parts_are_scored_where_both_are_there() -> None:

@@ -15,7 +15,7 @@ from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.errors import StorageError
 from hpcbench.fileio import encode_indented_json, make_folder, read_regular, write_atomic
 from hpcbench.oracle.collective_formulas import HockneyLink
-from hpcbench.oracle.machine import CommParameters, Machine, nominal_machine
+from hpcbench.oracle.machine import CommParameters, Machine, StrategyOverhead, nominal_machine
 from hpcbench.oracle.measured_shapes import MeasuredShapes
 from hpcbench.paths import user_data_folder
 from hpcbench.results.decode import decode_record
@@ -161,27 +161,54 @@ def apply_calibration(nominal: Machine, stored: StoredCalibration, problems: lis
     if machine.depth == "nominal":
         notes = [*nominal.notes, *calibration.notes, *problems]
         return msgspec.structs.replace(nominal, measured=shapes, source=_source_text(stored), notes=notes)
-    # Under computation the processor bounds the rate of a collective, whatever the link's; and what a collective takes
-    # of the processor goes with the bytes in a second.
     beta = nominal.comm.inter_node.beta_s_per_byte
-    rate = calibration.inter_node.beta_s_per_byte / beta if beta else 1.0
+    overlap_slowdown, comm_slowdown = slowdowns_at_rate(
+        measured, calibration.inter_node.beta_s_per_byte / beta if beta else 1.0
+    )
     today = ("links_per_node", "striped", "trees", "by_hop")
     comm: CommParameters = msgspec.structs.replace(
         measured,
         intra_node=_rescaled_link(measured.intra_node, calibration.intra_node, nominal.comm.intra_node),
         inter_node=_rescaled_link(measured.inter_node, calibration.inter_node, nominal.comm.inter_node),
-        comm_slowdown=max(1.0, measured.comm_slowdown * rate) if measured.comm_slowdown > 1.0 else 1.0,
-        overlap_slowdown=1.0 + (measured.overlap_slowdown - 1.0) * rate,
+        overlap_slowdown=overlap_slowdown,
+        comm_slowdown=comm_slowdown,
         **{name: getattr(nominal.comm, name) for name in today},
     )
     return msgspec.structs.replace(
         machine,
         comm=comm,
+        strategies={name: plausible_overhead(overhead) for name, overhead in machine.strategies.items()}
+        if machine.depth == "calibrated"
+        else machine.strategies,
         memory_bytes=nominal.memory_bytes,
         measured=shapes,
         source=_source_text(stored),
         notes=[*calibration.notes, *_link_change_notes(calibration, nominal.comm), *problems],
     )
+
+
+def slowdowns_at_rate(measured: CommParameters, rate: float) -> tuple[float, float]:
+    """Return the slowdowns of computation and of a collective under each other, on a link ``rate`` times as fast.
+
+    Alone, a collective takes the share of the processor that the probe measured, times ``rate``, at most all of it.
+    Under each other both progress equally slower, so that no work is lost. Where collectives were not slowed down,
+    another unit sends.
+    """
+    kappa, slowed = measured.overlap_slowdown, measured.comm_slowdown
+    if slowed <= 1.0:
+        return 1.0 + (kappa - 1.0) * rate, 1.0
+    if rate == 1.0:
+        return kappa, slowed
+    share = min(slowed * (1.0 - 1.0 / kappa) * rate, 1.0)
+    return 1.0 + share, 1.0 + share
+
+
+def plausible_overhead(overhead: StrategyOverhead) -> StrategyOverhead:
+    """Return ``overhead``; none where its library would compute faster than the kernels that it calls.
+
+    Earlier fits let such a factor, an error of the formulas, be balanced by a time per step.
+    """
+    return overhead if overhead.compute_factor >= 1.0 else StrategyOverhead()
 
 
 def _source_text(stored: StoredCalibration) -> str:

@@ -185,7 +185,9 @@ def _fit_strategy_overhead(pairs: Sequence[tuple[CalibrationRun, StepBreakdown]]
         at, bt = at + weight * share * missing, bt + weight * missing
     determinant = aa * bb - ab * ab
     factor, by_step = (at * bb - bt * ab) / determinant, (bt * aa - at * ab) / determinant
+    # A library takes time, it gives none: where one part would, it is left out and the other fitted alone.
     if by_step < 0:
-        # A library takes time, it gives none: what is faster than predicted computes faster.
         factor, by_step = at / aa, 0.0
-    return StrategyOverhead(compute_factor=max(1.0 + factor, 0.5), step_s=by_step * scale_s)
+    elif factor < 0:
+        factor, by_step = 0.0, bt / bb
+    return StrategyOverhead(compute_factor=1.0 + max(factor, 0.0), step_s=max(by_step, 0.0) * scale_s)
