@@ -1,7 +1,8 @@
 """``python -m hpcbench.worker`` with an accident built in.
 
 $ACCIDENT is ``rank:step:what``: before that step the rank raises, kills or stops itself, or says (in a file beside
-its attempt's) that it got there and goes on. Step -1 is while the strategy is set up.
+its attempt's) that it got there and goes on. Step -1 is while the strategy is set up. ``idle``: from that step on it
+sleeps before each, so that an endless run leaves the processor to others.
 """
 
 from __future__ import annotations
@@ -9,17 +10,24 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from hpcbench.worker.__main__ import main
 from hpcbench.worker.strategies.base import DataParallelStrategy
 
+IDLE_S = 0.2
 RANK, STEP, WHAT = (os.environ["ACCIDENT"] + "::").split(":")[:3]
 
 
 def happen(rank: int, step: int) -> None:
-    if RANK not in ("*", str(rank)) or step != int(STEP):
+    if RANK not in ("*", str(rank)) or step < int(STEP):
+        return
+    if WHAT == "idle":
+        time.sleep(IDLE_S)
+        return
+    if step > int(STEP):
         return
     if WHAT == "raise":
         raise ValueError(f"an accident before step {step}")

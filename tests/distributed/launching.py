@@ -9,11 +9,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.distributed.forking import ForkedProgram
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 WAIT_S = 120
 _LAUNCHERS = ("SLURM", "TORCHELASTIC", "OMPI", "PMI", "RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "MASTER_", "GLOO_")
 
 MODULE = ["-m", "hpcbench.worker"]
+TORCHRUN = ["-m", "torch.distributed.run"]
 HOOKED = [str(ROOT / "tests" / "distributed" / "hooked.py")]
 
 
@@ -28,14 +31,23 @@ def environment(**more: str) -> dict[str, str]:
 
 
 class Launch:
-    """One or more processes of one run; what they print is kept in ``logs``."""
+    """One or more processes of one run; what they print is kept in ``logs``.
 
-    def __init__(self, folder: Path) -> None:
+    ``forks``: processes are forked from one that has imported torch, which is most of what a short run costs; torchrun
+    and its ranks are started as ever. Not for tests of an interpreter's own start: of variables, cores or imports.
+    """
+
+    def __init__(self, folder: Path, forks: bool = False) -> None:
         self.folder = folder
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.forks = forks
+        self.processes: list[subprocess.Popen[bytes] | ForkedProgram] = []
 
-    def start(self, words: list[str], **variables: str) -> subprocess.Popen[bytes]:
+    def start(self, words: list[str], **variables: str) -> subprocess.Popen[bytes] | ForkedProgram:
         log = self.folder / f"log-{len(list(self.folder.glob('log-*')))}"
+        if self.forks and TORCHRUN[1] not in words:
+            forked = ForkedProgram(words, environment(**variables), self.folder, log)
+            self.processes.append(forked)
+            return forked
         with open(log, "wb") as file:
             process = subprocess.Popen(
                 [sys.executable, *words], env=environment(**variables), cwd=self.folder, stdout=file, stderr=file
@@ -56,7 +68,7 @@ class Launch:
         attempt: int | None = None,
         **variables: str,
     ) -> Launch:
-        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *program]
+        words = [*TORCHRUN, "--standalone", "--nproc-per-node", str(ranks), *program]
         words += ["--tasks", str(tasks), "--index", str(index)]
         words += [] if attempt is None else ["--attempt", str(attempt)]
         self.start(words, **variables)

@@ -17,11 +17,10 @@ import torch.distributed as dist
 
 from hpcbench.worker.distributed.process_groups import TCPStore, to_timedelta
 from tests.distributed.cases import Case, OfRank, run_parallel
+from tests.distributed.forking import IMPORTED
 
 RANKS = 4
 T = TypeVar("T")
-IMPORTED = ["__main__", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.optim", "tests.distributed.cases"]
-"""Imported once, by a process with a single thread from which ranks are forked: four processor seconds less for each."""
 _WAIT_S = 120
 
 

@@ -30,6 +30,13 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     started.kill()
 
 
+@pytest.fixture
+def forked_launch(tmp_path: Path) -> Iterator[Launch]:
+    started = Launch(tmp_path, forks=True)
+    yield started
+    started.kill()
+
+
 @contextlib.contextmanager
 def on_core(core: int) -> Iterator[None]:
     """Restrict processes that start within to this core."""
@@ -74,10 +81,10 @@ def warning(result: RunResult, kind: str) -> str:
     return found[0]
 
 
-def test_a_rank_that_sleeps_is_named(tmp_path: Path, launch: Launch) -> None:
+def test_a_rank_that_sleeps_is_named(tmp_path: Path, forked_launch: Launch) -> None:
     spec = make_spec(strategy="ddp", tasks_per_node=2, dp_degree=2, batch_size=4, steps=4, profile_steps=2)
-    launch.by_hand(2, write_tasks(tmp_path, spec), SLOW, SLOW="1:0.5").wait()
-    result = result_of(tmp_path, spec, launch)
+    forked_launch.by_hand(2, write_tasks(tmp_path, spec), SLOW, SLOW="1:0.5").wait()
+    result = result_of(tmp_path, spec, forked_launch)
     text = warning(result, "a slow rank")
     assert text.startswith(f"a slow rank: rank 1 on {result.ranks[1]['host']} takes ")
     assert "rank 0" not in text
@@ -122,11 +129,11 @@ def test_a_cpu_quota_that_cuts_in(tmp_path: Path, launch: Launch, cpu_group: Pat
     assert text.endswith("on rank 0 on " + result.ranks[0]["host"] + ", quota 0.2 cores")
 
 
-def test_a_partial_batch_and_a_loss_that_diverges(tmp_path: Path, launch: Launch) -> None:
+def test_a_partial_batch_and_a_loss_that_diverges(tmp_path: Path, forked_launch: Launch) -> None:
     """An epoch of digits is 1500 samples: two batches of 749 and one of 2."""
-    spec = make_spec(batch_size=749, warmup_steps=0, steps=3, learning_rate=1e30)
-    launch.lone(write_tasks(tmp_path, spec)).wait()
-    result = result_of(tmp_path, spec, launch)
+    spec = make_spec(model="vgg11", batch_size=749, warmup_steps=0, steps=3, learning_rate=1e30)
+    forked_launch.lone(write_tasks(tmp_path, spec)).wait()
+    result = result_of(tmp_path, spec, forked_launch)
     assert (
         warning(result, "the last batch of an epoch")
         == "the last batch of an epoch holds 2 of 749 samples; counted as 2"

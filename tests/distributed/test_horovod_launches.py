@@ -47,6 +47,13 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     started.kill()
 
 
+@pytest.fixture
+def forked_launch(tmp_path: Path) -> Iterator[Launch]:
+    started = Launch(tmp_path, forks=True)
+    yield started
+    started.kill()
+
+
 def test_a_sweep_on_this_machine(tmp_path: Path) -> None:
     (tmp_path / "sweeps").mkdir()
     (tmp_path / "sweeps" / "two.toml").write_text(SWEEP)
@@ -75,15 +82,15 @@ def test_a_signal_ends_a_run_with_what_it_measured(tmp_path: Path, launch: Launc
 
 @pytest.mark.parametrize("what", ["kill", "raise"])
 def test_a_rank_that_ends_is_the_cause_and_not_what_horovod_says_of_it(
-    tmp_path: Path, launch: Launch, what: str
+    tmp_path: Path, forked_launch: Launch, what: str
 ) -> None:
     tasks = write_tasks(tmp_path, ENDLESS_PAIR)
-    codes = launch.by_hand(2, tasks, HOOKED, ACCIDENT=f"1:4:{what}").wait()
+    codes = forked_launch.by_hand(2, tasks, HOOKED, ACCIDENT=f"1:4:{what}").wait()
     assert codes[0] == 1
     result = result_of(tmp_path, ENDLESS_PAIR)
     assert result.status == "failed"
     expected = {"kill": "rank 1 ended without leaving a file", "raise": "an accident before step 4"}
-    assert expected[what] in message_of(result), launch.logs()
+    assert expected[what] in message_of(result), forked_launch.logs()
 
 
 @pytest.mark.parametrize("package", ["absent", "without its extension"])

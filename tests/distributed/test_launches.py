@@ -34,6 +34,14 @@ FROZEN_WAIT_S = 60.0
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
+    started = Launch(tmp_path, forks=True)
+    yield started
+    started.kill()
+
+
+@pytest.fixture
+def whole_launch(tmp_path: Path) -> Iterator[Launch]:
+    """Start interpreters, as a job script does."""
     started = Launch(tmp_path)
     yield started
     started.kill()
@@ -54,9 +62,9 @@ def message_of(result: RunResult) -> str:
     return result.error.message
 
 
-def test_a_lone_process(tmp_path: Path, launch: Launch) -> None:
+def test_a_lone_process(tmp_path: Path, whole_launch: Launch) -> None:
     tasks = write_tasks(tmp_path, LONE)
-    assert launch.lone(tasks).wait() == [0], launch.logs()
+    assert whole_launch.lone(tasks).wait() == [0], whole_launch.logs()
     result = result_of(tmp_path, LONE)
     assert result.status == "ok"
     assert len(result.step_times_s) == LONE.steps
@@ -105,10 +113,10 @@ def test_begin_ranks_end_as_a_job_script_does_it(tmp_path: Path, launch: Launch)
     assert result.traffic.calls == DdpCost().traffic(PROFILED, table, 0)
 
 
-def test_the_runs_own_variables_are_there_when_torch_starts(tmp_path: Path, launch: Launch) -> None:
+def test_the_runs_own_variables_are_there_when_torch_starts(tmp_path: Path, whole_launch: Launch) -> None:
     spec = make_spec(steps=1, env={"OMP_NUM_THREADS": "2", "MALLOC_ARENA_MAX": "3"})
     tasks = write_tasks(tmp_path, spec)
-    assert launch.lone(tasks).wait() == [0], launch.logs()
+    assert whole_launch.lone(tasks).wait() == [0], whole_launch.logs()
     result = result_of(tmp_path, spec)
     assert result.ranks[0]["threads"] == 2
     assert result.provenance["env"]["MALLOC_ARENA_MAX"] == "3"
@@ -126,8 +134,8 @@ def test_two_launches_of_one_job_at_once(tmp_path: Path, launch: Launch) -> None
     assert meetings[0]["port"] != meetings[1]["port"]
 
 
-def test_ranks_by_hand_find_rank_0s_attempt(tmp_path: Path, launch: Launch) -> None:
-    assert launch.by_hand(2, write_tasks(tmp_path, PAIR)).wait() == [0, 0], launch.logs()
+def test_ranks_by_hand_find_rank_0s_attempt(tmp_path: Path, whole_launch: Launch) -> None:
+    assert whole_launch.by_hand(2, write_tasks(tmp_path, PAIR)).wait() == [0, 0], whole_launch.logs()
     assert result_of(tmp_path, PAIR).status == "ok"
     assert sorted(path.name for path in attempt_of(tmp_path, PAIR).folder.parent.iterdir()) == ["1"]
 
@@ -205,7 +213,8 @@ def test_the_time_limit_ends_a_run_by_itself(tmp_path: Path, launch: Launch) -> 
     for limit_s in (15.0, 30.0, 60.0):
         folder = tmp_path / f"{limit_s:g}"
         folder.mkdir()
-        assert set(launch.torchrun(2, write_tasks(folder, ENDLESS_PAIR, time_limit_s=limit_s)).wait()) == {1}
+        tasks = write_tasks(folder, ENDLESS_PAIR, time_limit_s=limit_s)
+        assert set(launch.torchrun(2, tasks, program=HOOKED, ACCIDENT="*:4:idle").wait()) == {1}
         result = result_of(folder, ENDLESS_PAIR)
         assert result.status == "timeout", launch.logs()
         if result.metrics.step_time_s is not None:

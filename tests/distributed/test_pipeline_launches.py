@@ -21,7 +21,7 @@ SILENT = [str(ROOT / "tests" / "distributed" / "silent.py")]
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
-    started = Launch(tmp_path)
+    started = Launch(tmp_path, forks=True)
     yield started
     started.kill()
 

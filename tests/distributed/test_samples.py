@@ -33,7 +33,7 @@ def test_two_ranks_compute_the_same_from_the_device_and_from_the_host(pool: Pool
         spec = make_spec(
             dataset="mnist", strategy="ddp", tasks_per_node=2, dp_degree=2, batch_size=4, data=data, precision="fp64"
         )
-        case = Case(spec, SAMPLES, steps=3, source=DataSource(folder, 1))
+        case = Case(spec, SAMPLES, steps=3, source=DataSource(folder, 1), narrow=True)
         parts = pool.run(case)
         losses[data] = parts[0].trained.losses
         assert [sum(step) for step in zip(*(rank.counts for rank in parts), strict=True)] == [8, 4, 8]
@@ -46,7 +46,7 @@ def test_two_ranks_compute_the_same_from_the_device_and_from_the_host(pool: Pool
 
 def test_the_provenance_of_a_run_states_its_sample_files(tmp_path: Path, folder: Path) -> None:
     spec = make_spec(dataset="mnist", strategy="ddp", tasks_per_node=2, dp_degree=2, steps=2, data="files")
-    launch = Launch(tmp_path)
+    launch = Launch(tmp_path, forks=True)
     assert launch.by_hand(2, write_tasks(tmp_path, spec, data_folder=str(folder))).wait() == [0, 0], launch.logs()
     result = tree_of(tmp_path).read_result(run_id(spec))
     assert result is not None
@@ -59,7 +59,7 @@ def test_the_provenance_of_a_run_states_its_sample_files(tmp_path: Path, folder:
 def test_a_run_without_its_files_is_unsupported_with_the_command_that_makes_them(tmp_path: Path) -> None:
     spec = make_spec(dataset="mnist", data="files")
     tasks = write_tasks(tmp_path, spec, data_folder="$NOT_SET_ANYWHERE/data")
-    launch = Launch(tmp_path)
+    launch = Launch(tmp_path, forks=True)
     assert launch.lone(tasks).wait() == [1], launch.logs()
     result = tree_of(tmp_path).read_result(run_id(spec))
     assert result is not None

@@ -48,7 +48,7 @@ verify = [true, false]
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
-    started = Launch(tmp_path)
+    started = Launch(tmp_path, forks=True)
     yield started
     started.kill()
 
