@@ -23,6 +23,7 @@ from tests.distributed.cases import CPU
 from tests.distributed.fake import fake_traffic
 from tests.distributed.pool import Pool
 from tests.distributed.recording import record_traffic
+from tests.distributed.tensor_cases import small_vocabulary
 from tests.distributed.test_pipeline_cost import _Kept, spec_of, table_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.strategy("pipedream")]
@@ -68,6 +69,7 @@ def test_ranks_of_large_worlds(replicas: int, rank: int) -> None:
     assert fake_traffic(spec, rank) == PipedreamCost().traffic(spec, table_of(spec), rank)
 
 
+@small_vocabulary()
 def held(spec: RunSpec, group: dist.ProcessGroup) -> tuple[int, int, int, list[float]]:
     """Return the maxima over 5 steps: weight versions, bytes of older ones, bytes of activations; and the losses."""
     strategy, feed = started(spec, RankContext(dist.get_rank(group), spec.ranks, CPU, group)), make_feed(spec, CPU)
@@ -98,6 +100,7 @@ def held(spec: RunSpec, group: dist.ProcessGroup) -> tuple[int, int, int, list[f
      ({"weight_versions": "2bw"}, [2] * 4, [4, 3, 2, 1])],
     ids=["stash", "vertical_sync", "2bw"],
 )  # fmt: skip
+@small_vocabulary()
 def test_versions_and_activations(pool: Pool, options: dict[str, Any], versions: list[int], alive: list[int]) -> None:
     """Weights to the byte; activations as in ``test_pipeline_cost``: the output, too, stays with the micro-batch."""
     spec = spec_of(

@@ -24,6 +24,7 @@ from tests.distributed.cases import CPU
 from tests.distributed.fake import fake_traffic
 from tests.distributed.pool import Pool
 from tests.distributed.recording import record_traffic
+from tests.distributed.tensor_cases import small_vocabulary
 
 pytestmark = pytest.mark.slow
 
@@ -40,6 +41,7 @@ def table_of(spec: RunSpec) -> LayerTable:
     return make_layer_table(request)
 
 
+@small_vocabulary()
 def measured(spec: RunSpec, group: dist.ProcessGroup) -> list[Traffic]:
     strategy, feed = PipelineStrategy(), make_feed(spec, CPU)
     strategy.setup(build_model(spec), spec, RankContext(dist.get_rank(group), spec.ranks, CPU, group))
@@ -75,6 +77,7 @@ def measured(spec: RunSpec, group: dist.ProcessGroup) -> list[Traffic]:
     ],
     ids=lambda spec: f"{spec.strategy}-{spec.model}-{spec.ranks}-{spec.options.get('recompute', '')}",
 )  # fmt: skip
+@small_vocabulary()
 def test_traffic(pool: Pool, spec: RunSpec) -> None:
     """Micro-batches of 8 samples are 3, 3 and 2; the sends differ accordingly."""
     table = table_of(spec)
@@ -116,6 +119,7 @@ class _Kept:
         self.peak = max(self.peak, sum(dict(one[1:] for one in self._alive.values()).values()))
 
 
+@small_vocabulary()
 def peak_kept(spec: RunSpec, group: dist.ProcessGroup) -> int:
     strategy, feed = PipelineStrategy(), make_feed(spec, CPU)
     strategy.setup(build_model(spec), spec, RankContext(dist.get_rank(group), spec.ranks, CPU, group))
@@ -132,6 +136,7 @@ def kept_bytes(spec: RunSpec, table: LayerTable, rank: int) -> int:
 
 
 @pytest.mark.parametrize("schedule", ["model", "gpipe", "1f1b"])
+@small_vocabulary()
 def test_kept_activations(pool: Pool, schedule: str) -> None:
     """A transformer's blocks keep what they are given themselves, so the copy that was received is in their rows. The
     formula has the output beside it, which no layer keeps, but the micro-batch does until its backward pass."""
@@ -146,6 +151,7 @@ def test_kept_activations(pool: Pool, schedule: str) -> None:
         assert found <= promised <= found + alive * boundary
 
 
+@small_vocabulary()
 def test_kept_activations_of_ranks_that_share_blocks(pool: Pool) -> None:
     """Heads and features are shared, norms and what is between blocks is not."""
     spec = spec_of(

@@ -135,6 +135,7 @@ def fairscale_pipe_case() -> Case:
 
 
 TOKENS: dict[str, Any] = {"model": "gpt", "dataset": "tokens", "input_size": 8, "model_options": {"context": 8}}
+TOKENS |= {"options": {"balance": "blocks"}}
 
 PLANTED: dict[str, Callable[[], Case]] = {
     "ddp": partial(sharded_case, "ddp", 2, "resnet18", steps=3),

@@ -60,7 +60,7 @@ def test_the_others_train(cell: Cell) -> None:
     strategy.setup(build_model(spec), spec, RankContext(0, 1, CPU))
     named = dict(strategy.module.named_parameters())
     ends = {name: named[name].detach().clone() for name in (next(iter(named)), next(reversed(named)))}
-    losses = [strategy.step(feed, step).item() for step in range(3)]
+    losses = [strategy.step(feed, step).item() for step in range(2)]
     assert all(math.isfinite(loss) for loss in losses)
     assert set(strategy.gradients()) == set(named), "every parameter takes part"
     for name, before in ends.items():
