@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hpcbench.config.run_spec import RunSpec
@@ -10,7 +12,7 @@ from tests.cuda.checks import memory_problems, order_problems, step_problems
 from tests.cuda.fake_gpu import step_on_gpu
 
 RANKS = 64
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "fsdp": {"dp_degree": RANKS, "activation_checkpointing": True},
     "tensor": {"tp_degree": 8, "dp_degree": RANKS // 8},
 }
