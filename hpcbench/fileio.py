@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-import msgspec
-
 from hpcbench.errors import StorageError
 
 MAX_FILE_BYTES = 64 * 2**20
@@ -30,6 +28,9 @@ _CONTROL_CHARACTERS = re.compile(
 
 def encode_indented_json(value: Any) -> bytes:
     """JSON as files hold it."""
+    # Imported here: `--help` and completion of words write no file.
+    import msgspec
+
     return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
 
 
