@@ -109,10 +109,9 @@ def two_nodes_only(slurm: Callable[..., str]) -> Any:
     slurm("scontrol", "update", "nodename=n[3-4]", "state=resume")
 
 
-@pytest.mark.parametrize("time_", range(2))
 @pytest.mark.usefixtures("two_nodes_only")
 def test_two_array_tasks_on_the_same_nodes(
-    time_: int, hpcbench: Command, results: Results, tmp_path: Path, slurm: Callable[..., str]
+    hpcbench: Command, results: Results, tmp_path: Path, slurm: Callable[..., str]
 ) -> None:
     two_array_tasks_meet_on_the_same_nodes(hpcbench, results, tmp_path, slurm)
 
