@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -9,11 +10,13 @@ import pytest
 
 from tests.slurm.box import Box
 from tests.slurm.faults.conftest import Verify
-from tests.slurm.faults.project import CLUSTER, Project, wait_for
+from tests.slurm.faults.project import CLUSTER, Project, rank_process, wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.faults, pytest.mark.timeout(900)]
 
 BROKEN_NODE = "n2"
+IMPORTS_S = 4.0
+"""Processor time after which a rank has imported torch and has begun to train."""
 
 
 def broken_node(folder: Path, box: Box) -> Project:
@@ -47,9 +50,10 @@ def test_a_broken_node_does_not_eat_a_sweep(scenario: Project) -> None:
 
 def test_ranks_do_not_make_a_moved_tree_anew(project: Project, verify: Verify) -> None:
     """the tree is moved while runs are under way, and moved back."""
-    project.add_sweep("moved", "[grid]\nseed = [1, 2]\n", steps=10)
+    project.add_sweep("moved", "[grid]\nseed = [1, 2]\n", steps=200)
     assert project.submit("moved").returncode == 0
-    wait_for("the runs to begin", lambda: project.begun() == 2)
+    # A rank that has not read its task yet would end without writing anything.
+    wait_for("the ranks to train", lambda: all(processor_s(project, index) > IMPORTS_S for index in (0, 1)))
     aside = project.folder / "moved-results"
     root = project.tree.root.parent
     root.rename(aside)
@@ -58,6 +62,15 @@ def test_ranks_do_not_make_a_moved_tree_anew(project: Project, verify: Verify) -
     aside.rename(root)
     project.finish("moved")
     verify(project, "moved")
+
+
+def processor_s(project: Project, index: int) -> float:
+    """Processor time of rank 0 of the run; 0 before it exists."""
+    rank = rank_process(project, index)
+    if rank is None:
+        return 0.0
+    user, system = Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def test_a_cancel_sends_one_request_for_each_array(project: Project) -> None:
