@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.oracle.megatron_run import step_of_run
+from benchmarks.oracle.megatron_run import MegatronCostModel, step_of_run
 from benchmarks.oracle.megatron_runs import Published, Recompute, held, machine, plan_of, published
 from benchmarks.oracle.megatron_table import Gpt, kept_in_block
-from hpcbench.oracle.cost_model import CostModel
 from hpcbench.oracle.prediction import bottleneck
 from hpcbench.oracle.step_time import StepBreakdown
 
@@ -64,7 +63,7 @@ def times(runs: Sequence[Published] | None = None) -> Iterator[Row]:
             seconds = run.published_s(recompute, peak)
             if seconds is not None:
                 plan = plan_of(run, recompute)
-                yield Row(run, recompute, seconds, step_of_run(CostModel(found, plan.spec), plan, run.overlaps))
+                yield Row(run, recompute, seconds, step_of_run(MegatronCostModel(found, plan.spec), plan, run.overlaps))
 
 
 def amounts() -> Iterator[Amount]:

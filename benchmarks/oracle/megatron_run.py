@@ -2,8 +2,10 @@
 
 Messages between stages are fp16, cut among the ranks that share a stage (Narayanan et al. 2021, section 4.1);
 recomputation leaves out embedding and head; gradients are summed over replicas in fp16, at the end in one call unless
-torch's DDP does it; the optimizer keeps fp32 weights beside fp16 ones. Not priced: the sum of the embedding's two
-gradients over first and last stage, collectives of the split vocabulary, reading data.
+torch's DDP does it; the optimizer keeps fp32 weights beside fp16 ones. Not priced: sums of gradients over
+micro-batches, which the product that makes a weight's gradient adds to (gradient accumulation fusion; the runs of 2021
+are older and summed apart); the sum of the embedding's two gradients over first and last stage, collectives of the
+split vocabulary, reading data.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Sequence
 from benchmarks.oracle.megatron_table import Gpt, kept_in_block
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.cost_model import CostModel
+from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.pipeline_rank import PipelineRank
 from hpcbench.oracle.pipeline_step import ChunkPassTimes, PipelineStep
 from hpcbench.oracle.step_time import StepBreakdown
@@ -28,6 +31,14 @@ _GRADIENT_SHARE = 2
 """A table's fp32 bytes over those that are sent."""
 _UPDATE_RATIO = 54 / 28
 """Adam moves 28 bytes of fp32 a parameter; copies to fp32 and back, unscaling, the norm and clearing another 26."""
+
+
+class MegatronCostModel(CostModel):
+    """Kernels of Megatron-LM: products of weights' gradients add to earlier ones."""
+
+    def __init__(self, machine: Machine, spec: RunSpec) -> None:
+        super().__init__(machine, spec)
+        self._accumulations = 0.0
 
 
 class MegatronRun(PipelineRank):
