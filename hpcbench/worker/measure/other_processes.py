@@ -1,7 +1,7 @@
 """Processor time that processes outside of a run use on the cores of one of its ranks, from the kernel's ``/proc``.
 
-The kernel counts the time of a thread on all cores together. It is known to lie on the rank's cores where the thread
-may use no others; where it may, the core that it used last tells where it is.
+The kernel counts the time of a thread on all cores together. All of it lies on the rank's cores where the thread may
+use no others; where it may, the core that it used last is taken as its place.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class OtherTimes(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """What ``stat`` of a process or a thread tells."""
+    """Fields of ``stat`` of a process or a thread."""
 
     parent: int
     cpu_s: float
