@@ -47,7 +47,7 @@ from hpcbench.oracle.calibration.calibration_store import (
     read_calibrations,
     write_calibration,
 )
-from hpcbench.oracle.calibration.fit_machine import fit_calibration, fit_calibration_from_runs
+from hpcbench.oracle.calibration.fit_machine import fit_calibration, fit_calibration_from_runs, machine_runs
 from hpcbench.parallel.check_names import custom_model_folder
 from hpcbench.report.column_names import Condition
 from hpcbench.report.load_results import load_frame
@@ -186,6 +186,11 @@ def _fit_and_store(
     if not usable_runs(runs):
         hint = "hpcbench status shows how they ended, hpcbench logs RUN_ID why"
         raise ConfigError(f"no run of {profile.name} that was given or made ended well: nothing to fit", hint=hint)
+    if not machine_runs(runs):
+        raise ConfigError(
+            f"all runs of {profile.name} are probes of one sweep's own shapes, which no other run has: nothing to fit",
+            hint=f"hpcbench cluster calibrate {profile.name} --for SWEEP keeps what they measured",
+        )
     tree = results.cluster(profile.name)
     stored, _ = read_calibrations(tree, profile.name)
     newest = calibration_of_partition(stored, profile, partition)
@@ -208,7 +213,12 @@ def _calibrate_for_sweep(
     prepared = prepare_sweep_calibration(plan, plan.tree, partition, budget_s)
     for line in prepared.lines():
         print_message(line)
+    if not prepared.probes and not prepared.left_out:
+        print_message(f"every shape of {plan.sweep.name} that a probe can measure has been measured")
     if out is not None and out.suffix == ".toml":
+        if not prepared.probes:
+            print_message(f"{out} was not written: there is no probe to run")
+            return
         write_file(out, probe_sweep_text(prepared).encode())
         print_message(
             f"wrote {project_relative(out)}: once its runs have ended, the same command without --out keeps what they "
@@ -218,12 +228,13 @@ def _calibrate_for_sweep(
     path, states = None, dict[str, RunState]()
     if prepared.probes:
         path, states = _measure_and_keep(prepared, over_budget=over_budget, takes_disturbed=takes_disturbed)
-    elif not prepared.left_out:
-        print_message(f"every shape of {plan.sweep.name} that a probe can measure has been measured")
-    if path is not None and out is not None:
-        write_file(out, path.read_bytes())
+    newest = path or (prepared.base.path if prepared.base else None)
+    if out is not None and newest is not None:
+        write_file(out, newest.read_bytes())
+    elif out is not None:
+        print_message(f"{out} was not written: {plan.profile_name} has no calibration")
     forecast = Forecast(plan.profile, plan.tree, custom_model_folder(plan.sweep, plan.profile))
-    for line in coverage_lines(plan, forecast):
+    for line in coverage_lines(prepared.runs.values(), forecast):
         print_message(line)
     if path is not None:
         print_message(f"kept in {project_relative(path)}: predictions for {plan.profile.name} are made from it")

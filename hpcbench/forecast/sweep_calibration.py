@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from itertools import count
+from math import ceil
 
 import msgspec
 
@@ -43,6 +44,8 @@ MIN_LIMIT_H = 0.25
 _MIN_PASSES = 16
 """Passes through all blocks of a probe run, whatever its budget."""
 _TIME_LIMIT_MIN = 10
+_TIME_LIMIT_MARGIN = 1.5
+"""Time limit of a probe over its predicted time, where that is more than ``_TIME_LIMIT_MIN``."""
 LEFT_OUT = "left out: "
 DISTURBANCES = (
     "other runs of hpcbench used the cores", "other processes used the cores", "other processes computed on the device",
@@ -55,6 +58,8 @@ class SweepCalibration:
     """The plan of a calibration for a sweep: probes, cost, and the calibration that they extend."""
 
     sweep: SweepPlan
+    runs: Mapping[str, RunSpec]
+    """Those of the sweep on the partition."""
     partition: str | None
     probes: list[SweepProbe]
     left_out: list[str]
@@ -77,7 +82,7 @@ class SweepCalibration:
 
     def lines(self) -> list[str]:
         """State for a person what is measured, what it costs and what is left out."""
-        name, nodes = self.sweep.sweep.name, max(spec.nodes for spec in self.sweep.runs.values())
+        name, nodes = self.sweep.sweep.name, max(spec.nodes for spec in self.runs.values())
         own = "unknown" if self.sweep_node_hours is None else f"{self.sweep_node_hours:.3g}"
         lines = [
             f"calibration for {name}: {len(self.probes)} probe runs, predicted {self.node_hours:.3g} node-hours; at "
@@ -128,7 +133,7 @@ def prepare_sweep_calibration(
     kept, left_out, hours = _within_limit(probes, limit, STARTUP_S[profile.device])
     left_out = [*oversized, *left_out]
     return SweepCalibration(
-        plan, partition, kept, left_out, hours, sweep_hours, limit, base, shapes, environment, notes
+        plan, runs, partition, kept, left_out, hours, sweep_hours, limit, base, shapes, environment, notes
     )
 
 
@@ -200,10 +205,10 @@ def _price_runs(
 
 def _link_notes(profile: ClusterProfile, partition: str | None, specs: Iterable[RunSpec]) -> list[str]:
     """State what is assumed for links that the profile does not describe."""
-    largest = list(specs)
+    runs = list(specs)
     uses = {
-        "intra_node": ("inside nodes", any(spec.tasks_per_node > 1 for spec in largest)),
-        "inter_node": ("between nodes", any(spec.nodes > 1 for spec in largest)),
+        "intra_node": ("inside nodes", any(spec.tasks_per_node > 1 for spec in runs)),
+        "inter_node": ("between nodes", any(spec.nodes > 1 for spec in runs)),
     }
     comm, notes = nominal_machine(profile, partition).comm, []
     for name, (where, is_used) in uses.items():
@@ -243,15 +248,22 @@ def _within_limit(
     left_out: list[str] = []
     hours = 0.0
     for probe in sorted(probes, key=lambda one: one.runs * one.seconds, reverse=True):
-        steps = PROBE_STEPS["warmup_steps"] + PROBE_STEPS["steps"] + _MIN_PASSES
-        measured_s = max(float(probe.point["options"]["budget_s"]), steps * probe.seconds)
-        own = probe.nodes * (startup_s + measured_s) / 3600
+        own = probe.nodes * _run_time_s(probe, startup_s) / 3600
         if hours + own > limit:
             left_out.append(f"{LEFT_OUT}{probe.what}: {own:.3g} node-hours are more than what is left of {limit:.3g}")
             continue
         kept.append(probe)
         hours += own
     return kept, left_out, hours
+
+
+def _run_time_s(probe: SweepProbe, startup_s: float) -> float:
+    """Return the predicted time of a probe run: start, steps of training, and measurements."""
+    options = probe.point["options"]
+    # Parts of layers are measured beside whole ones.
+    passes = _MIN_PASSES * (2 if "shares" in options else 1)
+    steps = PROBE_STEPS["warmup_steps"] + PROBE_STEPS["steps"]
+    return startup_s + steps * probe.seconds + max(float(options["budget_s"]), passes * probe.seconds)
 
 
 def probe_sweep_text(prepared: SweepCalibration, seed: int = 0) -> str:
@@ -262,7 +274,11 @@ def probe_sweep_text(prepared: SweepCalibration, seed: int = 0) -> str:
     if folder is not None:
         settings["model_folder"] = str(folder.resolve())
     fixed = {**PROBE_STEPS, "seed": seed, "time_limit_min": _TIME_LIMIT_MIN}
-    return probe_sweep_toml(settings, plan.profile, fixed, [probe.point for probe in prepared.probes])
+    points = []
+    for probe in prepared.probes:
+        needed_min = ceil(_TIME_LIMIT_MARGIN * _run_time_s(probe, STARTUP_S[plan.profile.device]) / 60)
+        points.append(probe.point | ({"time_limit_min": needed_min} if needed_min > _TIME_LIMIT_MIN else {}))
+    return probe_sweep_toml(settings, plan.profile, fixed, points)
 
 
 def make_probe_plan(prepared: SweepCalibration, tree: ClusterTree, *, takes_disturbed: bool) -> SweepPlan:
@@ -323,7 +339,8 @@ def extend_calibration(
         environment=prepared.environment,
         environment_keys=[prepared.sweep.environment_key(prepared.environment)],
     )
-    notes = [*prepared.notes, *prepared.left_out, *busy_notes(good)]
+    # A later call may measure what this one leaves out.
+    notes = [*prepared.notes, *busy_notes(good)]
     if disturbed:
         notes.append(f"{len(disturbed)} of {len(good)} probes are marked as disturbed: the intervals are wider")
     earlier, differences = _comparable_shapes(prepared, found)
@@ -411,10 +428,10 @@ def carry_shapes(calibration: Calibration, newest: Calibration | None) -> tuple[
     ), None
 
 
-def coverage_lines(plan: SweepPlan, forecast: Forecast) -> list[str]:
-    """State which configurations of a sweep are priced from measured shapes alone, and what the others lack."""
+def coverage_lines(specs: Iterable[RunSpec], forecast: Forecast) -> list[str]:
+    """State which configurations of ``specs`` are priced from measured shapes alone, and what the others lack."""
     measured, lines, total = 0, list[str](), 0
-    for spec in {config_id(spec): spec for spec in plan.runs.values()}.values():
+    for spec in {config_id(spec): spec for spec in specs}.values():
         table, machine = forecast.table(spec), forecast.machine(spec)
         if isinstance(table, NotPredicted) or isinstance(forecast.predict_alone(spec, quick=True), NotPredicted):
             continue

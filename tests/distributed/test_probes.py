@@ -21,7 +21,7 @@ from hpcbench.results.timing_statistics import quantile
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.measure.clocks import relative_spread
-from hpcbench.worker.microbench import collective_probes
+from hpcbench.worker.microbench import collective_probes, kernel_probes
 from hpcbench.worker.microbench.block_probes import BlockReadings, measure_blocks
 from hpcbench.worker.microbench.collective_probes import (
     EXCHANGE,
@@ -255,6 +255,13 @@ def test_two_ranks_a_node_measure_how_groups_share_the_way_out(pool: Pool) -> No
     assert [(one.payload_bytes, one.groups) for one in found] == [(2**18, 1), (2**18, 2), (2**20, 1), (2**20, 2)]
     assert all((one.ranks, one.nodes) == (2, 2) for one in found)
     assert overlaps == []
+
+
+def test_a_part_of_a_norm_keeps_its_settings() -> None:
+    whole = torch.nn.BatchNorm2d(8, eps=1e-3, momentum=0.2, affine=False)
+    part = kernel_probes._slice_norm(whole, torch.zeros(2, 8, 3, 3), 4)
+    assert part is not None
+    assert repr(part[0]) == repr(torch.nn.BatchNorm2d(2, eps=1e-3, momentum=0.2, affine=False))
 
 
 def test_sizes_grow_to_the_largest() -> None:

@@ -124,5 +124,7 @@ def test_seconds_between_two_readings() -> None:
         # Another process with the number of an earlier one.
         (4, 7): TaskTime(0.5, 1.0),
         (6, 7): TaskTime(2.0, 0.0),
+        # Pinned to the cores since, but old.
+        (7, 5): TaskTime(7200.0, 1.0),
     }
-    assert used_between(before, after) == 4.0 + 1.0 + 4.0 + 0.5
+    assert used_between(before, after, read_at=6.0) == 4.0 + 1.0 + 4.0 + 0.5

@@ -19,12 +19,16 @@ from hpcbench.oracle.calibration.posterior import fit_posterior, run_observation
 from hpcbench.oracle.machine import CommParameters, Machine, nominal_machine
 
 
+def machine_runs(runs: Sequence[CalibrationRun]) -> list[CalibrationRun]:
+    """Return the usable runs but the probes of a sweep's own shapes, which say nothing of others."""
+    return [run for run in usable_runs(runs) if run.spec.strategy not in (PROBE_BLOCKS, PROBE_MESSAGES)]
+
+
 def fit_calibration(
     profile: ClusterProfile, partition: str | None, runs: Sequence[CalibrationRun], made_at: datetime | None = None
 ) -> Calibration:
     """Fit the machine to ``runs``. Figures without evidence stay those of the profile, with a note."""
-    # Probes of a sweep's own shapes say nothing of others.
-    good = [run for run in usable_runs(runs) if run.spec.strategy not in (PROBE_BLOCKS, PROBE_MESSAGES)]
+    good = machine_runs(runs)
     nominal = nominal_machine(profile, partition)
     alone = fit_overheads.fit_lone_ranks(good)
     compute, residuals, notes = fit_kernels(nominal, good, alone.steps_s)

@@ -102,7 +102,7 @@ PROBES = {
         runtime="hpcbench.worker.strategies.probes:ProbeCollectivesStrategy",
         description="calibration: every collective at many sizes, alone, beside others and under computation",
         options={
-            "largest_mb": Option(16.0, "largest message in MiB; on cuda 512 unless it is set"),
+            "largest_mb": Option(16.0, "largest message in MiB; on cuda 1024 unless it is set"),
             "budget_s": _BUDGET_OPTION,
         },
         exclusion=probe_collectives_exclusion,

@@ -272,7 +272,7 @@ def _others_s(regions: Sequence[_Region], kind: Callable[[OtherTimes], Mapping[I
     for before, after in regions:
         if before.others is None or after.others is None:
             return None
-        seconds += used_between(kind(before.others), kind(after.others))
+        seconds += used_between(kind(before.others), kind(after.others), before.others.read_at)
     return round(seconds, 2)
 
 

@@ -7,6 +7,8 @@ use no others; where it may, the core that it used last is taken as its place.
 from __future__ import annotations
 
 import os
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +35,8 @@ class OtherTimes(NamedTuple):
     """Ranks of other runs and what they started: processes that may use no core but the mask's, threads of others."""
     pinned: dict[Identity, TaskTime]
     """Processes that are of no run, and may use no core but the mask's."""
+    read_at: float
+    """When they were read, in ticks since the machine's start, as ``Identity`` has them."""
 
 
 class _Task(NamedTuple):
@@ -53,6 +57,7 @@ def read_other_times(mask: Sequence[int], arguments: Sequence[str], rank_pid: in
         rank_pid: Its process; this one, if it is ``None``.
     """
     rank_pid = os.getpid() if rank_pid is None else rank_pid
+    read_at = time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK") if sys.platform == "linux" else 0.0
     cores, tasks, affinities = set(mask), dict[int, _Task](), dict[int, set[int]]()
     try:
         numbers = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
@@ -68,7 +73,7 @@ def read_other_times(mask: Sequence[int], arguments: Sequence[str], rank_pid: in
         if task is not None and _KTHREADD not in (number, task.parent):
             tasks[number], affinities[number] = task, affinity
     kinds = {number: "own" if number == rank_pid else _kind_of_process(number, arguments) for number in tasks}
-    times = OtherTimes({}, {})
+    times = OtherTimes({}, {}, read_at)
     for number, task in tasks.items():
         kind, is_pinned = _kind_of_tree(number, tasks, kinds), affinities[number] <= cores
         if is_pinned and kind != "own":
@@ -78,13 +83,17 @@ def read_other_times(mask: Sequence[int], arguments: Sequence[str], rank_pid: in
     return times
 
 
-def used_between(before: Mapping[Identity, TaskTime], after: Mapping[Identity, TaskTime]) -> float:
-    """Return the seconds on the rank's cores between two readings.
+def used_between(before: Mapping[Identity, TaskTime], after: Mapping[Identity, TaskTime], read_at: float) -> float:
+    """Return the seconds on the rank's cores between two readings, the first of them at tick ``read_at``.
 
-    What ended in between is unknown, and left out. A thread that was on these cores in one reading only counts half.
+    What ended in between is unknown, and left out; so is what was older but of no kind in the first reading. A thread
+    that was on these cores in one reading only counts half.
     """
     seconds = 0.0
     for identity, task in after.items():
+        _, started = identity
+        if identity not in before and started < read_at:
+            continue
         earlier = before.get(identity, TaskTime(0.0, task.share))
         seconds += (task.cpu_s - earlier.cpu_s) * (task.share + earlier.share) / 2
     return seconds

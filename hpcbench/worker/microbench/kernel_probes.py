@@ -57,7 +57,10 @@ def slice_layer(module: Any, x: Tensor, split: str, parts: int) -> tuple[nn.Modu
 def _slice_norm(module: Any, x: Tensor, parts: int) -> tuple[nn.Module, Tensor] | None:
     if not isinstance(module, _NORM_TYPES) or module.num_features % parts:
         return None
-    layer = type(module)(module.num_features // parts, device=x.device, dtype=module.weight.dtype)
+    layer = type(module)(
+        module.num_features // parts, module.eps, module.momentum, module.affine, module.track_running_stats,
+        device=x.device, dtype=None if module.weight is None else module.weight.dtype,
+    )  # fmt: skip
     return layer, _first_part(x, 1, parts)
 
 
