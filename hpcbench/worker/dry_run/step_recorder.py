@@ -48,6 +48,8 @@ class DataDependentBranch(RuntimeError):
 
 
 _INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
+_WITHOUT_KERNEL = (torch.ops.aten.set_.source_Storage, torch.ops.aten.record_stream.default)
+"""Operators that change a tensor's description alone."""
 _FUSED_UPDATES = (
     torch.ops.aten._fused_sgd_.default,
     torch.ops.aten._fused_adam_.default,
@@ -146,6 +148,7 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
         else:
             creates = max((self._follow(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)), default=False)
         computes = self._changes(args) if func._schema.is_mutable else creates and "empty" not in func.__name__
+        computes = computes and func not in _WITHOUT_KERNEL
         if computes and func.namespace != "c10d":
             self.operators += 1
         return out
