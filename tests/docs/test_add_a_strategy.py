@@ -137,4 +137,6 @@ def test_a_planted_mistake_fails_a_test_of_the_registry(
     finally:
         path.write_text(text, encoding="utf-8")
     assert completed.returncode == 1, completed.stdout + completed.stderr
-    assert set(re.findall(r"FAILED \S+::(\w+)\[late_ddp", completed.stdout)) == failing
+    found = set(re.findall(r"FAILED \S+::(\w+)\[late_ddp", completed.stdout))
+    # Some of the same tests with bf16 parameters fail, too.
+    assert {name for name in found if not name.startswith("test_bf16_parameters_")} == failing
