@@ -31,6 +31,7 @@ from hpcbench.parallel.gradient_buckets import DEFAULT_BUCKET_CAP_MB, MIB, bucke
 from hpcbench.parallel.layer_table import LayerTable, TensorShape, cached_by_identity, memoized
 from hpcbench.parallel.mesh import RankMesh, even_ranges
 from hpcbench.parallel.pipeline.schedules import (
+    BACKWARD,
     BACKWARD_WEIGHT,
     FORWARD,
     Action,
@@ -240,6 +241,21 @@ class PipelineRank:
     def is_recomputed(self, micro_batch: int, micro_batches: int) -> bool:
         """Return whether a micro-batch's backward pass begins with another forward pass."""
         return self.recompute == "always" or (self.recompute == "except_last" and micro_batch < micro_batches - 1)
+
+    def alive_bytes(self, actions: Sequence[Action]) -> int:
+        """Return the largest sum of activations of micro-batches between their passes, as ``actions`` go on.
+
+        A micro-batch is alive from ``F`` until ``B``, or ``W`` of a split backward pass.
+        """
+        alive = peak = 0
+        for kind, chunk, number in actions:
+            micro_batch = number % len(self.micro_batch_sizes)
+            if kind == FORWARD:
+                alive += self.kept_bytes(chunk, micro_batch)
+                peak = max(peak, alive)
+            elif kind in (BACKWARD, BACKWARD_WEIGHT):
+                alive -= self.kept_bytes(chunk, micro_batch)
+        return peak
 
     def receive_buffer_bytes(self) -> int:
         """Return the bytes of receives that stand ready: activations from before, gradients from behind."""

@@ -24,7 +24,7 @@ from tests.distributed.fake import fake_traffic
 from tests.distributed.pool import Pool
 from tests.distributed.recording import record_traffic
 from tests.distributed.tensor_cases import small_vocabulary
-from tests.distributed.test_pipeline_cost import _Kept, alive_bytes, spec_of, table_of
+from tests.distributed.test_pipeline_cost import _Kept, spec_of, table_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.strategy("pipedream")]
 
@@ -115,5 +115,5 @@ def test_versions_and_activations(pool: Pool, options: dict[str, Any], versions:
         assert stashed == promised.stashed_bytes == (versions[rank] - 1) * promised.parameters_bytes
         pipeline = PipelineRank(spec, table, rank)
         actions = stage_actions_over_steps(pipeline.layout, pipedream_staleness(spec), rank, 4, 3)
-        assert activations <= alive_bytes(pipeline, actions) <= activations + alive[rank] * boundary
+        assert activations <= pipeline.alive_bytes(actions) <= activations + alive[rank] * boundary
         assert (losses == [0.0] * 5) is (rank < 3), "the last stage alone knows a loss"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.pipeline_rank import PipelineRank
 from hpcbench.oracle.strategies.pipeline import PipelineCost
 from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest
-from hpcbench.parallel.pipeline.schedules import BACKWARD, BACKWARD_WEIGHT, FORWARD, Action
 from hpcbench.parallel.traffic import Traffic
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
@@ -134,20 +132,7 @@ def peak_kept(spec: RunSpec, group: dist.ProcessGroup) -> int:
 
 def kept_bytes(spec: RunSpec, table: LayerTable, rank: int) -> int:
     pipeline = PipelineRank(spec, table, rank)
-    return alive_bytes(pipeline, pipeline.actions)
-
-
-def alive_bytes(pipeline: PipelineRank, actions: Sequence[Action]) -> int:
-    """Return the largest sum of activations of micro-batches between their passes: from ``F`` until ``B``, or ``W``."""
-    alive = peak = 0
-    for kind, chunk, number in actions:
-        kept = pipeline.kept_bytes(chunk, number % len(pipeline.micro_batch_sizes))
-        if kind == FORWARD:
-            alive += kept
-            peak = max(peak, alive)
-        elif kind in (BACKWARD, BACKWARD_WEIGHT):
-            alive -= kept
-    return peak
+    return pipeline.alive_bytes(pipeline.actions)
 
 
 @pytest.mark.parametrize("schedule", ["model", "gpipe", "1f1b"])
