@@ -75,7 +75,10 @@ class _StageWalk:
         self.pipeline = pipeline
         self.owned = _owned_bytes(pipeline)
         self.chunk_bytes = {chunk: sum(pipeline.parameter_bytes(chunk)) for chunk in pipeline.chunks}
-        self.backward_moments = lru_cache(maxsize=None)(self._backward_moments)
+        # What else is alive is equal at all moments of a pass, so its largest one is the same each time.
+        self.largest_moment = lru_cache(maxsize=None)(
+            lambda *passed: max(self._backward_moments(*passed), key=sum, default=_Moment())
+        )
         self.deferred_bytes = lru_cache(maxsize=None)(self._deferred_bytes)
 
     def moments(self, actions: Sequence[Action]) -> Iterator[_Moment]:
@@ -101,8 +104,8 @@ class _StageWalk:
             gradients = tied + sum(summed.values())
             if kind == BACKWARD_INPUT:
                 alive -= kept
-                for moment in self.backward_moments(chunk, samples, is_split=True):
-                    yield moment._replace(activations=alive + moment.activations, gradients=gradients)
+                moment = self.largest_moment(chunk, samples, False, False, True)
+                yield moment._replace(activations=alive + moment.activations, gradients=gradients)
                 alive += deferred
                 continue
             if kind == BACKWARD_WEIGHT:
@@ -112,9 +115,9 @@ class _StageWalk:
             else:
                 alive -= kept
                 sends = pipeline.replicas > 1 and (updates or last[chunk] == place)
-                for moment in self.backward_moments(chunk, samples, bool(summed[chunk]), sends):
-                    others = gradients - summed[chunk]
-                    yield moment._replace(activations=alive + moment.activations, gradients=others + moment.gradients)
+                others = gradients - summed[chunk]
+                moment = self.largest_moment(chunk, samples, bool(summed[chunk]), sends, False)
+                yield moment._replace(activations=alive + moment.activations, gradients=others + moment.gradients)
             summed[chunk] = self.chunk_bytes[chunk]
         if is_split and pipeline.replicas > 1:
             # Buckets are filled once all weights' gradients are there.
@@ -145,9 +148,7 @@ class _StageWalk:
             outputs = outputs * fractions.outputs.part // fractions.outputs.total
         return samples * (inputs + outputs) * number_bytes // FP32_BYTES
 
-    def _backward_moments(
-        self, chunk: int, samples: int, adds: bool = False, sends: bool = False, is_split: bool = False
-    ) -> list[_Moment]:
+    def _backward_moments(self, chunk: int, samples: int, adds: bool, sends: bool, is_split: bool) -> list[_Moment]:
         """Return the moments of one backward pass: what the micro-batch still keeps, and the chunk's gradients.
 
         Args:
