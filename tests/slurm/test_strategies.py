@@ -95,7 +95,8 @@ def test_every_strategy_over_nodes(
     require_horovod()
     (nodes,) = {run["nodes"] for run in runs}
     path = tmp_path / "strategies.toml"
-    path.write_text(sweep(runs, jobs=max(NODES) // nodes))
+    jobs = max(NODES) // nodes
+    path.write_text(sweep(runs, jobs))
     done = hpcbench("run", str(path), "--cluster", "slurmbox")
     found = results()
     problems = {(one["spec"]["strategy"], len(one["ranks"])): one.get("error") for one in found if one.get("error")}
@@ -109,7 +110,7 @@ def test_every_strategy_over_nodes(
         assert one["status"] == "ok"
         assert one["verification"]["passed"], one["verification"]
         assert one["verification"]["precision"] == STRATEGIES[one["spec"]["strategy"]].widest
-    assert len(job_ids(tmp_path)) == 1
+    assert len(job_ids(tmp_path)) == jobs
 
 
 def rate_of(node: str) -> str:
