@@ -98,10 +98,11 @@ def test_another_process_on_the_ranks_core_and_fewer_cores_than_asked_for(tmp_pa
             busy.communicate()
     result = result_of(tmp_path, spec, launch)
     assert result.ranks[0]["cpu_mask"] == [core]
-    text = warning(result, "other processes used the cores during the timed steps")
-    share = int(text.partition(": ")[2].partition("%")[0])
+    # Runs on the SLURM box, which other tests start meanwhile, may be counted instead: no process has its time by core.
+    kinds = ("other processes used the cores during the timed steps", "other runs of hpcbench used the cores")
+    shares = [text.partition(": ")[2].partition("%")[0] for text in result.warnings if text.startswith(kinds)]
     # Half of the core is the other's, by the scheduler's fairness, and less than that for the rank where more compete.
-    assert 25 <= share <= 99
+    assert 25 <= sum(map(int, shares)) <= 99, result.warnings
     assert "a rank may use 1 of the 2 cores per task that the profile promises" in result.warnings
 
 
