@@ -188,7 +188,7 @@ class TaskFileHeader(msgspec.Struct, frozen=True, kw_only=True):
     rehearsed: dict[str, Any] = {}
     """Fields of ``parallel.roofline.EmulatedDevice`` by the names of the clusters that runs emulate."""
     peak_flops_per_s: dict[str, float] = {}
-    """Per precision, of one device; empty where the profile has no figure."""
+    """Peak FLOP/s of one device, by precision; empty if the profile does not set it."""
     cores_per_task: int | None = None
     pack: int = 1
     """Consecutive runs that one job carries, one after another."""

@@ -189,10 +189,10 @@ def evaluate_check(plan: SweepPlan, tree: ClusterTree, states: Mapping[str, RunS
     """Return the document of a check whose runs have ended.
 
     Args:
-        plan: Of the sweep of ``make_check_sweep``.
-        tree: Of the cluster; the results are read from it.
+        plan: Plan of the sweep that ``make_check_sweep`` returns.
+        tree: Results tree of the cluster.
         states: The runs' states, by ``run_id``.
-        forecast: Predicts by the machine's numbers alone.
+        forecast: Source of the predictions, which use the machine's numbers alone.
     """
     results = {key: result for key in plan.runs if (result := _read_result(tree, key)) is not None}
     checks, loops = [], LoopsCheck(outcome="lost", reason="the run is not in the plan")

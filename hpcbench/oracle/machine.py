@@ -187,7 +187,7 @@ def _nominal_compute(
     bandwidth = device.memory_bandwidth_bytes_per_s if device else None
     is_guess = not peaks or bandwidth is None
     if is_guess:
-        notes.append(f"{profile.name} has no figure for the speed of its devices: usual values are assumed")
+        notes.append(f"profile {profile.name}: device speed is not set; usual values are assumed")
     crowding = {1: 1.0}
     if profile.device == "cpu" and node.cores and tasks_per_node > node.cores:
         crowding |= {node.cores: 1.0, tasks_per_node: tasks_per_node / node.cores}
@@ -207,8 +207,14 @@ def _nominal_comm(profile: ClusterProfile, notes: list[str]) -> CommParameters:
     intra, inter = profile.links.intra_node, profile.links.inter_node
     guessed_intra, guessed_inter = _DEFAULT_LINKS[profile.device]
     if intra is None or inter is None:
-        missing = "inside nodes" if inter is not None else "between nodes" if intra is not None else "at all"
-        notes.append(f"{profile.name} has no figures for its links {missing}: usual values are assumed")
+        missing = (
+            "inside nodes"
+            if inter is not None
+            else "between nodes"
+            if intra is not None
+            else "inside and between nodes"
+        )
+        notes.append(f"profile {profile.name}: links {missing} are not set; usual values are assumed")
     return CommParameters(
         intra_node=nominal_link(intra) if intra else guessed_intra,
         inter_node=nominal_link(inter) if inter else guessed_inter,
