@@ -17,6 +17,7 @@ from hpcbench.worker.measure.other_processes import (
     read_other_times,
     used_between,
 )
+from tests.conftest import absent
 
 ARGUMENTS = ["--tasks", "t", "--index", "1", "--attempt", "1"]
 OTHERS = ["--tasks", "t", "--index", "2", "--attempt", "1"]
@@ -24,7 +25,12 @@ WAIT = "import sys; print(flush=True); sys.stdin.read()"
 WITH_CHILD = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {WAIT!r}])"
 """Its child reads the same pipes."""
 CORES = sorted(os.sched_getaffinity(0))
-several_cores = pytest.mark.skipif(len(CORES) < 2, reason="this machine grants one core")
+
+
+@pytest.fixture
+def several_cores() -> None:
+    if len(CORES) < 2:
+        absent("several-cores", "this machine grants one core")
 
 
 @contextmanager
@@ -88,14 +94,14 @@ def test_what_this_rank_started_is_its_own() -> None:
     assert not {started, os.getpid()} & numbers({**times.pinned, **times.siblings})
 
 
-@several_cores
+@pytest.mark.usefixtures("several_cores")
 def test_processes_on_other_cores_are_not_counted() -> None:
     with process_on(CORES[1:]) as stranger, process_on(CORES[1:], WAIT, OTHERS) as sibling:
         times = times_on(CORES[:1])
     assert not {stranger, sibling} & numbers({**times.pinned, **times.siblings})
 
 
-@several_cores
+@pytest.mark.usefixtures("several_cores")
 def test_threads_that_may_use_other_cores_count_by_the_core_that_they_used_last() -> None:
     with process_on(CORES, WAIT, OTHERS) as sibling, process_on(CORES) as stranger:
         core = int(Path(f"/proc/{sibling}/stat").read_text().rpartition(")")[2].split()[36])
