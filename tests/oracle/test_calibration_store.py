@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from math import exp, log
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis.strategies import floats, just, one_of, tuples
 
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.errors import StorageError
@@ -16,6 +19,7 @@ from hpcbench.oracle.calibration.calibration_store import (
     machine_for,
     read_calibration,
     read_calibrations,
+    slowdowns_at_rate,
     user_calibration_folder,
     write_calibration,
 )
@@ -117,13 +121,15 @@ def test_a_changed_link_is_noted_and_scales_the_calibration(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("bytes_per_s", "slowdowns", "found"),
     [
-        # Alone the collective takes half of the processor: 3 (1 - 1 / 1.2).
-        (250e6, (3.0, 1.2), (1.25, 1.25)),
-        (250e6, (1.5, 1.0), (1.0, 1.0)),
+        # Alone the collective takes half of the processor, 3 (1 - 1 / 1.2), here a quarter, and waits half as long.
+        (250e6, (3.0, 1.2), (2.0, 8 / 7)),
+        (250e6, (1.5, 1.0), (1.25, 1.0)),
         (125e6, (3.0, 1.2), (3.0, 1.2)),
         # Of a processor there is no more than all.
-        (62.5e6, (3.0, 1.2), (2.0, 2.0)),
-        (12.5e6, (3.0, 1.2), (2.0, 2.0)),
+        (62.5e6, (3.0, 1.2), (2.0 * 2.0**0.5, 1 / (1 - 0.5**1.5))),
+        (12.5e6, (3.0, 1.2), (2.0 * 2.0**0.1, 1 / (1 - 0.5**1.1))),
+        # It takes 0.4 of the processor alone, and keeps more than an equal part of it.
+        (62.5e6, (1.2, 1.5), (1.8 * 1.2 / 1.4, 1 / (1 - 0.8 * 1.4 / (1.8 * 1.2)))),
         # Another unit than the processor sends.
         (62.5e6, (1.0, 1.0), (1.0, 1.0)),
         (62.5e6, (1.0, 1.2), (1.0, 1.4)),
@@ -139,6 +145,41 @@ def test_overlap_shares_the_processor_by_the_rate_of_the_link(
     write_calibration(made, ClusterTree(tmp_path))
     today = machine_for(PROFILE, ClusterTree(tmp_path)).comm
     assert (today.comm_slowdown, today.overlap_slowdown) == pytest.approx(found)
+
+
+_RATES = floats(min_value=0.01, max_value=100.0)
+
+
+@given(comm_slowdown=floats(1.0, 20.0), overlap_slowdown=floats(1.0, 10.0), rates=tuples(_RATES, _RATES))
+def test_a_faster_link_takes_no_longer_and_computation_is_no_faster_beside_it(
+    comm_slowdown: float, overlap_slowdown: float, rates: tuple[float, float]
+) -> None:
+    comm = msgspec.structs.replace(
+        nominal_machine(PROFILE).comm, comm_slowdown=comm_slowdown, overlap_slowdown=overlap_slowdown
+    )
+    assert slowdowns_at_rate(comm, 1.0) == pytest.approx((overlap_slowdown, comm_slowdown))
+    low, high = sorted(rates)
+    (slow_kappa, slow_comm), (fast_kappa, fast_comm) = (slowdowns_at_rate(comm, rate) for rate in (low, high))
+    almost = 1 + 1e-9
+    assert min(slow_kappa, slow_comm) * almost >= 1.0
+    assert fast_kappa * almost >= slow_kappa
+    assert fast_comm / high <= slow_comm / low * almost
+
+
+@given(
+    comm_slowdown=floats(1.01, 20.0), overlap_slowdown=floats(1.0, 10.0), rate=one_of(just(1.0), _RATES),
+    step=floats(-1e-3, 1e-3),
+)  # fmt: skip
+def test_slowdowns_have_no_step_at_any_rate(
+    comm_slowdown: float, overlap_slowdown: float, rate: float, step: float
+) -> None:
+    comm = msgspec.structs.replace(
+        nominal_machine(PROFILE).comm, comm_slowdown=comm_slowdown, overlap_slowdown=overlap_slowdown
+    )
+    (kappa, slowed), (near_kappa, near_slowed) = (slowdowns_at_rate(comm, rate * exp(by)) for by in (0.0, step))
+    # The logarithm of the largest slowdown, 20, bounds the first, and with the rate itself the second.
+    assert abs(log(near_slowed / slowed)) <= log(20.0) * abs(step) + 1e-9
+    assert abs(1 / near_kappa - 1 / kappa) <= (1 + log(20.0)) * abs(step) + 1e-9
 
 
 def test_a_library_that_computes_faster_than_its_kernels_is_not_believed(tmp_path: Path) -> None:
