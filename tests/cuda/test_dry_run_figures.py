@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import weakref
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 from unittest import mock
@@ -20,16 +21,50 @@ from tests.cuda.gpu_recorder import GpuRecorder
 IMITATED = torch.device("cpu", 0)
 PAIRED = ("model", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "pipedream")
 """On cuda their messages have fixed places; a dry run steps the cpu's transport."""
+_PAIRED_TOLERANCE = 0.05
+_ATTENTION = (
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
 
 
-_PEAK_TOLERANCE = dict.fromkeys(PAIRED, 0.05) | {"fairscale_pipe": 0.05}
-"""Of fairscale_pipe the peak on cuda is 3 % higher; the cause is not known."""
+class AttentionSums(StepRecorder):  # type: ignore[no-untyped-call]
+    """Counts at the peak what attention keeps beside its output, in which the kernels of the two devices differ.
+
+    On cuda the logarithms of a head's sums are padded to a multiple of 32, and dropout has a seed and an offset.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.peak_sum_bytes = 0
+        self._sums: list[weakref.ref[Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if func in _ATTENTION:
+            self._sums += [weakref.ref(one.untyped_storage()) for one in out[1:] if isinstance(one, torch.Tensor)]
+        return out
+
+    def _follow_storage(self, storage: Any) -> bool:
+        is_new = super()._follow_storage(storage)
+        if self.live_bytes == self.peak_bytes:
+            self.peak_sum_bytes = sum(kept.nbytes() for one in self._sums if (kept := one()) is not None)
+        return is_new
+
+
+class ImitatedRecorder(AttentionSums):  # type: ignore[no-untyped-call]
+    """Records fake tensors on the cpu."""
+
+
+class CudaRecorder(AttentionSums, GpuRecorder):  # type: ignore[no-untyped-call]
+    """Records fake tensors on the stub of CUDA."""
 
 
 class Figures(NamedTuple):
     """The figures of a step that both devices must share."""
 
     peak_bytes: int
+    """Without what attention keeps beside its output."""
     operators: int
     host_syncs: int
     calls: list[Any]
@@ -38,18 +73,19 @@ class Figures(NamedTuple):
 def imitated_figures(key: str, kind: str) -> Figures:
     """Step with fake tensors on the cpu, as a machine without CUDA does."""
     with mock.patch.object(torch.cuda, "is_available", return_value=False):
-        recorder = second_step(StepRecorder(IMITATED), key, kind, 0)
-    return Figures(recorder.peak_bytes, recorder.operators, recorder.host_syncs, recorder.calls)
+        return figures_of(ImitatedRecorder(IMITATED), key, kind)
 
 
-def second_step(recorder: StepRecorder, key: str, kind: str, rank: int) -> StepRecorder:
+def figures_of(recorder: AttentionSums, key: str, kind: str) -> Figures:
+    """Return the figures of the second step of rank 0."""
     spec = gpu_run(key, kind, 8)
-    with built_rank(DryRunTask(index=0, spec=spec, device="cuda"), rank, recorder) as (strategy, feed):
+    with built_rank(DryRunTask(index=0, spec=spec, device="cuda"), 0, recorder) as (strategy, feed):
         strategy.announce(range(2))
         for step in range(2):
             recorder.begin_step()
             strategy.step(feed, step)
-    return recorder
+    peak_bytes = recorder.peak_bytes - recorder.peak_sum_bytes
+    return Figures(peak_bytes, recorder.operators, recorder.host_syncs, list(recorder.calls))
 
 
 @pytest.mark.parametrize("key", STRATEGIES)
@@ -57,17 +93,14 @@ def test_figures(key: str) -> None:
     kind = "cnn" if exclusion(gpu_run(key, "cnn", 8)) is None else "transformer"
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
-    on_cuda = second_step(GpuRecorder(device), key, kind, 0)
+    on_cuda = figures_of(CudaRecorder(device), key, kind)
     if key == "fairscale_fsdp":
         # Without CUDA its wrapper's class is changed for the rest of the process.
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
             imitated = processes.submit(imitated_figures, key, kind).result()
     else:
         imitated = imitated_figures(key, kind)
-    assert imitated.peak_bytes == pytest.approx(on_cuda.peak_bytes, rel=_PEAK_TOLERANCE.get(key, 0.02))
-    assert imitated.operators == pytest.approx(on_cuda.operators, rel=0.05)
-    assert imitated.host_syncs == on_cuda.host_syncs
     if key in PAIRED:
-        assert sorted(imitated.calls) == sorted(on_cuda.calls)
-    else:
-        assert imitated.calls == on_cuda.calls
+        assert imitated.peak_bytes == pytest.approx(on_cuda.peak_bytes, rel=_PAIRED_TOLERANCE)
+        imitated, on_cuda = (one._replace(peak_bytes=0, calls=sorted(one.calls)) for one in (imitated, on_cuda))
+    assert imitated == on_cuda

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -114,6 +115,16 @@ def test_kept_forms_are_those_of_torch(monkeypatch: pytest.MonkeyPatch, program:
     count = len(known)
     assert run(program, keeps=True) == expected
     assert len(known) == count
+
+
+def test_a_storage_is_free_though_another_tensor_referred_to_it() -> None:
+    with FakeTensorMode() as mode, Keeping(mode):
+        x, other = torch.empty(6, device=DEVICE), torch.empty(2, device=DEVICE)
+        other.set_(x.untyped_storage())
+        assert other.untyped_storage()._cdata == x.untyped_storage()._cdata
+        reference = weakref.ref(x.untyped_storage())
+        del x, other
+    assert reference() is None
 
 
 def test_a_kept_form_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
 
 _MAX_KEPT = 200_000
-_CHANGE_STORAGES = frozenset({"resize_", "resize_as_", "set_", "lift_fresh", "lift_fresh_copy", "_local_scalar_dense"})
+_CHANGE_STORAGES = frozenset({"resize_", "resize_as_", "lift_fresh", "lift_fresh_copy", "_local_scalar_dense"})
 """Operators whose effect is another one than their result, or depends on values."""
 _ABSOLUTE_OFFSETS = frozenset({"as_strided", "as_strided_", "as_strided_scatter"})
 _PLAIN = (str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
@@ -59,6 +59,10 @@ def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode:
         kwargs: More of them.
         mode: The mode of the fake tensors; ``None`` where it is not known.
     """
+    if mode is not None and func._opname == "set_":
+        # torch's cache keys by the storage itself and would keep it alive for the rest of the process.
+        with disable_fake_tensor_cache(mode):
+            return func(*args, **kwargs)
     if mode is None or func.namespace != "aten" or func._opname in _CHANGE_STORAGES:
         return func(*args, **kwargs)
     tensors: list[Tensor] = []
