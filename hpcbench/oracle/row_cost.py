@@ -99,7 +99,7 @@ def unsharded_rows(spec: RunSpec, table: LayerTable) -> list[RowCost]:
     for layer, kernels in zip(table.layers, unsharded_row_kernels(spec, table), strict=True):
         number_bytes = row_number_bytes(spec, layer)
         gradients = (layer.output_bytes + input_gradient_bytes(layer)) * samples
-        weight_copies = layer.parameters * FP32_BYTES * weight_layout_copies(layer)
+        weight_copies = layer.parameters * FP32_BYTES * weight_layout_copies(spec, layer)
         rows.append(
             RowCost(
                 [ComputeOp(kernels.forward)],

@@ -176,7 +176,7 @@ class TensorParallelRank:
         gradients = gradient_in * inputs.part * outputs.total + whole_out * outputs.part * inputs.total
         # Activations parted by tokens without an embedding that parts them are parted within the first block.
         first = _WHOLE if self.head is None and layer.name.startswith(f"{self.first}.") else inputs
-        weights = layer.parameters * self.number_bytes * weight_layout_copies(layer)
+        weights = layer.parameters * self.number_bytes * weight_layout_copies(self.spec, layer)
         return operations._replace(
             saved_bytes=self._saved_bytes(layer),
             working_bytes=gradients * number_bytes // (inputs.total * outputs.total)

@@ -83,8 +83,13 @@ def input_gradient_bytes(layer: LayerRow) -> int:
     return input_bytes(layer) * (2 if layer.name == LOSS_ROW_NAME else 1)
 
 
-def weight_layout_copies(layer: LayerRow) -> int:
-    """Return how often the library holds a layer's weight in a layout of its own, gradients in 3-D too (measured)."""
+def weight_layout_copies(spec: RunSpec, layer: LayerRow) -> int:
+    """Return how often the library holds a layer's weight in a layout of its own, gradients in 3-D too (measured).
+
+    The library is oneDNN, which has no fp64: torch's own convolutions read the weight as it is.
+    """
+    if spec.precision == "fp64":
+        return 0
     return {"Conv3d": 4}.get(layer.kind, int(layer.kind.startswith("Conv")))
 
 

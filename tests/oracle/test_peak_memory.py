@@ -9,6 +9,7 @@ import pytest
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.peak_memory import MemoryBreakdown
+from hpcbench.oracle.row_cost import unsharded_rows
 from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.oracle.tensor_sizes import held_sample_bytes
 from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
@@ -51,6 +52,14 @@ def pipeline(strategy: str, model: str = "resnet18", dataset: str = "cifar10", *
 def test_samples_are_held_as_the_feed_holds_them(dataset: str, model: str, data: Any, expected: int) -> None:
     spec = RunSpec(model=model, dataset=dataset, strategy="single", batch_size=8, data=data)
     assert held_sample_bytes(spec, table_of(spec)) == memory_of(spec).samples_bytes == expected
+
+
+def test_fp64_convolutions_hold_no_weights_in_the_layout_of_the_library() -> None:
+    table = table_of(volumes())
+    narrow, wide = (unsharded_rows(volumes(precision=precision), table) for precision in ("fp32", "fp64"))
+    for layer, single, double in zip(table.layers, narrow, wide, strict=True):
+        copies = 4 * layer.parameters * 4 if layer.kind == "Conv3d" else 0
+        assert double.working_bytes == 2 * (single.working_bytes - copies), layer.name
 
 
 def test_the_first_layer_keeps_the_samples_themselves() -> None:

@@ -151,7 +151,8 @@ class ChannelRank:
                     "reduce_scatter": 2 * whole_in + input_part,
                     "all_reduce": 2 * whole_in,
                 }.get(split.enter.backward, 0.0)
-        weights = weight_share * row.row.parameters * weight_layout_copies(row.row) * parameter_number_bytes(self.spec)
+        weight_copies = weight_share * weight_layout_copies(self.spec, row.row)
+        weights = weight_copies * row.row.parameters * parameter_number_bytes(self.spec)
         return cost._replace(
             saved_bytes=round(saved * scale),
             working_bytes=round(max(gradients * scale + weights, before * scale, (after - saved) * scale)),

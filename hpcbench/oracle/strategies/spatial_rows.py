@@ -18,7 +18,12 @@ from hpcbench.oracle.cost_model import RowShare, row_kernels
 from hpcbench.oracle.placement import halo_placement, place_group
 from hpcbench.oracle.row_cost import CollectiveOp, ComputeOp, RowCost, RowOp, copy_op
 from hpcbench.oracle.stream_simulator import WaitEvent
-from hpcbench.oracle.tensor_sizes import FP32_BYTES, activation_number_bytes, parameter_number_bytes
+from hpcbench.oracle.tensor_sizes import (
+    FP32_BYTES,
+    activation_number_bytes,
+    parameter_number_bytes,
+    weight_layout_copies,
+)
 from hpcbench.parallel.catalog import options_with_defaults
 from hpcbench.parallel.layer_table import LayerRow
 from hpcbench.parallel.strategies import spatial
@@ -45,10 +50,7 @@ _INDEX_BYTES = 8
 def whole_row(spec: RunSpec, row: LayerRow) -> RowCost:
     """Return a row that is whole on the rank. Half precision is kept as fp32."""
     samples, number_bytes = spec.batch_size // spec.micro_batches, parameter_number_bytes(spec)
-    unit, weights = (
-        samples * number_bytes,
-        row.parameters * number_bytes if row.kind in spatial.CONVOLUTION_KINDS else 0,
-    )
+    unit, weights = samples * number_bytes, _weight_layout_bytes(spec, row)
     forward, backward = row_kernels(spec, row, samples)
     return RowCost(
         [ComputeOp(forward)],
@@ -57,6 +59,11 @@ def whole_row(spec: RunSpec, row: LayerRow) -> RowCost:
         working_bytes=unit * (row.output_bytes // FP32_BYTES + prod(row.input_shape)) + weights,
         block_input_bytes=unit * prod(row.input_shape),
     )
+
+
+def _weight_layout_bytes(spec: RunSpec, row: LayerRow) -> int:
+    """Return the bytes of a weight in the library's layout; further copies, for gradients in 3-D, are not counted."""
+    return row.parameters * parameter_number_bytes(spec) * min(weight_layout_copies(spec, row), 1)
 
 
 class SpatialRank:
@@ -220,7 +227,7 @@ class SpatialRank:
         """Add the bytes of a cut row: its share of the table's, a convolution also its halo."""
         weights = received = 0
         if row.kind in spatial.CONVOLUTION_KINDS:
-            weights, halo = row.parameters * self.number_bytes, self._halo(row)
+            weights, halo = _weight_layout_bytes(self.spec, row), self._halo(row)
             received = self.memory_unit * _message_numbers(row, halo.receives)
         return operations._replace(
             saved_bytes=self._saved_bytes(row),
