@@ -3,7 +3,6 @@ Any other exception is a bug of hpcbench and keeps its traceback."""
 
 from __future__ import annotations
 
-import difflib
 import textwrap
 from collections.abc import Iterable, Sequence
 
@@ -100,6 +99,9 @@ _MAX_LISTED = 30
 
 def did_you_mean(wrong: str, choices: Iterable[str]) -> str:
     """A hint that names the nearest choice, if one is near, and then all of them unless they are many."""
+    # Imported here: most commands are spelled right.
+    import difflib
+
     ordered = sorted(choices)
     known = [name for name in _OTHER_NAMES.get(wrong.lower(), ()) if name in ordered]
     near = known or difflib.get_close_matches(wrong, ordered, n=1)

@@ -234,7 +234,7 @@ def join_without_links(root: Path, *parts: str) -> Path:
 
 def printable_text(text: str) -> str:
     """``text`` without characters that could steer a terminal or hide what stands there."""
-    return _CONTROL_CHARACTERS.sub("\N{REPLACEMENT CHARACTER}", text)
+    return _CONTROL_CHARACTERS.sub("\ufffd", text)
 
 
 def printable_excerpt(text: str) -> str:

@@ -53,7 +53,7 @@ from hpcbench.report.column_names import Condition
 from hpcbench.report.load_results import load_frame
 from hpcbench.report.oracle_validation import VALIDATION_COLUMNS, score_predictors
 from hpcbench.report.prediction_view import calibration_view, machine_notes
-from hpcbench.report.table_output import write_view
+from hpcbench.report.table_files import write_view
 from hpcbench.report.validation_view import (
     accuracy_by_part_view,
     accuracy_by_strategy_view,

@@ -5,7 +5,6 @@ than its own answer needs."""
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -13,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-from click.shell_completion import CompletionItem, get_completion_class
 
 from hpcbench.fileio import escape_control_characters, printable_text
 from hpcbench.paths import project_folder, results_folder, search_folders
 
 if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
     from rich.console import Console
     from rich.progress import Progress
     from rich.table import Table
@@ -45,11 +44,15 @@ def _trees(context: click.Context) -> list[ClusterTree]:
 
 
 def _matching(names: Iterable[str], incomplete: str) -> list[CompletionItem]:
+    from click.shell_completion import CompletionItem
+
     return [CompletionItem(name) for name in sorted(set(names)) if name.startswith(incomplete)]
 
 
 def _matching_or_file(names: Iterable[str], incomplete: str) -> list[CompletionItem]:
     """``names`` after paths of files: click's script for bash drops all names that come before them."""
+    from click.shell_completion import CompletionItem
+
     return [CompletionItem(incomplete, type="file"), *_matching(names, incomplete)]
 
 
@@ -173,6 +176,8 @@ def completion(shell: str) -> None:
     zsh:  eval "$(hpcbench completion zsh)"       in ~/.zshrc, after compinit
     fish: hpcbench completion fish | source       in ~/.config/fish/config.fish
     """
+    from click.shell_completion import get_completion_class
+
     root = click.get_current_context().find_root().command
     kind = get_completion_class(shell)
     assert kind is not None, shell
@@ -194,6 +199,9 @@ def why_nothing(tree: ResultsTree, sources: Sequence[str], runs: int, where: str
     if where is not None and runs:
         return f"none of the {runs} runs in {title} satisfies --where {where!r}"
     if not tree.root.is_dir() and tree.root != project_folder() / "results":
+        # Imported here: `status` without results waits for nothing else.
+        import difflib
+
         near = difflib.get_close_matches(tree.root.name, [path.name for path in tree.root.parent.glob("*/")], n=1)
         hint = f"; did you mean {tree.root.parent / near[0]}?" if near else ""
         return f"no results in {title}: there is no folder {tree.root} (--results, HPCBENCH_RESULTS){hint}"

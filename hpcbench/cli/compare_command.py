@@ -41,7 +41,7 @@ from hpcbench.report.comparison_view import (
 )
 from hpcbench.report.configurations import filter_launches
 from hpcbench.report.load_results import load_frame
-from hpcbench.report.table_output import view_json, write_view
+from hpcbench.report.table_files import view_json, write_view
 from hpcbench.results.results_tree import ResultsTree
 
 

@@ -7,13 +7,15 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
-from click.shell_completion import CompletionItem
 
 import hpcbench
 from hpcbench.errors import HpcbenchError, did_you_mean
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 COMMANDS = {
     "check": ("hpcbench.cli.sweep_commands:check", "Validate sweeps and profiles."),
@@ -76,6 +78,8 @@ class LazyGroup(click.Group):
         """The names that begin so, without importing the commands."""
         if incomplete.startswith("-"):
             return click.Command.shell_complete(self, ctx, incomplete)
+        from click.shell_completion import CompletionItem
+
         return [
             CompletionItem(name, help=text)
             for name, (_, text) in self._lazy_commands.items()

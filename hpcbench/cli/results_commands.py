@@ -29,8 +29,8 @@ from hpcbench.report.load_results import export_json, export_table, iter_collect
 from hpcbench.report.pivot_table import TableRequest, grouped_view, parse_table_request
 from hpcbench.report.reference_drift import drift_notes, reference_drifts, remove_drift
 from hpcbench.report.results_table import results_data_view, results_text_view, table_json
+from hpcbench.report.table_files import view_encoder, view_json, write_view
 from hpcbench.report.table_model import View
-from hpcbench.report.table_output import render_view, view_encoder, view_json, write_view
 from hpcbench.results.attempts import Attempt
 from hpcbench.results.decode import has_old_rate, upgrade_rates
 from hpcbench.results.results_tree import CollectedResult, ResultsTree, collect_results
@@ -163,6 +163,9 @@ def _table_title(results: ResultsTree, sources: Sequence[str]) -> str:
 
 def print_view(view: View) -> None:
     """Print a view at the width of the terminal; through the user's pager if a terminal is too low for the rows."""
+    # Imported here: a file or JSON is written without rich.
+    from hpcbench.report.table_output import render_view
+
     console = make_console()
     renderable = render_view(view, console.width)
     if sys.stdout.isatty() and sys.stdin.isatty() and len(view.raw) > console.height:

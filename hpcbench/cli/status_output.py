@@ -7,7 +7,6 @@ import functools
 import io
 import os
 import re
-import shutil
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -167,7 +166,12 @@ class RunCatalog:
 
 
 def _text_width(stream: TextIO) -> int | None:
-    return shutil.get_terminal_size().columns if stream.isatty() else None
+    if not stream.isatty():
+        return None
+    # Imported here: it imports the compression libraries.
+    import shutil
+
+    return shutil.get_terminal_size().columns
 
 
 def _print_states(text: str, stream: TextIO) -> None:

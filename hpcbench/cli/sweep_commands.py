@@ -97,15 +97,16 @@ def plan(sweep: str, cluster_name: str, overrides: tuple[str, ...], results: Res
 
     The plan includes the predicted duration of the runs, and those that will not fit into memory.
     """
-    # Imported here: `check` and `render` predict nothing and draw no table.
+    # Imported here: `check` and `render` predict nothing, and only a terminal gets tables.
     from hpcbench.forecast.forecast import forecast_plan
-    from hpcbench.report.plan_view import plan_renderables
 
     sweep_plan = load_plan(sweep, cluster_name, results, overrides)
     forecast = forecast_plan(sweep_plan, sweep_plan.tree)
     if as_json:
         print_json(_plan_json(sweep_plan, forecast))
         return
+    from hpcbench.report.plan_view import plan_renderables
+
     screen = make_console()
     for part in plan_renderables(sweep_plan, forecast):
         screen.print(part)

@@ -4,6 +4,7 @@ The sweep's schema, the task file and the result are all derived from ``RunSpec`
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import filterfalse
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -135,15 +136,11 @@ LAUNCH_PARAMETERS = _EXCLUDED_FROM_RUN_ID | {"repeat", "seed", "verify"}
 def spec_document(spec: RunSpec) -> dict[str, Any]:
     """``spec`` as plain data, without what stands at its default, with its version."""
     # msgspec leaves out what is the default itself, not what equals it, as a word that was read from a file does.
-    values = {
-        name: value
-        for name, value in msgspec.to_builtins(spec).items()
-        if value != PARAMETER_DEFAULTS.get(name, _NO_DEFAULT)
-    }
-    return {"spec_version": SPEC_VERSION, **values}
+    document: dict[str, Any] = {"spec_version": SPEC_VERSION}
+    document.update(filterfalse(PARAMETER_DEFAULTS.items().__contains__, msgspec.to_builtins(spec).items()))
+    return document
 
 
-_NO_DEFAULT = object()
 PARAMETER_DEFAULTS = {
     one.name: one.default if one.default is not msgspec.NODEFAULT else one.default_factory()
     for one in msgspec.structs.fields(RunSpec)
@@ -168,7 +165,10 @@ def _hash_values(values: dict[str, Any], without: frozenset[str]) -> str:
 
     for key in without:
         values.pop(key, None)
-    return hashlib.sha256(msgspec.json.encode(values, order="deterministic")).hexdigest()[:16]
+    return hashlib.sha256(_encode_sorted(values)).hexdigest()[:16]
+
+
+_encode_sorted = msgspec.json.Encoder(order="deterministic").encode
 
 
 class TaskFileHeader(msgspec.Struct, frozen=True, kw_only=True):

@@ -87,11 +87,11 @@ class _StageWalk:
         is_split = any(action.kind == BACKWARD_WEIGHT for action in actions)
         updates = any(action.kind == UPDATE for action in actions)
         last = {action.chunk: number for number, action in enumerate(actions) if action.kind == BACKWARD}
-        alive, summed = 0, dict.fromkeys(pipeline.chunks, 0)
+        alive, summed, gradients = 0, dict.fromkeys(pipeline.chunks, 0), tied
         for place, (kind, chunk, number) in enumerate(actions):
             if kind == UPDATE:
                 yield self._update(alive)
-                summed = dict.fromkeys(summed, 0)
+                summed, gradients = dict.fromkeys(summed, 0), tied
                 continue
             micro_batch = number % len(pipeline.micro_batch_sizes)
             kept = pipeline.kept_bytes(chunk, micro_batch)
@@ -99,13 +99,12 @@ class _StageWalk:
             deferred = self.deferred_bytes(chunk, samples) if is_split else 0
             if kind == FORWARD:
                 alive += kept
-                yield _Moment(alive, tied + sum(summed.values()))
+                yield _Moment(alive, gradients)
                 continue
-            gradients = tied + sum(summed.values())
             if kind == BACKWARD_INPUT:
                 alive -= kept
                 moment = self.largest_moment(chunk, samples, False, False, True)
-                yield moment._replace(activations=alive + moment.activations, gradients=gradients)
+                yield _Moment(alive + moment.activations, gradients, 0, moment.communication)
                 alive += deferred
                 continue
             if kind == BACKWARD_WEIGHT:
@@ -117,7 +116,8 @@ class _StageWalk:
                 sends = pipeline.replicas > 1 and (updates or last[chunk] == place)
                 others = gradients - summed[chunk]
                 moment = self.largest_moment(chunk, samples, bool(summed[chunk]), sends, False)
-                yield moment._replace(activations=alive + moment.activations, gradients=others + moment.gradients)
+                yield _Moment(alive + moment.activations, others + moment.gradients, 0, moment.communication)
+            gradients += self.chunk_bytes[chunk] - summed[chunk]
             summed[chunk] = self.chunk_bytes[chunk]
         if is_split and pipeline.replicas > 1:
             # Buckets are filled once all weights' gradients are there.

@@ -9,7 +9,7 @@ Four blocks on two ranks; with two chunks a rank (interleaved) every other block
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -133,6 +133,7 @@ class PipelineRank:
         self.tensor_rank = TensorParallelRank(spec, table, rank) if spec.tp_degree > 1 else None
         self._number_bytes = parameter_number_bytes(spec)
         """Bytes of a number between chunks: what autocast lowers is counted as fp32."""
+        self._kept_bytes = lru_cache(maxsize=None)(self._chunk_kept_bytes)
 
     @cached_property
     def actions(self) -> list[Action]:
@@ -215,11 +216,12 @@ class PipelineRank:
 
     def kept_bytes(self, chunk: int, micro_batch: int) -> int:
         """Return the bytes of one micro-batch between its forward and its backward pass."""
-        samples = self.micro_batch_sizes[micro_batch]
+        is_recomputed = self.is_recomputed(micro_batch, len(self.micro_batch_sizes))
+        return self._kept_bytes(chunk, self.micro_batch_sizes[micro_batch], is_recomputed)
+
+    def _chunk_kept_bytes(self, chunk: int, samples: int, is_recomputed: bool) -> int:
         kept = self.boundary_kept_bytes(chunk, samples)
-        if self.is_recomputed(micro_batch, len(self.micro_batch_sizes)):
-            return kept
-        return kept + self.activation_bytes(chunk, samples)
+        return kept if is_recomputed else kept + self.activation_bytes(chunk, samples)
 
     def boundary_kept_bytes(self, chunk: int, samples: int) -> int:
         """Return the bytes of a chunk's received input and of its output that are not in its rows.
@@ -269,12 +271,8 @@ class PipelineRank:
     def activation_bytes(self, chunk: int, samples: int) -> int:
         """Return the bytes that autograd keeps of ``samples``, but for samples of the data set themselves."""
         views = 0 if chunk else samples * saved_sample_bytes(self.spec, self.table)
-        return self._saved_bytes[chunk] * samples // self.row_samples - views
-
-    @cached_property
-    def _saved_bytes(self) -> list[int]:
-        """Bytes that the rows of each chunk keep for ``row_samples``."""
-        return [sum(self.row_costs[row].saved_bytes for row in rows) for rows in self.rows]
+        saved = sum(self.row_costs[row].saved_bytes for row in self.rows[chunk])
+        return saved * samples // self.row_samples - views
 
     @cached_property
     def row_costs(self) -> list[RowCost]:

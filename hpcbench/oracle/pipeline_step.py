@@ -111,6 +111,7 @@ class PipelineStep:
         self._row_kernels = lru_cache(maxsize=None)(self._kernels_of_row)
         self._durations = lru_cache(maxsize=None)(self._action_durations)
         self.send = lru_cache(maxsize=None)(self._send)
+        self.replicas = lru_cache(maxsize=None)(self._replicas)
         self.update_s = lru_cache(maxsize=None)(self._update_s)
         self._first_equal_rows = first_equal_rows(pipeline.table)
         self._tensor_group = placement.place_group(pipeline.spec, "tp")
@@ -266,7 +267,7 @@ class PipelineStep:
             return self._all_kind_counts
         return Counter(self._kinds[number] for number in self.layout.micro_batches_of(rank, len(self._kinds)))
 
-    def replicas(self, rank: int) -> placement.GroupPlacement:
+    def _replicas(self, rank: int) -> placement.GroupPlacement:
         """Return the group of the ranks that hold the same chunks."""
         width, spec = self.layout.stage_sizes[self.layout.stage_of(rank)], self.pipeline.spec
         return placement.place_group(spec, "dp") if width == 1 else placement.place_subgroups(spec, "pp", width)[0]

@@ -13,8 +13,8 @@ from hpcbench.errors import ConfigError
 from hpcbench.fileio import open_atomic, write_atomic
 from hpcbench.paths import results_folder
 from hpcbench.report.column_names import short_name, with_option_column
+from hpcbench.report.table_files import csv_cell, excel_bytes, parquet_bytes, view_encoder
 from hpcbench.report.table_model import Column, View
-from hpcbench.report.table_output import csv_cell, excel_bytes, parquet_bytes, view_encoder
 from hpcbench.results.bundle_archive import collect_bundle_results, is_bundle_path
 from hpcbench.results.frame import FILE_COLUMNS, collected_frame, column_types
 from hpcbench.results.index import read_indexed_results
@@ -201,13 +201,17 @@ def full_results(
     ]
 
 
+_MAY_CHANGE_IN_CSV = r"^[=+\-@]|[^ -~]"
+
+
 def _frame_csv(frame: pl.DataFrame) -> bytes:
+    # Hardly any text changes: polars finds those that may in one pass.
+    texts = pl.col(pl.String)
+    suspects = frame.select(texts.filter(texts.str.contains(_MAY_CHANGE_IN_CSV)).unique().implode())
     changed = {}
-    for name in (name for name, dtype in frame.schema.items() if dtype == pl.String):
-        # Most columns hold few different texts, and hardly any of them changes.
-        cells = {text: csv_cell(text) for text in frame[name].unique().drop_nulls()}
-        if escaped := {text: cell for text, cell in cells.items() if cell != text}:
-            changed[name] = pl.col(name).replace(escaped)
+    for column in suspects:
+        if escaped := {text: cell for text in column[0] if (cell := csv_cell(text)) != text}:
+            changed[column.name] = pl.col(column.name).replace(escaped)
     return frame.with_columns(**changed).write_csv().encode()
 
 

@@ -17,8 +17,8 @@ from hpcbench.report import column_names, configurations
 from hpcbench.report.load_results import load_frame
 from hpcbench.report.reference_drift import DRIFT_COLUMNS, remove_drift
 from hpcbench.report.results_table import results_data_view
+from hpcbench.report.table_files import unique_column_names
 from hpcbench.report.table_model import Column, View, WarningFootnotes, column_heading, format_spread, format_value
-from hpcbench.report.table_output import unique_column_names
 from hpcbench.results.frame import column_types
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import STATUS_OK

@@ -1,6 +1,6 @@
 """The table model: columns with the source of their values, views of rows, and footnotes for warnings.
 
-A ``View`` has three renderers: ``table_output.render_view`` (terminal), ``table_output.write_view`` (files) and
+A ``View`` has three renderers: ``table_output.render_view`` (terminal), ``table_files.write_view`` (files) and
 ``html.page_elements.html_table`` (page)."""
 
 from __future__ import annotations

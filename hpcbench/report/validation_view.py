@@ -14,8 +14,8 @@ from hpcbench.oracle import scoring
 from hpcbench.oracle.choice_baselines import CHOICE_BASELINES
 from hpcbench.report.oracle_validation import ORACLE_NAME, case_json
 from hpcbench.report.prediction_view import basis_text
+from hpcbench.report.table_files import view_json
 from hpcbench.report.table_model import Column, View, text_column
-from hpcbench.report.table_output import view_json
 
 _PART_HEADINGS = {
     "compute_s": "computation", "comm_s": "communication", "exposed_comm_s": "exposed communication",

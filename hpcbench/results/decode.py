@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +17,6 @@ import msgspec
 from hpcbench.config.run_spec import run_id
 from hpcbench.fileio import read_regular
 from hpcbench.results.schema import SCHEMA_VERSION, STATUSES, RankResult, RunResult
-from hpcbench.results.timing_statistics import slowest_rank_times_s, straggler_statistics, timed_intervals_s
 
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 """From version n to n + 1, on the decoded document. Raising ``SCHEMA_VERSION`` adds one here."""
@@ -127,6 +127,9 @@ def upgrade_rates(result: RunResult, ranks: Mapping[int, RankResult]) -> bool:
     ``ranks`` are the files of the attempt that counts. They must be those that the result was computed from: one for
     each rank, with the result's own ``step_times_s``.
     """
+    # Imported here: commands that only read results need no statistics.
+    from hpcbench.results.timing_statistics import slowest_rank_times_s, straggler_statistics, timed_intervals_s
+
     metrics, skipped = result.metrics, result.metrics.warmup_found_steps or 0
     if len(ranks) != len(result.ranks) or slowest_rank_times_s(ranks) != result.step_times_s:
         return False
@@ -152,17 +155,18 @@ _NEVER_NEGATIVE = (
     "samples_per_s", "timed_s", "epoch_time_s", "compute_s", "comm_s", "exposed_comm_s", "data_s", "flops_per_s", "mfu",
     "peak_memory_bytes", "peak_reserved_bytes", "time_to_first_step_s", "time_to_accuracy_s", "energy_j",
 )  # fmt: skip
+_never_negative_figures = attrgetter(*_NEVER_NEGATIVE)
 
 
 def doubts_of(result: RunResult) -> list[str]:
     """Reasons to doubt the figures of a result that a reader finds, as warnings: its writer did not see them."""
     doubts = [OLD_RATE_WARNING] if has_old_rate(result) else []
     metrics = result.metrics
-    values = {name: getattr(metrics, name) for name in _NEVER_NEGATIVE}
-    if metrics.step_time_s is not None:
-        values |= {"step_time_s": min(msgspec.structs.astuple(metrics.step_time_s))}
-    negative = [name for name, value in values.items() if value is not None and value < 0]
-    if negative:
+    least_step_time_s = None if metrics.step_time_s is None else min(msgspec.structs.astuple(metrics.step_time_s))
+    figures = (*_never_negative_figures(metrics), least_step_time_s)
+    if min(filter(None, figures), default=0.0) < 0:
+        named_figures = zip((*_NEVER_NEGATIVE, "step_time_s"), figures, strict=True)
+        negative = [name for name, value in named_figures if value is not None and value < 0]
         doubts.append(f"an impossible result: negative {', '.join(negative)}")
     if (named := run_id(result.spec)) != result.run_id:
         # An anonymous bundle replaces names within parameters, too.

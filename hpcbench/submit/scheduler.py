@@ -17,7 +17,6 @@ import abc
 import contextlib
 import importlib
 import os
-import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -294,6 +293,9 @@ def command_environment(profile: HasSchedulerSettings) -> dict[str, str]:
 
 
 def find_command(command: str, profile: HasSchedulerSettings) -> Path | None:
+    # Imported here: it imports the compression libraries, and the local scheduler has no command.
+    import shutil
+
     path = shutil.which(command, path=command_environment(profile).get("PATH"))
     return Path(path) if path else None
 

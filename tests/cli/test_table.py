@@ -12,8 +12,8 @@ from click.testing import CliRunner, Result
 from benchmarks.results_tree import write_results
 from hpcbench.cli.main import cli
 from hpcbench.errors import ConfigError
+from hpcbench.report.table_files import VIEW_ENCODERS
 from hpcbench.report.table_model import Column, View
-from hpcbench.report.table_output import VIEW_ENCODERS
 
 DDP = "strategy == 'ddp' and nodes == 1"
 

@@ -18,8 +18,9 @@ from hpcbench.config.run_spec import RunSpec, config_id, run_id
 from hpcbench.errors import ConfigError
 from hpcbench.report.column_names import Condition, resolve_column
 from hpcbench.report.pivot_table import parse_table_request, pivot_view
+from hpcbench.report.table_files import write_view
 from hpcbench.report.table_model import View, format_spread, format_value
-from hpcbench.report.table_output import render_view, write_view
+from hpcbench.report.table_output import render_view
 from hpcbench.results.frame import collected_frame
 from hpcbench.results.results_tree import CollectedResult
 from hpcbench.results.schema import RunMetrics, RunResult, StepTimeStatistics

@@ -11,7 +11,8 @@ from rich.console import Console
 from hpcbench.config.run_spec import RunSpec, config_id, run_id
 from hpcbench.report.configurations import rows_from_frame
 from hpcbench.report.results_table import results_data_view, results_text_view
-from hpcbench.report.table_output import PrintedView, write_view
+from hpcbench.report.table_files import write_view
+from hpcbench.report.table_output import PrintedView
 from hpcbench.results.frame import collected_frame
 from hpcbench.results.results_tree import CollectedResult
 from hpcbench.results.schema import (

@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -19,7 +18,7 @@ import hpcbench
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError
 from hpcbench.parallel.catalog import get_strategy
-from hpcbench.parallel.layer_table import LayerTable, ModelResponse
+from hpcbench.parallel.layer_table import LayerTable, ModelResponse, cached_by_identity
 from hpcbench.parallel.mesh import even_ranges
 from hpcbench.parallel.pipeline import schedules, stage_partition
 from hpcbench.parallel.workloads import custom_model_file, is_custom_model
@@ -124,11 +123,13 @@ def chunk_blocks(
             table.blocks, layout.chunks, chunk_memory_cost(spec, options, layout, table)
         )
     else:
-        cuts = _cached_balanced_cuts(tuple(stage_partition.block_costs(table, options["balance"])), layout.chunks)
+        cuts = _balanced_cuts(table, options["balance"], layout.chunks)
     return stage_partition.block_ranges(cuts, table.blocks)
 
 
-_cached_balanced_cuts = lru_cache(maxsize=256)(stage_partition.balanced_cuts)
+@cached_by_identity(256)
+def _balanced_cuts(table: LayerTable, balance: str, chunks: int) -> tuple[int, ...]:
+    return stage_partition.balanced_cuts(stage_partition.block_costs(table, balance), chunks)
 
 
 def chunk_memory_cost(
