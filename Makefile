@@ -88,7 +88,7 @@ run-slurm:
 	$(PYTEST) tests/slurm --durations 20 -m "slurm and not soak" -rs
 
 run-slow:
-	$(PYTEST) --durations 20 -m "$(SLOW)" -rs
+	$(PYTEST) --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --durations 20 -m "$(SLOW)" -rs
 
 durations: $(VENV)/.dev ## measure every test of make test-all and write tests/durations.tsv
 	rm -rf build/durations && mkdir -p build/durations
