@@ -47,6 +47,7 @@ NAMES = frozenset({
     "torch._subclasses.fake_tensor.FakeTensorMode",
     "torch._subclasses.fake_tensor.UnsupportedFakeTensorException",
     "torch._subclasses.fake_tensor.UnsupportedOperatorException",
+    "torch._subclasses.fake_tensor.disable_fake_tensor_cache",
     "torch.autograd.Variable._execution_engine.queue_callback",
     "torch.cuda._sleep",
     "torch.distributed.distributed_c10d._process_group_name",
