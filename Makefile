@@ -15,7 +15,7 @@ LINK ?= 1gbit
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart horovod horovod-if-possible test test-all test-rest test-strategy test-slurm test-cuda run-slow run-slurm durations lint format docs \
+.PHONY: help quickstart horovod horovod-if-possible test test-all test-rest test-strategy test-slurm test-cuda run-distributed run-others run-slurm run-elsewhere durations lint format docs \
 	reference schemas layers check-layers golden pictures slurm-up slurm-down slurm-status soak faults bench gpu-check oracle-score rerun-ddlbench rerun-paradl clean
 
 help: ## list the targets
@@ -70,7 +70,7 @@ test-all: ## make test and make test-rest, with more examples of the property te
 
 # Two at a time, so that two cores are busy. What they need is there before: make puts off what still waits for something.
 test-rest: horovod-if-possible ## what make test-all adds: full parity, Horovod, a real SLURM, a browser, the site
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line --keep-going run-slurm run-slow
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line --keep-going run-distributed run-others
 
 test-strategy: horovod-if-possible ## everything about one key of the registry, such as S=zero_bubble
 	@[ "$(S)" ] || { echo "make test-strategy S=zero_bubble: name a key of the registry (docs/catalog.md)"; exit 2; }
@@ -87,8 +87,15 @@ test-cuda: $(VENV)/.test ## every strategy on fake GPUs: torch's CUDA build and 
 run-slurm:
 	$(PYTEST) tests/slurm --durations 20 -m "slurm and not soak" -rs
 
-run-slow:
-	$(PYTEST) --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --durations 20 -m "$(SLOW)" -rs
+# Not split further: more processes than cores take as long, and lose time limits.
+run-distributed:
+	$(PYTEST) tests/distributed --durations 20 -m "$(SLOW)" -rs
+
+run-others:
+	@failed=0; $(MAKE) --no-print-directory run-slurm || failed=1; $(MAKE) --no-print-directory run-elsewhere || failed=1; exit $$failed
+
+run-elsewhere:
+	$(PYTEST) --ignore tests/distributed --ignore tests/slurm --durations 20 -m "$(SLOW)" -rs
 
 durations: $(VENV)/.dev ## measure every test of make test-all and write tests/durations.tsv
 	rm -rf build/durations && mkdir -p build/durations
