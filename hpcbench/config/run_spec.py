@@ -4,7 +4,6 @@ The sweep's schema, the task file and the result are all derived from ``RunSpec`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import filterfalse
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -136,9 +135,9 @@ LAUNCH_PARAMETERS = _EXCLUDED_FROM_RUN_ID | {"repeat", "seed", "verify"}
 def spec_document(spec: RunSpec) -> dict[str, Any]:
     """``spec`` as plain data, without what stands at its default, with its version."""
     # msgspec leaves out what is the default itself, not what equals it, as a word that was read from a file does.
-    document: dict[str, Any] = {"spec_version": SPEC_VERSION}
-    document.update(filterfalse(PARAMETER_DEFAULTS.items().__contains__, msgspec.to_builtins(spec).items()))
-    return document
+    defaults = PARAMETER_DEFAULTS.items()
+    changed = {name: value for name, value in msgspec.to_builtins(spec).items() if (name, value) not in defaults}
+    return {"spec_version": SPEC_VERSION, **changed}
 
 
 PARAMETER_DEFAULTS = {

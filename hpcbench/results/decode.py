@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -155,18 +154,16 @@ _NEVER_NEGATIVE = (
     "samples_per_s", "timed_s", "epoch_time_s", "compute_s", "comm_s", "exposed_comm_s", "data_s", "flops_per_s", "mfu",
     "peak_memory_bytes", "peak_reserved_bytes", "time_to_first_step_s", "time_to_accuracy_s", "energy_j",
 )  # fmt: skip
-_never_negative_figures = attrgetter(*_NEVER_NEGATIVE)
 
 
 def doubts_of(result: RunResult) -> list[str]:
     """Reasons to doubt the figures of a result that a reader finds, as warnings: its writer did not see them."""
     doubts = [OLD_RATE_WARNING] if has_old_rate(result) else []
     metrics = result.metrics
-    least_step_time_s = None if metrics.step_time_s is None else min(msgspec.structs.astuple(metrics.step_time_s))
-    figures = (*_never_negative_figures(metrics), least_step_time_s)
-    if min(filter(None, figures), default=0.0) < 0:
-        named_figures = zip((*_NEVER_NEGATIVE, "step_time_s"), figures, strict=True)
-        negative = [name for name, value in named_figures if value is not None and value < 0]
+    figures: dict[str, float | None] = {name: getattr(metrics, name) for name in _NEVER_NEGATIVE}
+    if metrics.step_time_s is not None:
+        figures["step_time_s"] = min(msgspec.structs.astuple(metrics.step_time_s))
+    if negative := [name for name, value in figures.items() if value is not None and value < 0]:
         doubts.append(f"an impossible result: negative {', '.join(negative)}")
     if (named := run_id(result.spec)) != result.run_id:
         # An anonymous bundle replaces names within parameters, too.
