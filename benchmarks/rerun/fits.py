@@ -41,7 +41,7 @@ def move(bed: Testbed, sweep: str, where: str) -> None:
     for one in _kept(tree):
         if one.calibration.machine.depth == "fitted":
             one.path.unlink()
-    bed.output("cluster", "calibrate", CLUSTER, "--from", sweep, "--where", where)
+    bed.output("cluster", "calibrate", CLUSTER, "--from", sweep, "--where", where, "--busy")
 
 
 def elsewhere(bed: Testbed, sweep: str, where: str | None) -> Validated:
@@ -57,8 +57,8 @@ def elsewhere(bed: Testbed, sweep: str, where: str | None) -> Validated:
     of_sweep = f"sweep == '{sweep}'"
     if where is not None:
         chosen = f"{of_sweep} and {where}"
-        own.output("cluster", "calibrate", CLUSTER, "--from", f"{bed.results}", "--where", chosen)
-    asked = ("validate", f"{bed.results}", "--cluster", CLUSTER, "--where", of_sweep)
+        own.output("cluster", "calibrate", CLUSTER, "--from", f"{bed.results}", "--where", chosen, "--busy")
+    asked = ("validate", f"{bed.results}", "--cluster", CLUSTER, "--where", of_sweep, "--busy")
     return Validated(own.output(*asked), msgspec.json.decode(own.output(*asked, "--json")))
 
 

@@ -41,12 +41,12 @@ def write(bed: Testbed, sweep: str) -> None:
     for name, (metric, chosen) in _TABLES.items():
         by = ("--by", "model,dataset,devices", "--pivot", "strategy", "--metric", metric, *chosen)
         bed.output("table", sweep, *one, *by, "--out", f"{HERE}/{sweep}-{name}.md")
-    bed.output("validate", sweep, *one, "--out", f"{HERE}/{sweep}-oracle.json")
+    bed.output("validate", sweep, *one, "--busy", "--out", f"{HERE}/{sweep}-oracle.json")
     for kind in _PLOTS:
         predicted = ("--predict",) if kind in ("scaling", "predicted") else ()
         bed.hpcbench("plot", kind, sweep, *one, *predicted, "--out", f"{HERE}/{sweep}-{kind}.svg")
-    for command in ("report", "validate"):
-        (HERE / f"{sweep}-{command}.txt").write_bytes(bed.output(command, sweep, *one))
+    for command, *more in (("report",), ("validate", "--busy")):
+        (HERE / f"{sweep}-{command}.txt").write_bytes(bed.output(command, sweep, *one, *more))
     for where, name in ((None, "before"), (fits.PAIRS, "pairs")):
         (HERE / f"{sweep}-{name}.txt").write_bytes(others[where].text)
     pairs = msgspec.json.format(msgspec.json.encode(others[fits.PAIRS].document), indent=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import click
 import msgspec
+import psutil
 
 from hpcbench.cli.common import (
     complete_sweeps,
@@ -29,7 +31,7 @@ from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.fileio import encode_indented_json, write_atomic, write_file
 from hpcbench.forecast.forecast import Forecast
-from hpcbench.forecast.oracle_requests import calibration_sweep_text, collect_evidence, make_calibration_plan
+from hpcbench.forecast.oracle_requests import calibration_sweeps, collect_evidence, plan_calibration
 from hpcbench.forecast.sweep_calibration import (
     SweepCalibration,
     carry_shapes,
@@ -47,6 +49,7 @@ from hpcbench.oracle.calibration.calibration_store import (
     read_calibrations,
     write_calibration,
 )
+from hpcbench.oracle.calibration.disturbed_runs import check_disturbed
 from hpcbench.oracle.calibration.fit_machine import fit_calibration, fit_calibration_from_runs, machine_runs
 from hpcbench.parallel.check_names import custom_model_folder
 from hpcbench.report.column_names import Condition
@@ -63,6 +66,7 @@ from hpcbench.report.validation_view import (
     validation_json,
 )
 from hpcbench.results.results_tree import ResultsTree
+from hpcbench.results.schema import STATUS_OK
 from hpcbench.submit.run_state import RunState
 from hpcbench.submit.scheduler import check_scheduler
 from hpcbench.submit.submission_record import select_sweeps
@@ -89,7 +93,7 @@ from hpcbench.submit.submit import RunSelection
     "--for", "sweep", metavar="SWEEP", shell_complete=complete_sweeps,
     help="Measure the blocks and messages of this sweep, in their own sizes and places.",
 )  # fmt: skip
-@click.option("--busy", "takes_disturbed", is_flag=True, help="With --for: also where all probes were disturbed.")
+@click.option("--busy", "takes_disturbed", is_flag=True, help="Measure and fit even if others use the machine.")
 @click.option("--yes", "over_budget", is_flag=True, help="Measure even if it may cost more than the cluster's budget.")
 @output_options
 def calibrate_cluster(
@@ -104,8 +108,6 @@ def calibrate_cluster(
     profile, _ = load_cluster(name)
     if sweep is not None and sources:
         raise ConfigError("--for measures, --from measures nothing", hint="first --from, then --for")
-    if takes_disturbed and sweep is None:
-        raise ConfigError("--busy is about the probes of --for", hint="name a sweep: --for SWEEP")
     if partition is not None and partition not in profile.partitions:
         raise ConfigError(
             f"cluster {profile.name} has no partition {partition!r}", hint=did_you_mean(partition, profile.partitions)
@@ -121,15 +123,17 @@ def calibrate_cluster(
         )  # fmt: skip
         return
     if out is not None and out.suffix == ".toml":
-        _, text = calibration_sweep_text(results.cluster(profile.name), profile, partition, budget_s)
+        _, text = next(calibration_sweeps(results.cluster(profile.name), profile, partition, budget_s))
         write_file(out, text.encode())
         print_message(f"wrote {project_relative(out)}: hpcbench submit {out} --cluster {name} runs it")
         return
     states: dict[str, RunState] = {}
     if sources:
-        calibration, path = _fit_existing_runs(profile, results, partition, sources, where)
+        calibration, path = _fit_existing_runs(profile, results, partition, sources, where, takes_disturbed)
     else:
-        calibration, path, states = _measure_and_fit(profile, results, partition, budget_s, over_budget)
+        calibration, path, states = _measure_and_fit(
+            profile, results, partition, budget_s, over_budget, takes_disturbed
+        )
     if out is not None:
         write_file(out, path.read_bytes())
     if as_json:
@@ -140,21 +144,46 @@ def calibrate_cluster(
     sys.exit(runs_exit_code(states))
 
 
+_MAX_FOREIGN_SHARE, _MAX_FOREIGN_CORES = 0.05, 0.5
+"""Like the warnings of runs."""
+
+
+def _check_quiet(profile: ClusterProfile, *, takes_disturbed: bool) -> None:
+    """Refuse, or with ``takes_disturbed`` state, that others use the cores that runs on this machine would share."""
+    if profile.scheduler.kind != "local":
+        return
+    percent = dict(enumerate(psutil.cpu_percent(1.0, percpu=True)))
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else percent.keys()
+    used = sum(percent.get(core, 0.0) for core in cores) / 100
+    limit = min(_MAX_FOREIGN_SHARE * len(cores), _MAX_FOREIGN_CORES)
+    text = f"other processes use {used:.2f} of the {len(cores)} cores of this machine, at most {limit:.2f} may be used"
+    if used > limit and not takes_disturbed:
+        raise ConfigError(f"{text}: nothing was measured", hint="wait (top lists them); --busy measures nevertheless")
+    if used > limit:
+        print_message(text)
+
+
 def _measure_and_fit(
-    profile: ClusterProfile, results: ResultsTree, partition: str | None, budget_s: float, over_budget: bool
-) -> tuple[Calibration, Path, dict[str, RunState]]:
+    profile: ClusterProfile, results: ResultsTree, partition: str | None, budget_s: float, over_budget: bool,
+    takes_disturbed: bool,
+) -> tuple[Calibration, Path, dict[str, RunState]]:  # fmt: skip
     """Submit the missing runs of the next calibration, wait, fit and store it; also return how the runs ended."""
     check_scheduler(profile)
-    plan = make_calibration_plan(results.cluster(profile.name), profile, partition, budget_s)
+    sweeps = calibration_sweeps(results.cluster(profile.name), profile, partition, budget_s)
+    plan = plan_calibration(sweeps, profile, results.cluster(profile.name), takes_disturbed=takes_disturbed)
+    if plan.missing:
+        _check_quiet(profile, takes_disturbed=takes_disturbed)
     go_on = f"hpcbench cluster calibrate {profile.name} goes on with it"
     states = submit_and_watch(plan, RunSelection(over_budget=over_budget), go_on)
-    calibration, path = _fit_and_store(profile, partition, collect_evidence([(plan.tree, plan.runs)]), results)
+    evidence = collect_evidence([(plan.tree, plan.runs)])
+    calibration, path = _fit_and_store(profile, partition, evidence, results, takes_disturbed=takes_disturbed)
     return calibration, path, states
 
 
 def _fit_existing_runs(
-    profile: ClusterProfile, results: ResultsTree, partition: str | None, sources: Sequence[str], where: str | None
-) -> tuple[Calibration, Path]:
+    profile: ClusterProfile, results: ResultsTree, partition: str | None, sources: Sequence[str], where: str | None,
+    takes_disturbed: bool,
+) -> tuple[Calibration, Path]:  # fmt: skip
     """Fit to the runs of ``sources`` (names of sweeps, folders of whole trees) that satisfy ``where``."""
     selections: list[tuple[Any, Iterable[str]]] = []
     for folder in filter(Path.is_dir, map(Path, sources)):
@@ -170,16 +199,18 @@ def _fit_existing_runs(
         if not chosen:
             raise ConfigError(f"none of {frame.height} runs of {profile.name} has {where}", where="--where")
         selections = [(tree, [run_id for run_id in run_ids if run_id in chosen]) for tree, run_ids in selections]
-    return _fit_and_store(profile, partition, collect_evidence(selections), results)
+    return _fit_and_store(profile, partition, collect_evidence(selections), results, takes_disturbed=takes_disturbed)
 
 
 def _fit_and_store(
-    profile: ClusterProfile,
-    partition: str | None,
-    evidence: tuple[Sequence[CalibrationRun], Sequence[str]],
-    results: ResultsTree,
-) -> tuple[Calibration, Path]:
-    """Fit part by part if the runs have probes, else to whole runs; ``ConfigError`` if no run is usable."""
+    profile: ClusterProfile, partition: str | None, evidence: tuple[Sequence[CalibrationRun], Sequence[str]],
+    results: ResultsTree, *, takes_disturbed: bool,
+) -> tuple[Calibration, Path]:  # fmt: skip
+    """Fit part by part if the runs have probes, else to whole runs.
+
+    Raises:
+        ConfigError: No run is usable, or all were disturbed and ``takes_disturbed`` is not set.
+    """
     runs, problems = evidence
     for problem in problems:
         print_message(f"  {problem}")
@@ -191,6 +222,9 @@ def _fit_and_store(
             f"all runs of {profile.name} are probes of one sweep's own shapes, which no other run has: nothing to fit",
             hint=f"hpcbench cluster calibrate {profile.name} --for SWEEP keeps what they measured",
         )
+    warnings = [run.result.warnings for run in machine_runs(runs)]
+    then = "nothing was kept, predictions rest on what they did before"
+    disturbed = check_disturbed(warnings, f"runs of {profile.name}", then, takes_disturbed=takes_disturbed)
     tree = results.cluster(profile.name)
     stored, _ = read_calibrations(tree, profile.name)
     newest = calibration_of_partition(stored, profile, partition)
@@ -198,6 +232,7 @@ def _fit_and_store(
         calibration = fit_calibration(profile, partition, runs)
     else:
         calibration = fit_calibration_from_runs(profile, partition, machine_for(profile, tree, partition), runs)
+    calibration = msgspec.structs.replace(calibration, notes=[*disturbed, *calibration.notes])
     calibration, note = carry_shapes(calibration, newest.calibration if newest else None)
     if note is not None:
         print_message(f"  {note}")
@@ -239,20 +274,13 @@ def _calibrate_for_sweep(
     if path is not None:
         print_message(f"kept in {project_relative(path)}: predictions for {plan.profile.name} are made from it")
     if as_json:
-        print_json(
-            {
-                "path": None if path is None else str(path),
-                "sweep": prepared.sweep.sweep.name,
-                "node_hours": prepared.node_hours,
-                "sweep_node_hours": prepared.sweep_node_hours,
-                "limit_node_hours": prepared.limit_node_hours,
-                "probes": [
-                    {"point": msgspec.to_builtins(probe.point), "runs": probe.runs} for probe in prepared.probes
-                ],
-                "left_out": prepared.left_out,
-                "notes": prepared.notes,
-            }
-        )
+        print_json({
+            "path": None if path is None else str(path), "sweep": prepared.sweep.sweep.name,
+            "node_hours": prepared.node_hours, "sweep_node_hours": prepared.sweep_node_hours,
+            "limit_node_hours": prepared.limit_node_hours,
+            "probes": [{"point": msgspec.to_builtins(probe.point), "runs": probe.runs} for probe in prepared.probes],
+            "left_out": prepared.left_out, "notes": prepared.notes,
+        })  # fmt: skip
     sys.exit(runs_exit_code(states))
 
 
@@ -263,6 +291,7 @@ def _measure_and_keep(
     plan, states = prepared.sweep, dict[str, RunState]()
     probe_plan = make_probe_plan(prepared, plan.tree, takes_disturbed=takes_disturbed)
     if probe_plan.missing or probe_plan.elsewhere:
+        _check_quiet(plan.profile, takes_disturbed=takes_disturbed)
         go_on = f"hpcbench cluster calibrate {plan.profile_name} --for {plan.sweep.name} goes on with it"
         states = submit_and_watch(probe_plan, RunSelection(remeasure=True, over_budget=over_budget), go_on)
     runs, problems = collect_evidence([(plan.tree, probe_plan.runs)])
@@ -284,11 +313,12 @@ def _measure_and_keep(
 @sources_argument
 @filter_options
 @click.option("--cases", "every", is_flag=True, help="Also list every configuration.")
+@click.option("--busy", "takes_disturbed", is_flag=True, help="Compare even if others disturbed every run.")
 @out_option(".json: everything; .csv .md .tex .xlsx .parquet: every configuration.")
 @output_options
 def validate(
-    sources: tuple[str, ...], cluster_name: str | None, where: str | None, every: bool, out: Path | None,
-    results: ResultsTree, as_json: bool,
+    sources: tuple[str, ...], cluster_name: str | None, where: str | None, every: bool,
+    takes_disturbed: bool, out: Path | None, results: ResultsTree, as_json: bool,
 ) -> None:  # fmt: skip
     """Compare measurements with the predictions of the oracle and of simpler baselines.
 
@@ -296,11 +326,14 @@ def validate(
     the prediction was that it does not fit in memory.
     """
     condition = Condition(where, "--where") if where else None
-    columns = [*VALIDATION_COLUMNS, *(condition.columns if condition else [])]
+    columns = [*VALIDATION_COLUMNS, "warnings", *(condition.columns if condition else [])]
     frame = load_frame(results, sources, [cluster_name] if cluster_name else None, columns)
     if condition:
         frame = frame.filter(condition.mask(frame))
+    warnings = [msgspec.json.decode(text or "[]") for text in frame.filter(frame["status"] == STATUS_OK)["warnings"]]
+    noted = check_disturbed(warnings, "runs", "nothing was compared", takes_disturbed=takes_disturbed)
     validation = score_predictors(frame, results)
+    validation.notes.extend(noted)
     document = validation_json(validation.cases, validation.scores, validation.notes)
     if out is not None:
         if out.suffix == ".json":

@@ -3,8 +3,9 @@ published runs, and calibrations of a cluster as sweeps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
 
@@ -25,6 +26,7 @@ from hpcbench.oracle.calibration.calibration_runs import (
     calibration_sweep_toml,
 )
 from hpcbench.oracle.calibration.calibration_store import read_calibrations
+from hpcbench.oracle.calibration.disturbed_runs import disturbances
 from hpcbench.oracle.candidate_points import DeviceAllocation
 from hpcbench.oracle.recommend import OBJECTIVES, Recommendation, recommend
 from hpcbench.oracle.transformer.layout import Layout
@@ -141,24 +143,34 @@ def count_calibrations(tree: ClusterTree, profile: ClusterProfile, partition: st
     return sum(calibration.partition == wanted and bool(calibration.run_ids) for calibration in whole)
 
 
-def calibration_sweep_text(
+def calibration_sweeps(
     tree: ClusterTree, profile: ClusterProfile, partition: str | None, budget_s: float
-) -> tuple[str, str]:
-    """Name and text of the sweep of the calibration that is due."""
-    number = count_calibrations(tree, profile, partition)
-    return calibration_sweep_name(number, partition), calibration_sweep_toml(
-        profile, partition, available_cores(), number, budget_s
-    )
+) -> Iterator[tuple[Path, str]]:
+    """Yield file and text of the sweep of the calibration that is due, and of those after it."""
+    for number in count(count_calibrations(tree, profile, partition)):
+        path = tree.path("calibrations", f"{calibration_sweep_name(number, partition)}.toml")
+        yield path, calibration_sweep_toml(profile, partition, available_cores(), number, budget_s)
 
 
-def make_calibration_plan(
-    tree: ClusterTree, profile: ClusterProfile, partition: str | None, budget_s: float
+def plan_calibration(
+    sweeps: Iterable[tuple[Path, str]], profile: ClusterProfile, tree: ClusterTree, *, takes_disturbed: bool
 ) -> SweepPlan:
-    """The plan of the calibration that is due; its sweep is kept beside the calibrations."""
-    name, text = calibration_sweep_text(tree, profile, partition, budget_s)
-    path = tree.path("calibrations", f"{name}.toml")
-    write_file(path, text.encode())
-    return make_plan(load_sweep(path), profile, tree)
+    """Return the plan of the first of ``sweeps``, each of which is written to its file, that can give a calibration.
+
+    Those can whose runs are missing, or have ended, are in no calibration of the whole machine, and were not all
+    disturbed, unless ``takes_disturbed``.
+    """
+    known = [one.calibration for one in read_calibrations(tree, profile.name)[0]]
+    used = {run_id for calibration in known if not calibration.extends for run_id in calibration.run_ids}
+    for path, text in sweeps:
+        write_file(path, text.encode())
+        plan = make_plan(load_sweep(path), profile, tree)
+        results = (tree.read_result(key) for key in plan.runs)
+        warnings = [result.warnings for result in results if result is not None and result.status == STATUS_OK]
+        is_refused = warnings and all(map(disturbances, warnings)) and not takes_disturbed
+        if plan.missing or plan.elsewhere or not (is_refused or used & plan.runs.keys()):
+            break
+    return plan
 
 
 def collect_evidence(trees: Iterable[tuple[ClusterTree, Iterable[str]]]) -> tuple[list[CalibrationRun], list[str]]:

@@ -13,10 +13,9 @@ import msgspec
 
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.run_spec import RunSpec, config_id, strategy_label
-from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.errors import ConfigError, did_you_mean
-from hpcbench.fileio import make_folder, write_atomic
 from hpcbench.forecast.forecast import STARTUP_S, Forecast, forecast_plan
+from hpcbench.forecast.oracle_requests import plan_calibration
 from hpcbench.oracle.calibration.calibration_runs import PROBE_STEPS, CalibrationRun, probe_sweep_toml, usable_runs
 from hpcbench.oracle.calibration.calibration_store import (
     Calibration,
@@ -24,6 +23,7 @@ from hpcbench.oracle.calibration.calibration_store import (
     calibration_of_partition,
     read_calibrations,
 )
+from hpcbench.oracle.calibration.disturbed_runs import check_disturbed
 from hpcbench.oracle.calibration.fit_shapes import busy_notes, fit_shapes
 from hpcbench.oracle.calibration.sweep_needs import PricedRun, SweepProbe, block_probes, message_probes, price_run
 from hpcbench.oracle.cost_model import CostModel, is_eager_run
@@ -34,8 +34,7 @@ from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.parallel.check_names import custom_model_folder
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.results.results_tree import ClusterTree
-from hpcbench.results.schema import STATUS_OK, RunResult
-from hpcbench.submit.plan import SweepPlan, make_plan
+from hpcbench.submit.plan import SweepPlan
 
 SWEEP_SHARE = 0.1
 """Fraction of a sweep's predicted node-hours that its probes may take ..."""
@@ -47,10 +46,6 @@ _TIME_LIMIT_MIN = 10
 _TIME_LIMIT_MARGIN = 1.5
 """Time limit of a probe over its predicted time, where that is more than ``_TIME_LIMIT_MIN``."""
 LEFT_OUT = "left out: "
-DISTURBANCES = (
-    "other runs of hpcbench used the cores", "other processes used the cores", "other processes computed on the device",
-)  # fmt: skip
-"""Beginnings of the warnings that mark a run as disturbed by others."""
 
 
 @dataclass
@@ -287,26 +282,8 @@ def make_probe_plan(prepared: SweepCalibration, tree: ClusterTree, *, takes_dist
     Probes that have all ended and were all disturbed are planned anew, unless ``takes_disturbed``.
     """
     path = tree.path("calibrations", f"{prepared.name}.toml")
-    make_folder(path.parent)
-    for seed in count():
-        write_atomic(path, probe_sweep_text(prepared, seed).encode())
-        plan = make_plan(load_sweep(path), prepared.sweep.profile, tree)
-        if plan.missing or plan.elsewhere or takes_disturbed:
-            break
-        results = [tree.read_result(key) for key in plan.runs]
-        if not all_disturbed([result for result in results if result is not None and result.status == STATUS_OK]):
-            break
-    return plan
-
-
-def all_disturbed(results: Sequence[RunResult]) -> bool:
-    """Whether every one of several results has a warning of other work on its machine."""
-    return bool(results) and all(disturbance(result) for result in results)
-
-
-def disturbance(result: RunResult) -> str | None:
-    """Return the warning that marks a run as disturbed by others."""
-    return next((warning for warning in result.warnings if warning.startswith(DISTURBANCES)), None)
+    sweeps = ((path, probe_sweep_text(prepared, seed)) for seed in count())
+    return plan_calibration(sweeps, prepared.sweep.profile, tree, takes_disturbed=takes_disturbed)
 
 
 def extend_calibration(
@@ -325,13 +302,9 @@ def extend_calibration(
             f"no probe of sweep {name!r} on {profile.name} ended well: nothing was kept, predictions rest on {stays}",
             hint=f"hpcbench status {prepared.name} shows how they ended, hpcbench logs RUN_ID why",
         )
-    disturbed = [run.result for run in good if disturbance(run.result)]
-    if all_disturbed([run.result for run in good]) and not takes_disturbed:
-        raise ConfigError(
-            f"all {len(good)} probes of sweep {name!r} on {profile.name} are marked as disturbed: "
-            f"{disturbance(good[0].result)}; nothing was kept, predictions rest on {stays}",
-            hint="the same command measures again, when the machine is quiet; --busy takes them as they are",
-        )
+    what = f"probes of sweep {name!r} on {profile.name}"
+    then = f"nothing was kept, predictions rest on {stays}"
+    disturbed = check_disturbed([run.result.warnings for run in good], what, then, takes_disturbed=takes_disturbed)
     nominal = nominal_machine(profile, prepared.partition)
     found = fit_shapes(nominal, good, name, is_disturbed=bool(disturbed))
     found = msgspec.structs.replace(
@@ -341,8 +314,7 @@ def extend_calibration(
     )
     # A later call may measure what this one leaves out.
     notes = [*prepared.notes, *busy_notes(good)]
-    if disturbed:
-        notes.append(f"{len(disturbed)} of {len(good)} probes are marked as disturbed: the intervals are wider")
+    notes += [note.replace("runs", "probes") + ": the intervals are wider" for note in disturbed]
     earlier, differences = _comparable_shapes(prepared, found)
     notes += differences
     machine = nominal if base is None else base.calibration.machine
@@ -352,28 +324,18 @@ def extend_calibration(
     digests = found.environment_digests
     if base is None:
         return Calibration(
-            cluster=profile.name,
-            made_at=made_at,
-            partition=prepared.partition,
-            intra_node=nominal.comm.intra_node,
-            inter_node=nominal.comm.inter_node,
-            machine=msgspec.structs.replace(machine, measured=shapes, notes=[]),
-            notes=notes,
-            extends="profile",
-            run_ids=run_ids,
-            environment_digests=digests,
-        )
+            cluster=profile.name, made_at=made_at, partition=prepared.partition,
+            intra_node=nominal.comm.intra_node, inter_node=nominal.comm.inter_node,
+            machine=msgspec.structs.replace(machine, measured=shapes, notes=[]), notes=notes,
+            extends="profile", run_ids=run_ids, environment_digests=digests,
+        )  # fmt: skip
     before = base.calibration
     return msgspec.structs.replace(
-        before,
-        made_at=made_at,
-        partition=prepared.partition,
+        before, made_at=made_at, partition=prepared.partition, extends=base.digest,
         machine=msgspec.structs.replace(machine, measured=shapes),
-        notes=list(dict.fromkeys([*before.notes, *notes])),
-        extends=base.digest,
-        run_ids=sorted({*before.run_ids, *run_ids}),
+        notes=list(dict.fromkeys([*before.notes, *notes])), run_ids=sorted({*before.run_ids, *run_ids}),
         environment_digests=sorted({*before.environment_digests, *digests}),
-    )
+    )  # fmt: skip
 
 
 def _comparable_shapes(prepared: SweepCalibration, found: MeasuredShapes) -> tuple[MeasuredShapes | None, list[str]]:

@@ -17,6 +17,7 @@ from hpcbench.config.run_spec import RunSpec, config_id, spec_document
 from hpcbench.config.sweep_loader import COMPUTED_NAMES, expression_values
 from hpcbench.forecast.forecast import Forecast
 from hpcbench.oracle.calibration.calibration_store import Calibration, FitResidual
+from hpcbench.oracle.calibration.disturbed_runs import DISTURBED_NOTE
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.measured_factors import counted_phrase
 from hpcbench.oracle.prediction import MEASURED_FOR_SWEEP, NotPredicted, Prediction, PredictionBasis
@@ -261,7 +262,7 @@ def calibration_view(calibration: Calibration) -> RenderableType:
         Column("error", "error", attrgetter("error"), lambda fit: _format_percent(fit.error)),
         Column("r2", "R2", attrgetter("r2"), lambda fit: "" if fit.r2 is None else f"{fit.r2:.3f}"),
     ]
-    notes = [f"nominal: {note}" for note in calibration.notes]
+    notes = [note if DISTURBED_NOTE in note else f"nominal: {note}" for note in calibration.notes]
     return Group(
         PrintedView(View.from_rows("", numbers, fitted_parameters(calibration.machine))),
         PrintedView(View.from_rows("", fits, worst_residuals(calibration.residuals), notes)),

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Callable
+from math import hypot, log
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from click.testing import CliRunner, Result
 
+from hpcbench.cli.calibrate_commands import _check_quiet
 from hpcbench.cli.main import cli
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.errors import HpcbenchError
-from hpcbench.forecast.oracle_requests import count_calibrations
+from hpcbench.errors import ConfigError, HpcbenchError
+from hpcbench.forecast.oracle_requests import calibration_sweeps, count_calibrations, plan_calibration
 from hpcbench.oracle.calibration.calibration_runs import calibration_sweep_toml
 from hpcbench.oracle.calibration.calibration_store import FitResidual, machine_for
 from hpcbench.oracle.cost_model import CostModel
@@ -24,7 +29,7 @@ from hpcbench.oracle.prediction import predict
 from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.report.prediction_view import worst_residuals
 from hpcbench.results.results_tree import ClusterTree
-from hpcbench.submit.plan import available_cores
+from hpcbench.submit.plan import SweepPlan, available_cores
 from tests.oracle.test_calibration_fits import everything, run_of, table_of
 
 
@@ -160,14 +165,74 @@ def test_residuals_of_one_label_become_one_line_with_the_worst() -> None:
     assert lines == [("a", 2, 0.3), ("b", 1, 0.2), ("send, small", 5, 0.1)]
 
 
+def test_disturbed_runs_are_refused_or_widen_the_intervals(calibrate: Callable[..., Result], tmp_path: Path) -> None:
+    tree = written(tmp_path)
+    assert calibrate("slurmbox", "--from", "results").exit_code == 0
+    quiet = machine_for(load_cluster("slurmbox")[0], tree)
+    mark = "other processes used the cores during the timed steps: 50% of the 2 cores of rank 0 on n"
+    for run in everything(random.Random(5)):
+        run.result.warnings.append(mark)
+        ClusterTree(tmp_path / "marked" / "slurmbox").write_result(run.result)
+    refused = calibrate("slurmbox", "--from", "marked")
+    assert isinstance(refused.exception, ConfigError)
+    assert "all 6 runs of slurmbox are marked as disturbed: other processes used the cores" in str(refused.exception)
+    assert "--busy" in str(refused.exception.hint)
+    done = calibrate("slurmbox", "--from", "marked", "--busy")
+    assert done.exit_code == 0, done.output
+    assert "6 of 6 runs are marked as disturbed" in done.output
+    busy = machine_for(load_cluster("slurmbox")[0], tree)
+    # Steps may take twice as long.
+    assert busy.compute.spread == pytest.approx(hypot(quiet.compute.spread, log(2) / 1.645))
+    assert busy.comm.spread == pytest.approx(hypot(quiet.comm.spread, log(2) / 1.645))
+
+
+def test_a_refused_calibration_is_measured_anew(tmp_path: Path) -> None:
+    profile, _ = load_cluster("slurmbox")
+    tree = ClusterTree(tmp_path / "results" / "slurmbox")
+
+    def plan(*, takes_disturbed: bool) -> SweepPlan:
+        sweeps = calibration_sweeps(tree, profile, None, 1.0)
+        return plan_calibration(sweeps, profile, tree, takes_disturbed=takes_disturbed)
+
+    first = plan(takes_disturbed=False)
+    assert set(first.missing) == set(first.runs)
+    for key, spec in first.runs.items():
+        result = run_of("single", 0.1).result
+        result.run_id, result.spec, result.warnings = key, spec, ["other processes used the cores: 9% of the 2 cores"]
+        tree.write_result(result)
+    anew = plan(takes_disturbed=False)
+    assert not set(anew.runs) & set(first.runs)
+    assert set(anew.missing) == set(anew.runs)
+    assert set(plan(takes_disturbed=True).runs) == set(first.runs)
+
+
+def test_a_process_that_computes_is_seen_before_anything_is_measured() -> None:
+    profile, _ = load_cluster("local")
+    spinning = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        with pytest.raises(
+            ConfigError, match=r"use .* of the \d+ cores of this machine, at most .*: nothing was measured"
+        ):
+            _check_quiet(profile, takes_disturbed=False)
+        _check_quiet(profile, takes_disturbed=True)
+    finally:
+        spinning.kill()
+        spinning.wait()
+
+
+def test_a_quiet_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "cpu_percent", lambda seconds, percpu: [0.4] * 4096)
+    _check_quiet(load_cluster("local")[0], takes_disturbed=False)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1500)
 def test_a_whole_calibration_of_this_machine(calibrate: Callable[..., Result], tmp_path: Path) -> None:
-    done = calibrate("local", "--budget", "0.5", "--json")
+    done = calibrate("local", "--budget", "0.5", "--busy", "--json")
     document = json.loads(done.stdout)
     machine = document["calibration"]["machine"]
     assert machine["compute"]["samples"]
     assert machine["compute"]["factors"]["vit"] > 0
     assert set(machine["strategies"]) >= {"ddp", "fsdp"}
-    again = calibrate("local", "--from", "calibration-0", "--json")
+    again = calibrate("local", "--from", "calibration-0", "--busy", "--json")
     assert json.loads(again.stdout)["calibration"]["run_ids"] == document["calibration"]["run_ids"]

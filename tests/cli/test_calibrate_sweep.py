@@ -19,12 +19,12 @@ from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.errors import HpcbenchError
 from hpcbench.forecast.oracle_requests import collect_evidence, count_calibrations
 from hpcbench.forecast.sweep_calibration import (
-    DISTURBANCES,
     extend_calibration,
     make_probe_plan,
     prepare_sweep_calibration,
 )
 from hpcbench.oracle.calibration.calibration_store import machine_for, read_calibrations, write_calibration
+from hpcbench.oracle.calibration.disturbed_runs import DISTURBANCES
 from hpcbench.oracle.calibration.fit_machine import fit_calibration
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.submit.plan import make_plan
@@ -272,7 +272,6 @@ def test_warnings_of_other_work_are_those_that_mark_a_run() -> None:
     ("words", "said"),
     [
         (("--for", "mine.toml", "--from", "results"), "--for measures, --from measures nothing"),
-        (("--busy",), "--busy is about the probes of --for"),
         (("--for", "nowhere.toml"), "no sweep file"),
         (("--for", "mine.toml", "--partition", "high"), "no run of sweep 'mine' is on partition 'high'"),
     ],

@@ -339,6 +339,22 @@ def test_validation_of_planted_results(tmp_path: Path) -> None:
     assert scores["hpcbench"]["strategies"]["ddp"]["mean"] < scores["machine_only"]["strategies"]["ddp"]["mean"]
 
 
+def test_validation_counts_disturbed_runs_and_refuses_if_all_are(tmp_path: Path) -> None:
+    tree = tmp_path / "results"
+    planted(tree, "single", 1.0)
+    planted(tree, "ddp", 1.25)
+    paths = sorted(tree.rglob("result.json"))
+    for number, path in enumerate(paths, 1):
+        document = json.loads(path.read_text())
+        path.write_text(json.dumps(document | {"warnings": ["other processes used the cores: 9% of the 2 cores"]}))
+        if number == 1:
+            notes = said(tmp_path, "validate")["notes"]
+            assert f"1 of {len(paths)} runs are marked as disturbed" in notes
+    with pytest.raises(HpcbenchError, match=f"all {len(paths)} runs are marked as disturbed"):
+        said(tmp_path, "validate")
+    assert said(tmp_path, "validate", "--busy")["cases"]
+
+
 def test_a_calibration_is_taken_and_its_own_runs_are_not_scored(tmp_path: Path) -> None:
     tree = tmp_path / "results"
     planted(tree, "ddp", 1.25)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime, timezone
-from math import log
+from math import hypot, log
 from typing import Any
 
 import msgspec
@@ -13,6 +13,7 @@ from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.oracle.calibration import fit_overheads
 from hpcbench.oracle.calibration.calibration_runs import PROBE_BLOCKS, PROBE_MESSAGES, CalibrationRun, usable_runs
 from hpcbench.oracle.calibration.calibration_store import Calibration, FitResidual
+from hpcbench.oracle.calibration.disturbed_runs import disturbed_spread
 from hpcbench.oracle.calibration.fit_collectives import fit_collectives
 from hpcbench.oracle.calibration.fit_kernels import MIN_COMPUTE_SPREAD, fit_kernels
 from hpcbench.oracle.calibration.posterior import fit_posterior, run_observations
@@ -33,6 +34,9 @@ def fit_calibration(
     alone = fit_overheads.fit_lone_ranks(good)
     compute, residuals, notes = fit_kernels(nominal, good, alone.steps_s)
     comm, of_comm, more = _fit_communication(nominal, good)
+    outside = disturbed_spread([run.result.warnings for run in good])
+    compute = msgspec.structs.replace(compute, spread=hypot(compute.spread, outside))
+    comm = msgspec.structs.replace(comm, spread=hypot(comm.spread, outside))
     crowding = fit_overheads.fit_crowding(good, alone)
     if crowding:
         compute = msgspec.structs.replace(compute, crowding={1: 1.0, **crowding})
@@ -122,6 +126,8 @@ def fit_calibration_from_runs(
     fitted = fit_posterior(machine, observed)
     posterior = fitted.posterior
     assert posterior is not None, "a fit says how sure it is"
+    spread = hypot(posterior.run_spread, disturbed_spread([run.result.warnings for run in good]))
+    posterior = msgspec.structs.replace(posterior, run_spread=spread)
     residuals = [
         FitResidual(part="runs", what=each.run, points=1, error=abs(log(each.predicted_s / each.measured_s)))
         for each in posterior.residuals
@@ -129,7 +135,7 @@ def fit_calibration_from_runs(
     drawn = [each.name for each in posterior.parameters if each.learned < _MIN_LEARNED]
     notes = [f"the runs say nothing of {', '.join(drawn)}: as before"] if drawn else []
     return Calibration(
-        machine=msgspec.structs.replace(fitted, notes=[]),
+        machine=msgspec.structs.replace(fitted, posterior=posterior, notes=[]),
         residuals=residuals,
         notes=[*machine.notes, *notes],
         **_provenance(profile, partition, good),

@@ -1,0 +1,53 @@
+"""Runs that other work on their machine disturbed: which they are, and how much they widen the intervals of
+predictions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from math import log
+from statistics import median
+
+from hpcbench.errors import ConfigError
+
+DISTURBANCES = (
+    "other runs of hpcbench used the cores", "other processes used the cores", "other processes computed on the device",
+)  # fmt: skip
+"""Beginnings of the warnings that mark a run as disturbed by others."""
+DISTURBED_NOTE = "are marked as disturbed"
+_USED_SHARE = re.compile(r"(\d+)% of the \d+ core")
+_SHARE_OF_DEVICE, _MAX_SHARE = 0.5, 0.95
+_NORMAL_90 = 1.645
+
+
+def disturbances(warnings: Iterable[str]) -> list[str]:
+    """Return those of the warnings of a run that mark it as disturbed by others."""
+    return [warning for warning in warnings if warning.startswith(DISTURBANCES)]
+
+
+def check_disturbed(runs: Sequence[Iterable[str]], what: str, then: str, *, takes_disturbed: bool) -> list[str]:
+    """Return a note of how many of ``runs``, by their warnings, were disturbed; none if no run was.
+
+    Raises:
+        ConfigError: All were, and ``takes_disturbed`` is not set; ``then`` says what comes of it.
+    """
+    marks = [found for found in map(disturbances, runs) if found]
+    if marks and len(marks) == len(runs) and not takes_disturbed:
+        raise ConfigError(
+            f"all {len(runs)} {what} {DISTURBED_NOTE}: {marks[0][0]}; {then}",
+            hint="measure again when the machine is quiet; --busy takes them as they are",
+        )
+    return [f"{len(marks)} of {len(runs)} runs {DISTURBED_NOTE}"] if marks else []
+
+
+def disturbed_spread(runs: Sequence[Iterable[str]]) -> float:
+    """Return the relative uncertainty by which a 90 % interval includes a machine as busy as it was during ``runs``.
+
+    Steps take as much longer as the share of the cores that others used can make them; one who computes on the same
+    device is taken to use half. Of all runs the median counts: 0 where less than half were disturbed.
+    """
+    stretches = []
+    for found in map(disturbances, runs):
+        used = (max(map(int, _USED_SHARE.findall(text)), default=100 * _SHARE_OF_DEVICE) / 100 for text in found)
+        stretches.append(1 / (1 - min(sum(used), _MAX_SHARE)))
+    return log(median(stretches or [1.0])) / _NORMAL_90
