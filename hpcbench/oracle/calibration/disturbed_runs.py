@@ -26,10 +26,16 @@ def disturbances(warnings: Iterable[str]) -> list[str]:
 
 
 def check_disturbed(runs: Sequence[Iterable[str]], what: str, then: str, *, takes_disturbed: bool) -> list[str]:
-    """Return a note of how many of ``runs``, by their warnings, were disturbed; none if no run was.
+    """Return a note with the number of disturbed runs; none if no run was disturbed.
+
+    Args:
+        runs: The warnings of each run.
+        what: The runs, for the message, such as ``runs of snellius``.
+        then: The consequence, for the message.
+        takes_disturbed: Whether runs that were all disturbed are accepted.
 
     Raises:
-        ConfigError: All were, and ``takes_disturbed`` is not set; ``then`` says what comes of it.
+        ConfigError: All runs were disturbed, and ``takes_disturbed`` is not set.
     """
     marks = [found for found in map(disturbances, runs) if found]
     if marks and len(marks) == len(runs) and not takes_disturbed:
@@ -43,8 +49,8 @@ def check_disturbed(runs: Sequence[Iterable[str]], what: str, then: str, *, take
 def disturbed_spread(runs: Sequence[Iterable[str]]) -> float:
     """Return the relative uncertainty by which a 90 % interval includes a machine as busy as it was during ``runs``.
 
-    Steps take as much longer as the share of the cores that others used can make them; one who computes on the same
-    device is taken to use half. Of all runs the median counts: 0 where less than half were disturbed.
+    If others use a share of the cores, steps may take 1 / (1 - share) times as long. Others on the same device are
+    assumed to use half of it. The median run counts, so the result is 0 if less than half of the runs were disturbed.
     """
     stretches = []
     for found in map(disturbances, runs):
