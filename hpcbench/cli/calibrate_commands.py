@@ -175,7 +175,7 @@ def _measure_and_fit(
         _check_quiet(profile, takes_disturbed=takes_disturbed)
     go_on = f"hpcbench cluster calibrate {profile.name} goes on with it"
     states = submit_and_watch(plan, RunSelection(over_budget=over_budget), go_on)
-    evidence = collect_evidence([(plan.tree, plan.runs)])
+    evidence = collect_evidence([(plan.tree, plan.runs)], Forecast(profile))
     calibration, path = _fit_and_store(profile, partition, evidence, results, takes_disturbed=takes_disturbed)
     return calibration, path, states
 
@@ -199,7 +199,9 @@ def _fit_existing_runs(
         if not chosen:
             raise ConfigError(f"none of {frame.height} runs of {profile.name} has {where}", where="--where")
         selections = [(tree, [run_id for run_id in run_ids if run_id in chosen]) for tree, run_ids in selections]
-    return _fit_and_store(profile, partition, collect_evidence(selections), results, takes_disturbed=takes_disturbed)
+    # Without a folder of models: code that other people's results name is not run.
+    evidence = collect_evidence(selections, Forecast(profile))
+    return _fit_and_store(profile, partition, evidence, results, takes_disturbed=takes_disturbed)
 
 
 def _fit_and_store(
@@ -294,7 +296,8 @@ def _measure_and_keep(
         _check_quiet(plan.profile, takes_disturbed=takes_disturbed)
         go_on = f"hpcbench cluster calibrate {plan.profile_name} --for {plan.sweep.name} goes on with it"
         states = submit_and_watch(probe_plan, RunSelection(remeasure=True, over_budget=over_budget), go_on)
-    runs, problems = collect_evidence([(plan.tree, probe_plan.runs)])
+    forecast = Forecast(plan.profile, model_folder=custom_model_folder(plan.sweep, plan.profile))
+    runs, problems = collect_evidence([(plan.tree, probe_plan.runs)], forecast)
     for problem in problems:
         print_message(f"  {problem}")
     calibration = extend_calibration(prepared, runs, takes_disturbed=takes_disturbed)

@@ -18,7 +18,6 @@ from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
 from hpcbench.fileio import write_file
 from hpcbench.forecast.forecast import Forecast
-from hpcbench.forecast.layer_table_cache import load_layer_table
 from hpcbench.oracle.calibration.calibration_runs import (
     PROBE_LOOPS,
     CalibrationRun,
@@ -28,6 +27,7 @@ from hpcbench.oracle.calibration.calibration_runs import (
 from hpcbench.oracle.calibration.calibration_store import read_calibrations
 from hpcbench.oracle.calibration.disturbed_runs import disturbances
 from hpcbench.oracle.candidate_points import DeviceAllocation
+from hpcbench.oracle.prediction import NotPredicted
 from hpcbench.oracle.recommend import OBJECTIVES, Recommendation, recommend
 from hpcbench.oracle.transformer.layout import Layout
 from hpcbench.oracle.transformer.layout_search import (
@@ -40,7 +40,7 @@ from hpcbench.oracle.transformer.layout_search import (
 from hpcbench.oracle.transformer.machines import FittedMachine, fitted_machine
 from hpcbench.parallel.catalog import get_model as catalog_model
 from hpcbench.parallel.decoder_shapes import DecoderShape, named_shape, named_shapes
-from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest, default_input_size
+from hpcbench.parallel.layer_table import default_input_size
 from hpcbench.parallel.resolve import InfeasiblePoint, single_device_run
 from hpcbench.parallel.workloads import DATASETS, check_custom_model, is_custom_model
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
@@ -173,26 +173,26 @@ def plan_calibration(
     return plan
 
 
-def collect_evidence(trees: Iterable[tuple[ClusterTree, Iterable[str]]]) -> tuple[list[CalibrationRun], list[str]]:
-    """Return the usable runs of each tree, and for the others the reason as text."""
+def collect_evidence(
+    trees: Iterable[tuple[ClusterTree, Iterable[str]]], forecast: Forecast
+) -> tuple[list[CalibrationRun], list[str]]:
+    """Return the usable runs of each tree with the layer tables of ``forecast``, and for the others the reason."""
     found: list[CalibrationRun] = []
     problems: list[str] = []
-    tables: dict[bytes, LayerTable] = {}
     for tree, run_ids in trees:
         for run_id in run_ids:
             try:
                 result = tree.read_result(run_id)
-                if result is None or result.status != STATUS_OK or result.spec.strategy == PROBE_LOOPS:
-                    continue
-                spec = result.spec
-                request = LayerTableRequest(
-                    model=spec.model, dataset=spec.dataset, input_size=spec.input_size, model_options=spec.model_options
-                )
-                key = msgspec.json.encode(request)
-                tables[key] = tables.get(key) or load_layer_table(request)
-                found.append(CalibrationRun(result, tables[key]))
             except (HpcbenchError, msgspec.MsgspecError) as error:
                 problems.append(f"run {run_id} is left out: {error}")
+                continue
+            if result is None or result.status != STATUS_OK or result.spec.strategy == PROBE_LOOPS:
+                continue
+            table = forecast.table(result.spec)
+            if isinstance(table, NotPredicted):
+                problems.append(f"run {run_id} is left out: {table.reason}")
+            else:
+                found.append(CalibrationRun(result, table))
     return found, problems
 
 

@@ -17,6 +17,7 @@ from hpcbench.cli.main import cli
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.errors import HpcbenchError
+from hpcbench.forecast.forecast import Forecast
 from hpcbench.forecast.oracle_requests import collect_evidence, count_calibrations
 from hpcbench.forecast.sweep_calibration import (
     extend_calibration,
@@ -26,6 +27,7 @@ from hpcbench.forecast.sweep_calibration import (
 from hpcbench.oracle.calibration.calibration_store import machine_for, read_calibrations, write_calibration
 from hpcbench.oracle.calibration.disturbed_runs import DISTURBANCES
 from hpcbench.oracle.calibration.fit_machine import fit_calibration
+from hpcbench.parallel.layer_table import LayerTable
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.submit.plan import make_plan
 from hpcbench.worker.measure import interference
@@ -49,6 +51,7 @@ micro_batches = 4
 [[include]]
 strategy = "single"
 """
+SINGLE = '[[include]]\nstrategy = "single"\n'
 CALIBRATE = ("cluster", "calibrate", "slurmbox", "--for", "mine.toml", "--budget", "1")
 Call = Callable[..., Result]
 
@@ -246,7 +249,7 @@ def test_disturbed_probes_are_refused_unless_busy(call: Call, tmp_path: Path) ->
     plan = make_plan(load_sweep(tmp_path / "mine.toml"), PROFILE, tree)
     prepared = prepare_sweep_calibration(plan, tree, None, 1.0)
     probes = make_probe_plan(prepared, tree, takes_disturbed=True)
-    runs, _ = collect_evidence([(tree, probes.runs)])
+    runs, _ = collect_evidence([(tree, probes.runs)], Forecast(PROFILE))
     with pytest.raises(
         HpcbenchError, match="all 3 probes of sweep 'mine' on slurmbox are marked as disturbed"
     ) as error:
@@ -266,6 +269,26 @@ def test_disturbed_probes_are_refused_unless_busy(call: Call, tmp_path: Path) ->
 def test_warnings_of_other_work_are_those_that_mark_a_run() -> None:
     text = Path(interference.__file__).read_text(encoding="utf-8")
     assert all(f'"{beginning}' in text for beginning in DISTURBANCES)
+
+
+@pytest.mark.timeout(120)
+def test_the_folder_of_a_users_own_model_is_that_of_the_sweep(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from torch import nn\n\n\ndef net(shape, classes):\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
+    )
+    text = SWEEP.replace('name = "mine"', 'name = "mine"\nmodel_folder = "."').replace('"vgg11"', '"own:net"')
+    (tmp_path / "mine.toml").write_text(text.replace('"cifar10"', '"digits"').partition("[[include]]")[0] + SINGLE)
+    done = call(*CALIBRATE, "--out", "probes.toml")
+    assert done.exit_code == 0, (done.output, done.exception)
+    plan = make_plan(load_sweep(tmp_path / "probes.toml"), PROFILE, tree_of(tmp_path))
+    (spec,) = plan.runs.values()
+    table = Forecast(PROFILE, model_folder=tmp_path).table(spec)
+    assert isinstance(table, LayerTable)
+    tree_of(tmp_path).write_result(probe_run(PROFILE, spec, table=table).result)
+    taken = call(*CALIBRATE)
+    assert taken.exit_code == 0, (taken.output, taken.exception)
+    assert "is left out" not in taken.stderr
+    assert "1 of 1 configurations rest on measured shapes alone" in taken.stderr
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,11 @@ def message_s(payload_bytes: float) -> float:
     return 2e-4 + MESSAGE_S_PER_BYTE * payload_bytes
 
 
-def blocks_probe(profile: ClusterProfile, spec: RunSpec, slower: float, wall: float = 1.0) -> ProbeResults:
+def blocks_probe(
+    profile: ClusterProfile, spec: RunSpec, slower: float, wall: float = 1.0, table: LayerTable | None = None
+) -> ProbeResults:
     """What ``probe_blocks`` finds; ``wall``: passing time over the processors' own, which a quota holds back."""
-    roofline, table = RooflineModel(nominal_machine(profile).compute), table_of(spec)
+    roofline, table = RooflineModel(nominal_machine(profile).compute), table or table_of(spec)
     own: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     kernels = []
     shares = [int(part) for part in str(spec.options.get("shares", "1")).split(",") if int(part) > 1]
@@ -73,12 +75,17 @@ def messages_probe(spec: RunSpec) -> ProbeResults:
     return ProbeResults(collectives=collectives)
 
 
-def probe_run(profile: ClusterProfile, spec: RunSpec, slower: float = 3.0, **more: Any) -> CalibrationRun:
-    """A finished run of either probe."""
+def probe_run(
+    profile: ClusterProfile, spec: RunSpec, slower: float = 3.0, table: LayerTable | None = None, **more: Any
+) -> CalibrationRun:
+    """A finished run of either probe; ``table`` is that of a model that is not shipped."""
+    table = table or table_of(spec)
     times = StepTimeStatistics(
         median=0.1, mean=0.1, std=0.0, p10=0.1, p90=0.1, min=0.1, max=0.1, ci95_low=0.1, ci95_high=0.1
     )
-    probe = messages_probe(spec) if spec.strategy == "probe_messages" else blocks_probe(profile, spec, slower)
+    probe = (
+        messages_probe(spec) if spec.strategy == "probe_messages" else blocks_probe(profile, spec, slower, table=table)
+    )
     fields: dict[str, Any] = {
         "sweep": "s",
         "cluster": profile.name,
@@ -90,4 +97,4 @@ def probe_run(profile: ClusterProfile, spec: RunSpec, slower: float = 3.0, **mor
         run_id=run_id(spec), config_id=config_id(spec), attempt=1, spec=spec, metrics=RunMetrics(step_time_s=times),
         **(fields | more),
     )  # fmt: skip
-    return CalibrationRun(result, table_of(spec))
+    return CalibrationRun(result, table)
