@@ -51,7 +51,6 @@ from hpcbench.oracle.calibration.calibration_store import (
 )
 from hpcbench.oracle.calibration.disturbed_runs import check_disturbed
 from hpcbench.oracle.calibration.fit_machine import fit_calibration, fit_calibration_from_runs, machine_runs
-from hpcbench.parallel.check_names import custom_model_folder
 from hpcbench.report.column_names import Condition
 from hpcbench.report.load_results import load_frame
 from hpcbench.report.oracle_validation import VALIDATION_COLUMNS, score_predictors
@@ -270,7 +269,7 @@ def _calibrate_for_sweep(
         write_file(out, newest.read_bytes())
     elif out is not None:
         print_message(f"{out} was not written: {plan.profile_name} has no calibration")
-    forecast = Forecast(plan.profile, plan.tree, custom_model_folder(plan.sweep, plan.profile))
+    forecast = Forecast(plan.profile, plan.tree, plan.model_folder)
     for line in coverage_lines(prepared.runs.values(), forecast):
         print_message(line)
     if path is not None:
@@ -296,8 +295,8 @@ def _measure_and_keep(
         _check_quiet(plan.profile, takes_disturbed=takes_disturbed)
         go_on = f"hpcbench cluster calibrate {plan.profile_name} --for {plan.sweep.name} goes on with it"
         states = submit_and_watch(probe_plan, RunSelection(remeasure=True, over_budget=over_budget), go_on)
-    forecast = Forecast(plan.profile, model_folder=custom_model_folder(plan.sweep, plan.profile))
-    runs, problems = collect_evidence([(plan.tree, probe_plan.runs)], forecast)
+    tables = Forecast(plan.profile, model_folder=plan.model_folder)
+    runs, problems = collect_evidence([(plan.tree, probe_plan.runs)], tables)
     for problem in problems:
         print_message(f"  {problem}")
     calibration = extend_calibration(prepared, runs, takes_disturbed=takes_disturbed)

@@ -51,7 +51,6 @@ micro_batches = 4
 [[include]]
 strategy = "single"
 """
-SINGLE = '[[include]]\nstrategy = "single"\n'
 CALIBRATE = ("cluster", "calibrate", "slurmbox", "--for", "mine.toml", "--budget", "1")
 Call = Callable[..., Result]
 
@@ -272,23 +271,29 @@ def test_warnings_of_other_work_are_those_that_mark_a_run() -> None:
 
 
 @pytest.mark.timeout(120)
-def test_the_folder_of_a_users_own_model_is_that_of_the_sweep(call: Call, tmp_path: Path) -> None:
+def test_probes_of_a_users_own_model_add_to_what_was_measured(call: Call, tmp_path: Path) -> None:
+    plant(call, tmp_path)
+    assert call(*CALIBRATE).exit_code == 0
     (tmp_path / "own.py").write_text(
         "from torch import nn\n\n\ndef net(shape, classes):\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
     )
-    text = SWEEP.replace('name = "mine"', 'name = "mine"\nmodel_folder = "."').replace('"vgg11"', '"own:net"')
-    (tmp_path / "mine.toml").write_text(text.replace('"cifar10"', '"digits"').partition("[[include]]")[0] + SINGLE)
-    done = call(*CALIBRATE, "--out", "probes.toml")
+    (tmp_path / "own.toml").write_text(
+        'name = "own"\nmodel_folder = "."\n[fixed]\nmodel = "own:net"\ndataset = "digits"\nbatch_size = 8\n'
+        'strategy = "single"\n'
+    )
+    words = ("cluster", "calibrate", "slurmbox", "--for", "own.toml", "--budget", "1")
+    done = call(*words, "--out", "probes.toml")
     assert done.exit_code == 0, (done.output, done.exception)
-    plan = make_plan(load_sweep(tmp_path / "probes.toml"), PROFILE, tree_of(tmp_path))
-    (spec,) = plan.runs.values()
+    (spec,) = make_plan(load_sweep(tmp_path / "probes.toml"), PROFILE, tree_of(tmp_path)).runs.values()
     table = Forecast(PROFILE, model_folder=tmp_path).table(spec)
     assert isinstance(table, LayerTable)
-    tree_of(tmp_path).write_result(probe_run(PROFILE, spec, table=table).result)
-    taken = call(*CALIBRATE)
+    # The digest of its environment includes the file of the model.
+    tree_of(tmp_path).write_result(probe_run(PROFILE, spec, table=table, environment_digest="with own.py").result)
+    taken = call(*words)
     assert taken.exit_code == 0, (taken.output, taken.exception)
-    assert "is left out" not in taken.stderr
+    assert "left out" not in taken.stderr
     assert "1 of 1 configurations rest on measured shapes alone" in taken.stderr
+    assert set(kinds(call).values()) == {"calibrated for this sweep"}
 
 
 @pytest.mark.parametrize(

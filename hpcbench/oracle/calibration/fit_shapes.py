@@ -16,6 +16,7 @@ from hpcbench.oracle.measured_shapes import MeasuredKernel, MeasuredMessage, Mea
 from hpcbench.parallel.layer_table import LayerRow
 from hpcbench.parallel.roofline import Kernel, RooflineModel
 from hpcbench.parallel.traffic import MessageShape
+from hpcbench.parallel.workloads import is_custom_model
 from hpcbench.results.probe_records import BlockProbe, ProbeResults
 
 _NORMAL_90 = 1.645
@@ -60,7 +61,10 @@ def fit_shapes(machine: Machine, runs: Sequence[CalibrationRun], sweep: str, *, 
         comm_spread=max(MIN_COMPUTE_SPREAD, hypot(median(scatters or [0.0]), outside)),
         sweeps=[sweep],
         links=(machine.comm.intra_node, machine.comm.inter_node),
-        environment_digests=sorted({run.result.environment_digest or "" for run in runs} - {""}),
+        # That of a user's own model includes the file of the model.
+        environment_digests=sorted(
+            {run.result.environment_digest or "" for run in runs if not is_custom_model(run.result.spec.model)} - {""}
+        ),
     )
 
 
