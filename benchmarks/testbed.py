@@ -1,4 +1,4 @@
-"""The SLURM box as a cluster of eight slow nodes: for the oracle's score and for the papers' matrices."""
+"""The SLURM box as a cluster of slow nodes: for the oracle's score and for the papers' matrices."""
 
 from __future__ import annotations
 
@@ -6,13 +6,25 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.slurm.box import Box, Options
 from tests.slurm.box.options import MIB
 
 CLUSTER = "oraclebox"
-NODES, CORES = 8, 0.22
-"""Together 1.76 cores: the rest of two is the daemons'."""
+
+
+class Shape(NamedTuple):
+    """Nodes, and the processors of each. All nodes share two cores, of which the daemons need a part."""
+
+    nodes: int
+    cores: float
+
+
+EIGHT_NODES = Shape(8, 0.22)
+"""For the papers' matrices, which have up to eight ranks."""
+FOUR_NODES = Shape(4, 0.45)
+"""For the oracle's score: a larger quota holds a rank back less often, so that launches differ less."""
 MEMORY = 2500 * MIB
 RATE_MBIT = 1000
 """Of the links of the reruns."""
@@ -41,14 +53,15 @@ bandwidth_bytes_per_s = "{rate} Mbit/s"
 class Testbed:
     """A project folder with the profile, a results tree, and the box that both are about."""
 
-    def __init__(self, work: Path) -> None:
+    def __init__(self, work: Path, shape: Shape = EIGHT_NODES) -> None:
+        self.shape = shape
         self.work = work.resolve()
         self.work.mkdir(parents=True, exist_ok=True)
         self.results = self.work / "results"
 
     def at(self, rate_mbit: int, jobs: int | None = None) -> None:
         """Have the box with links of that rate, and the profile that says so and has at most ``jobs`` run at once."""
-        Box().up(Options(nodes=NODES, gpus=0, cpus=CORES, mem=MEMORY, link=rate_mbit * 10**6))
+        Box().up(Options(nodes=self.shape.nodes, gpus=0, cpus=self.shape.cores, mem=MEMORY, link=rate_mbit * 10**6))
         self.describe(rate_mbit, jobs)
 
     def describe(self, rate_mbit: int, jobs: int | None = None) -> None:
@@ -57,7 +70,8 @@ class Testbed:
         folder.mkdir(parents=True, exist_ok=True)
         # All nodes share two cores.
         limit = "" if jobs is None else f"max_running_jobs = {jobs}"
-        text = _PROFILE.format(name=CLUSTER, nodes=NODES, cores=CORES, rate=rate_mbit, memory=MEMORY, limit=limit)
+        nodes, cores = self.shape
+        text = _PROFILE.format(name=CLUSTER, nodes=nodes, cores=cores, rate=rate_mbit, memory=MEMORY, limit=limit)
         (folder / f"{CLUSTER}.toml").write_text(text)
 
     def hpcbench(self, *arguments: str) -> int:

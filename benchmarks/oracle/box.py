@@ -1,30 +1,40 @@
 """``make oracle-score``: calibrate the box, write predictions down, measure, and compare.
 
     python -m benchmarks.oracle.box calibrate    measure kernels and collectives, at another rate of the links
+    python -m benchmarks.oracle.box probe        measure the blocks and messages of box.toml (calibrate --for)
     python -m benchmarks.oracle.box predict      write box_predictions.json; commit it before going on
-    python -m benchmarks.oracle.box measure      the sweep box.toml; what is done stays
+    python -m benchmarks.oracle.box measure      box.toml, in slices of --minutes; measured launches stay
+    python -m benchmarks.oracle.box cases        write box_cases.json from all measured launches; commit it
     python -m benchmarks.oracle.box table        compare; counts as a look
-    python -m benchmarks.oracle.box all          whatever is missing, in this order, with predictions of its own
+    python -m benchmarks.oracle.box all          all missing parts, in this order, with predictions of its own
 
-Needs the SLURM box, so root. All but the predictions lies under ``--work``.
+Needs the SLURM box, so root. The results tree lies under ``--work``: slices of one score need the same one.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import shutil
+import signal
+import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from benchmarks.oracle import registered, tables
+import msgspec
+import tomli
+
+from benchmarks.oracle import cases, registered, tables
 from benchmarks.oracle.registered import SWEEP
-from benchmarks.testbed import CLUSTER, Testbed
+from benchmarks.testbed import CLUSTER, FOUR_NODES, Testbed
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import config_id
+from hpcbench.config.sweep_file import sweep_toml
 from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.errors import HpcbenchError
+from hpcbench.fileio import make_folder, write_atomic
 from hpcbench.oracle.baselines import BASELINES
 from hpcbench.oracle.calibration.calibration_store import read_calibrations
 from hpcbench.report.load_results import load_frame
@@ -36,17 +46,20 @@ from hpcbench.report.oracle_validation import (
     baseline_predictor,
     oracle_predictor,
 )
+from hpcbench.report.reference_drift import DRIFT_COLUMNS, drift_notes, reference_drifts, remove_drift
 from hpcbench.results.results_tree import ResultsTree
-from hpcbench.submit.plan import make_plan
+from hpcbench.submit.plan import SweepPlan, make_plan
 
 CALIBRATED_MBIT, SCORED_MBIT = 200, 100
-"""With the scored rate the links of eight nodes carry 0.8 Gbit/s in all."""
+"""With the scored rate the links of four nodes carry 0.4 Gbit/s in all."""
 _CALIBRATING_JOBS, _SCORED_JOBS = 2, 1
 """At once: more would be in each other's way more than the ranks of one are."""
 _SOME_FAILED = 1
 """How ``hpcbench run`` ends where runs did: they are cases, too."""
 _BUSY = 0.3
 """Load of the machine above which nothing is measured."""
+_MORE_LAUNCHES = 5
+"""Of data parallelism and of recommended configurations: small differences between these matter."""
 
 
 def calibrate(bed: Testbed) -> int:
@@ -56,16 +69,42 @@ def calibrate(bed: Testbed) -> int:
     return bed.hpcbench("cluster", "calibrate", CLUSTER, "--busy")
 
 
+def probe(bed: Testbed) -> int:
+    """Measure the blocks and messages of the sweep."""
+    bed.at(SCORED_MBIT, _CALIBRATING_JOBS)
+    return bed.hpcbench("cluster", "calibrate", CLUSTER, "--for", str(SWEEP))
+
+
+def _plan(bed: Testbed, sweep: Path = SWEEP) -> SweepPlan:
+    """Plan a sweep on the box, in the folder of the work."""
+    os.chdir(bed.work)
+    profile, _ = load_cluster(CLUSTER)
+    return make_plan(load_sweep(sweep), profile, ResultsTree(bed.results).cluster(CLUSTER))
+
+
+def _tree_with(bed: Testbed, name: str, *, is_calibrated: bool) -> ResultsTree:
+    """Return a tree without results, and without calibrations or with those that know no shape of a sweep."""
+    folder = bed.work / "predicted" / name
+    shutil.rmtree(folder, ignore_errors=True)
+    tree = ResultsTree(folder)
+    stored, _ = read_calibrations(ResultsTree(bed.results).cluster(CLUSTER), CLUSTER)
+    target = tree.cluster(CLUSTER).path("calibrations")
+    make_folder(target)
+    for one in stored:
+        if is_calibrated and one.calibration.machine.measured is None:
+            shutil.copy(one.path, target)
+    return tree
+
+
 def predict(bed: Testbed, path: Path) -> int:
     """Predict every configuration of the sweep by every predictor that needs no measured runs of it."""
     bed.describe(SCORED_MBIT, _SCORED_JOBS)
-    os.chdir(bed.work)
-    tree = ResultsTree(bed.results)
-    profile, _ = load_cluster(CLUSTER)
-    plan = make_plan(load_sweep(SWEEP), profile, tree.cluster(CLUSTER))
-    specs = list({config_id(spec): spec for spec in plan.runs.values()}.values())
-    forecasts = ClusterForecasts(tree, SWEEP.parent)
+    specs = list({config_id(spec): spec for spec in _plan(bed).runs.values()}.values())
+    forecasts = ClusterForecasts(ResultsTree(bed.results), SWEEP.parent)
     predictors: dict[str, CasePredictor] = {ORACLE_NAME: oracle_predictor(forecasts, learns=False)}
+    for name in (tables.BLIND, tables.CALIBRATED):
+        tree = _tree_with(bed, name, is_calibrated=name == tables.CALIBRATED)
+        predictors[name] = oracle_predictor(ClusterForecasts(tree, SWEEP.parent), learns=False)
     predictors |= {name: baseline_predictor(forecasts, one, ()) for name, one in BASELINES.items()}
     for spec in specs:
         forecasts.predict(CLUSTER, spec)
@@ -75,82 +114,133 @@ def predict(bed: Testbed, path: Path) -> int:
     return 0
 
 
-def measure(bed: Testbed) -> int:
-    """Measure one launch of the whole grid after another, so that noise contains the machine's drift. Results stay."""
+def measure(bed: Testbed, path: Path, minutes: float) -> int:
+    """Measure the missing launches in shuffled order: all configurations, then some of them more often.
+
+    Stops after ``minutes``; the same command continues.
+    """
     bed.at(SCORED_MBIT, _SCORED_JOBS)
-    launches = load_sweep(SWEEP).repeats
-    rounds = (_first_launches(bed, number, launches) for number in range(1, launches + 1))
-    return max(bed.hpcbench("run", str(sweep), "--cluster", CLUSTER) for sweep in rounds)
+    end = time.monotonic() + minutes * 60
+    code = 0
+    for sweep in (SWEEP, _sweep_of_more_launches(bed, path)):
+        command = bed.start("run", str(sweep), "--cluster", CLUSTER)
+        try:
+            code = max(code, command.wait(end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            command.send_signal(signal.SIGINT)
+            command.wait()
+            bed.hpcbench("cancel", load_sweep(sweep).name, "--cluster", CLUSTER, "--wait")
+            print(f"stopped after {minutes:g} minutes; the same command continues", file=sys.stderr)
+            return _SOME_FAILED
+    return code
 
 
-def _first_launches(bed: Testbed, number: int, launches: int) -> Path:
-    """The sweep with fewer launches: runs are the same ones."""
-    text = SWEEP.read_text(encoding="utf-8")
-    for told, instead in (
-        (f"repeats = {launches}\n", f"repeats = {number}\n"),
-        ('model_folder = "."\n', f"model_folder = {json.dumps(str(SWEEP.parent))}\n"),
-    ):
-        assert text.count(told) == 1, f"{SWEEP.name} says {told!r} once"
-        text = text.replace(told, instead)
-    path = bed.work / SWEEP.name
-    path.write_text(text, encoding="utf-8")
-    return path
+def _sweep_of_more_launches(bed: Testbed, path: Path) -> Path:
+    """Write the sweep of the configurations that are launched more often, the first times as runs of box.toml."""
+    document = tomli.loads(SWEEP.read_text(encoding="utf-8"))
+    settings = {"name": f"{document['name']}-more", "model_folder": str(SWEEP.parent), "repeats": _MORE_LAUNCHES}
+    wanted = _more_often(registered.read(path).configurations)
+    target = bed.work / "box_more.toml"
+
+    chosen = []
+    for point in document["include"]:
+        write_atomic(target, sweep_toml(settings, document["fixed"], [point]).encode())
+        if {config_id(spec) for spec in _plan(bed, target).runs.values()} & wanted:
+            chosen.append(point)
+    write_atomic(target, sweep_toml(settings | {"submit": document["submit"]}, document["fixed"], chosen).encode())
+    return target
 
 
-def table(bed: Testbed, path: Path) -> int:
-    """The scores, on standard output."""
+def _more_often(configurations: Iterable[registered.Foretold]) -> set[str]:
+    """Return the ``config_id`` of data parallelism, and of the predicted best of each model and number of devices."""
+    fastest: dict[tuple[object, ...], tuple[float, str]] = {}
+    ids = set()
+    for one in configurations:
+        spec, step_s = one.spec, one.said[ORACLE_NAME].step_time_s
+        if spec.strategy in tables.DATA_PARALLEL:
+            ids.add(one.config_id)
+        if step_s is not None:
+            key = (spec.model, spec.dataset, spec.devices)
+            candidate = (step_s / (spec.batch_size * spec.dp_degree), one.config_id)
+            fastest[key] = min(fastest.get(key, candidate), candidate)
+    return ids | {name for _, name in fastest.values()}
+
+
+def write_cases(bed: Testbed, path: Path, target: Path) -> int:
+    """Write what was measured beside what was predicted; the machine's drift is removed."""
     os.chdir(bed.work)
     results = ResultsTree(bed.results)
-    frame, register = (
-        load_frame(results, [load_sweep(SWEEP).name], [CLUSTER], VALIDATION_COLUMNS),
-        registered.read(path),
-    )
-    cases = tables.cases_of(frame, results, register)
-    if not cases:
-        print("nothing that was foretold has been measured yet: there is nothing to look at", file=sys.stderr)
+    name = load_sweep(SWEEP).name
+    columns = tuple(dict.fromkeys((*VALIDATION_COLUMNS, *DRIFT_COLUMNS)))
+    sweeps = [name, f"{name}-more"] if (bed.work / "box_more.toml").exists() else [name]
+    frame = load_frame(results, sweeps, [CLUSTER], columns)
+    for note in drift_notes(list(reference_drifts(frame)), removed=True):
+        print(note)
+    found = tables.measured_cases(remove_drift(frame), results, registered.read(path))
+    if not found:
+        print("nothing that was predicted has been measured yet", file=sys.stderr)
         return 2
-    tables.show(cases, register, registered.commit(path), registered.looks(path))
+    document = cases.RerunCases(
+        sweep=name, sources=registered.read(path).sources, cases=[cases.RerunCase.of(case) for case in found]
+    )
+    write_atomic(target, msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
+    print(f"{target}: {len(found)} configurations, {sum(len(case.measured.launches_s) for case in found)} launches")
     return 0
 
 
-def _all(bed: Testbed) -> int:
+def table(path: Path, target: Path) -> int:
+    """Print the scores."""
+    tables.show(
+        cases.read(target).validation_cases(), registered.read(path), registered.commit(path), registered.looks(path)
+    )
+    return 0
+
+
+def _all(bed: Testbed, minutes: float) -> int:
     """Run all parts, or continue an interrupted score. These predictions are in no commit, and the table states so."""
-    path = bed.work / registered.PREDICTIONS.name
+    path, target = bed.work / registered.PREDICTIONS.name, bed.work / cases.BOX.name
     stored, _ = read_calibrations(ResultsTree(bed.results).cluster(CLUSTER), CLUSTER)
     if not stored and (code := calibrate(bed)):
         return code
+    if all(one.calibration.machine.measured is None for one in stored) and (code := probe(bed)):
+        return code
     if not path.exists() and (code := predict(bed, path)):
         return code
-    code = measure(bed)
-    return table(bed, path) if code in (0, _SOME_FAILED) else code
+    code = measure(bed, path, minutes)
+    if code in (0, _SOME_FAILED):
+        code = write_cases(bed, path, target) or table(path, target)
+    return code
 
 
 def main() -> int:
     """Do one step, or all."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.oracle.box", description=__doc__)
-    parser.add_argument("step", choices=("calibrate", "predict", "measure", "table", "all"))
+    parser.add_argument("step", choices=("calibrate", "probe", "predict", "measure", "cases", "table", "all"))
     parser.add_argument("--work", type=Path, default=Path(".oracle"), help="(default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=120.0, help="of a slice of measure (default: %(default)g)")
     parser.add_argument("--unregistered", action="store_true", help="measure without committed predictions")
     parser.add_argument("--busy", action="store_true", help="on a machine that has other work, too")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     load = os.getloadavg()[0]
-    if given.step in ("calibrate", "measure", "all") and load > _BUSY and not given.busy:
-        print(f"the machine is busy (load {load:.2f}, at most {_BUSY}): wait, or say --busy", file=sys.stderr)
+    if arguments.step in ("calibrate", "probe", "measure", "all") and load > _BUSY and not arguments.busy:
+        print(f"the machine is busy (load {load:.2f}, at most {_BUSY}): wait, or give --busy", file=sys.stderr)
         return 2
     path = registered.PREDICTIONS
-    if given.step == "measure" and registered.commit(path) is None and not given.unregistered:
-        print(f"commit {path.name} first, or say --unregistered", file=sys.stderr)
+    if arguments.step == "measure" and registered.commit(path) is None and not arguments.unregistered:
+        print(f"commit {path.name} first, or give --unregistered", file=sys.stderr)
         return 2
-    bed = Testbed(given.work)
+    bed = Testbed(arguments.work, FOUR_NODES)
     steps: dict[str, Callable[[], int]] = {
         "calibrate": lambda: calibrate(bed),
+        "probe": lambda: probe(bed),
         "predict": lambda: predict(bed, path),
-        "measure": lambda: measure(bed),
-        "table": lambda: table(bed, path),
-        "all": lambda: _all(bed),
+        "measure": lambda: measure(bed, path, arguments.minutes),
+        "cases": lambda: write_cases(bed, path, cases.BOX),
+        "table": lambda: table(path, cases.BOX),
+        "all": lambda: _all(bed, arguments.minutes),
     }
     try:
-        return steps[given.step]()
+        return steps[arguments.step]()
     except HpcbenchError as error:
         print(error.message, file=sys.stderr)
         return 2

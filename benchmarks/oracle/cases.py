@@ -35,6 +35,8 @@ from hpcbench.results.schema import STATUS_OK
 HERE = Path(__file__).parent
 RERUNS = HERE.parents[1] / "docs" / "reruns"
 SWEEPS = ("paradl-small", "ddlbench-small")
+BOX = HERE / "box_cases.json"
+"""Of the oracle's score on the SLURM box (``benchmarks.oracle.box``)."""
 _SAME = 0.002
 """Relative difference up to which two predictions are the same one on another processor."""
 _SHARED = ("precision", "optimizer", "momentum", "weight_decay", "warmup_steps", "steps", "profile_steps", "data",
@@ -57,6 +59,18 @@ class RerunCase(msgspec.Struct, kw_only=True, omit_defaults=True):
     figures_noise: dict[str, float] = {}
     said: dict[str, PredictorResult] = {}
     """By predictor; where one says nothing it is left out."""
+
+    @classmethod
+    def of(cls, case: ValidationCase) -> RerunCase:
+        """Return ``case`` as the file has it; constant choices follow from it."""
+        measured, said = case.measured, case.said
+        known = {name: result for name, result in said.items() if name == ORACLE_NAME or result.step_time_s is not None}
+        return cls(
+            config_id=measured.config_id, spec=measured.spec, predicted_step_time_s=said[ORACLE_NAME].step_time_s,
+            measured_step_times_s=measured.launches_s, status=measured.status, figures=measured.figures,
+            figures_noise=measured.figures_noise,
+            said=known,
+        )  # fmt: skip
 
 
 class RerunCases(msgspec.Struct, kw_only=True):
@@ -136,21 +150,13 @@ def predicted_cases(sweep: str, measured: Sequence[MeasuredConfiguration], *, ba
             if baselines:
                 predictors |= {name: baseline_predictor(forecasts, rule, measured) for name, rule in BASELINES.items()}
             cases = [
-                _rerun_case(case, {name: predict(case) for name, predict in predictors.items()}) for case in measured
+                RerunCase.of(ValidationCase(case, {name: predict(case) for name, predict in predictors.items()}))
+                for case in measured
             ]
             sources = sorted({machine.source for machine in forecasts.machines()})
         finally:
             os.chdir(before)
     return RerunCases(sweep=sweep, sources=sources, cases=cases)
-
-
-def _rerun_case(case: MeasuredConfiguration, said: dict[str, PredictorResult]) -> RerunCase:
-    return RerunCase(
-        config_id=case.config_id, spec=case.spec, predicted_step_time_s=said[ORACLE_NAME].step_time_s,
-        measured_step_times_s=case.launches_s, status=case.status, figures=case.figures,
-        figures_noise=case.figures_noise,
-        said={name: result for name, result in said.items() if name == ORACLE_NAME or result.step_time_s is not None},
-    )  # fmt: skip
 
 
 def write(sweep: str) -> Path:

@@ -23,6 +23,7 @@ import polars
 from benchmarks.oracle import abci, ablation, cases, gpu
 from benchmarks.oracle.neighbours import SMALL, held_out_cases, neighbours_rows, regret_rows
 from benchmarks.oracle.printed import printed_document
+from benchmarks.oracle.tables import box_rows
 from benchmarks.rerun import figures as rerun_figures
 from benchmarks.rerun import pages
 from hpcbench.oracle.choice_baselines import CHOICE_BASELINES, choice_results
@@ -31,7 +32,7 @@ from hpcbench.report.oracle_validation import MACHINE_ONLY, ORACLE_NAME
 from hpcbench.report.validation_view import validation_json
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-_TITLES = {"paradl-small": "ParaDL's matrix", "ddlbench-small": "DDLBench's matrix"}
+_TITLES = {"paradl-small": "ParaDL's matrix", "ddlbench-small": "DDLBench's matrix", "box": "the box"}
 
 
 def document(found: Sequence[ValidationCase]) -> dict[str, Any]:
@@ -105,14 +106,30 @@ def blocks(docs: Path = DOCS, folder: Path = cases.HERE) -> dict[str, dict[str, 
         held_out = held_out_cases(alone)
         tables |= pages.blocks_of(sweep, rows, documents(sweep, reruns, alone, held_out))
         regrets[sweep], neighbours[sweep] = regret_rows(held_out), neighbours_rows(alone, held_out)
+    box = tables_of_box(folder / cases.BOX.name)
     return {
         "reruns.md": tables,
-        "oracle-figures.md": {
+        "oracle-figures.md": box
+        | {
             "oracle-regret": _side_by_side(regrets, ("accuracy", "regret", "every difference counted")),
             "oracle-neighbours": _side_by_side(
                 neighbours, ("accuracy", "regret", "90 % interval holds, width", "that of a ratio")
             ),
         },
+    }
+
+
+def tables_of_box(path: Path) -> dict[str, str]:
+    """Return by name the tables of the score on the SLURM box; none where its cases are not in the tree."""
+    if not path.exists():
+        return {}
+    found = cases.read(path).validation_cases()
+    head = ["", "the profile alone", "calibrated", "calibrated for the sweep", "with one pilot", "noise"]
+    held_out = held_out_cases(found)
+    regrets = {"box": regret_rows(held_out)}
+    return {
+        "oracle-box": rerun_figures.table(head, [[name, *cells] for name, cells in box_rows(found).items()]),
+        "oracle-box-regret": _side_by_side(regrets, ("accuracy", "regret", "every difference counted")),
     }
 
 

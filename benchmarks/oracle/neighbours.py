@@ -56,6 +56,17 @@ def cases_from_small(cases: Sequence[ValidationCase]) -> list[ValidationCase]:
     return [_moved(case, small) for case in cases if case.measured.spec.devices > SMALL]
 
 
+def cases_after_pilots(cases: Sequence[ValidationCase]) -> list[ValidationCase]:
+    """Move the predictions by one measured configuration, the smallest, of each model and strategy; without these."""
+    pilots: dict[Hashable, ValidationCase] = {}
+    for case in sorted(cases, key=lambda one: (one.measured.spec.devices, one.measured.spec.batch_size)):
+        if _ratio_of(case) is not None:
+            pilots.setdefault((model_key(case.measured.spec), strategy_key(case.measured.spec)), case)
+    names = {case.measured.config_id for case in pilots.values()}
+    factors = MeasuredFactors([ratio for case in pilots.values() if (ratio := _ratio_of(case)) is not None])
+    return [_moved(case, factors) for case in cases if case.measured.config_id not in names]
+
+
 def _ratio_of(case: ValidationCase) -> MeasuredRatio | None:
     measured, predicted_s = case.measured, case.said[ORACLE_NAME].step_time_s
     if measured.status != STATUS_OK or measured.step_time_s is None or not predicted_s:

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from benchmarks.oracle.neighbours import held_out_cases
+from benchmarks.oracle.neighbours import cases_after_pilots, held_out_cases
 from benchmarks.oracle.registered import SWEEP, Commit, Look, Register
 from hpcbench.config.run_spec import strategy_label
 from hpcbench.oracle.baselines import BASELINES
-from hpcbench.oracle.choice_baselines import choice_results
-from hpcbench.oracle.scoring import PredictorScore, ValidationCase, score_predictor
+from hpcbench.oracle.scoring import AccuracySummary, PredictorScore, ValidationCase, score_predictor
 from hpcbench.report.oracle_validation import ORACLE_NAME, ClusterForecasts, baseline_predictor, measured_configurations
 from hpcbench.report.table_model import Column, View
 from hpcbench.report.table_output import render_view
@@ -31,9 +30,11 @@ if TYPE_CHECKING:
     import polars
 
 _DATA_GOAL, _GOAL, _REGRET_GOAL, _MEMORY_GOAL = 0.024, 0.05, 0.02, 0.10
-_DATA = ("ddp", "horovod")
+DATA_PARALLEL = ("ddp", "horovod")
 MOVED = "moved"
 """The oracle's predictions, each moved by the measurements of all other configurations of the grid."""
+BLIND, CALIBRATED = "blind", "calibrated"
+"""The oracle from the profile alone, and from a calibration without any shape of the sweep."""
 _SMALLER = ("flat", "perfect", "log_p")
 """Baselines that look at measured runs on fewer ranks: said when there are some."""
 
@@ -41,6 +42,8 @@ _SMALLER = ("flat", "perfect", "log_p")
 def show(cases: Sequence[ValidationCase], register: Register, commit: Commit | None, looks: Sequence[Look]) -> None:
     """Everything, on standard output; tables are as wide as the terminal. ``cases`` are at least one."""
     console = Console()
+    for case, moved in zip(cases, held_out_cases(cases), strict=True):
+        case.said[MOVED] = moved.said[ORACLE_NAME]
     names = list(cases[0].said)
     scores = [score_predictor(cases, name, None if name == ORACLE_NAME else ORACLE_NAME) for name in names]
     for line in _head(cases, register, commit, looks):
@@ -54,20 +57,45 @@ def show(cases: Sequence[ValidationCase], register: Register, commit: Commit | N
         console.print("", render_view(view, console.width), sep="\n")
 
 
-def cases_of(frame: polars.DataFrame, results: ResultsTree, register: Register) -> list[ValidationCase]:
+def measured_cases(frame: polars.DataFrame, results: ResultsTree, register: Register) -> list[ValidationCase]:
     """Return measurements with their registered predictions; a configuration without one is not scored."""
     foretold = {one.config_id: one for one in register.configurations}
     measured = [one for one in measured_configurations(frame) if one.config_id in foretold]
     forecasts = ClusterForecasts(results, SWEEP.parent)
     later = {name: baseline_predictor(forecasts, BASELINES[name], measured) for name in _SMALLER}
-    cases = []
-    for one in measured:
-        said = foretold[one.config_id].said
-        choices = choice_results(one.spec.strategy, said[ORACLE_NAME].fits)
-        cases.append(ValidationCase(one, {**said, **{name: say(one) for name, say in later.items()}, **choices}))
-    for case, moved in zip(cases, held_out_cases(cases), strict=True):
-        case.said[MOVED] = moved.said[ORACLE_NAME]
-    return cases
+    return [
+        ValidationCase(one, {**foretold[one.config_id].said, **{name: say(one) for name, say in later.items()}})
+        for one in measured
+    ]
+
+
+def box_rows(cases: Sequence[ValidationCase]) -> dict[str, list[str]]:
+    """Return by strategy the mean accuracy of each kind of prediction, and the noise, as cells of a table.
+
+    The kinds: from the profile alone, calibrated, calibrated for the sweep, and then with one pilot per model and
+    strategy, of which the others are predicted.
+    """
+    kinds = [(cases, BLIND), (cases, CALIBRATED), (cases, ORACLE_NAME), (cases_after_pilots(cases), ORACLE_NAME)]
+    scores = [score_predictor(own, name) for own, name in kinds]
+    data = {case.measured.config_id for case in cases if case.measured.spec.strategy in DATA_PARALLEL}
+    of_data = [
+        score_predictor([case for case in own if case.measured.config_id in data], name).total for own, name in kinds
+    ]
+    rows = {"data parallelism": [_accuracy_text(summary) for summary in of_data]}
+    rows["all"] = [_accuracy_text(score.total) for score in scores]
+    rows["mean over strategies"] = [
+        f"{fmean(summary.mean for summary in score.strategies.values() if summary.mean is not None):.1%}"
+        for score in scores
+    ]
+    for strategy in scores[0].strategies:
+        rows[f"`{strategy}`"] = [_accuracy_text(score.strategies.get(strategy)) for score in scores]
+    noise = {f"`{name}`": summary.noise for name, summary in scores[0].strategies.items()}
+    noise |= {"all": scores[0].total.noise if scores[0].total else None}
+    return {name: [*cells, "" if noise.get(name) is None else f"{noise[name]:.1%}"] for name, cells in rows.items()}
+
+
+def _accuracy_text(summary: AccuracySummary | None) -> str:
+    return "" if summary is None or summary.mean is None else f"{summary.mean:.1%} of {summary.count}"
 
 
 def _head(
@@ -94,7 +122,7 @@ def _goals(cases: Sequence[ValidationCase], ours: PredictorScore) -> View:
         Column("met", "", is_number=False),
     ]
     view = View("goals", columns, [], [])
-    data = [one for one in cases if one.measured.spec.strategy in _DATA and one.measured.spec.dp_degree > 1]
+    data = [one for one in cases if one.measured.spec.strategy in DATA_PARALLEL and one.measured.spec.dp_degree > 1]
     rows = [("data parallelism, mean error", *_error(data), _DATA_GOAL)]
     for name in ours.strategies:
         own = [one for one in cases if one.measured.spec.strategy == name]
