@@ -72,7 +72,7 @@ def calibrate(bed: Testbed) -> int:
 def probe(bed: Testbed) -> int:
     """Measure the blocks and messages of the sweep."""
     bed.at(SCORED_MBIT, _CALIBRATING_JOBS)
-    return bed.hpcbench("cluster", "calibrate", CLUSTER, "--for", str(SWEEP))
+    return bed.hpcbench("cluster", "calibrate", CLUSTER, "--for", str(SWEEP), "--busy")
 
 
 def _plan(bed: Testbed, sweep: Path = SWEEP) -> SweepPlan:
