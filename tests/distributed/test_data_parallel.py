@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 import pytest
+import torch
 
 from hpcbench.worker.verification.reference import max_relative_difference
 from tests.distributed.cases import (
@@ -121,11 +122,12 @@ def test_four_ranks_equal_the_reference_in_fp32_where_the_network_does_not_ampli
 
 
 def test_the_order_of_a_sum() -> None:
-    """Why no constant bounds four ranks over five steps in fp32: one process does not keep to it by itself."""
+    """Why four ranks over five steps in fp32 have no bound of a few roundings: one process exceeds it by itself."""
     case = make_narrow(4, "resnet18", "cifar10")
     forwards, backwards = run_reference(case), run_reference(case, backwards=True)
     worst = max(max_relative_difference(backwards.state[name], forwards.state[name]) for name in forwards.state)
-    assert worst > 1e-5
+    # Kernels of other processors amplify the last bit less: measured were 73 and more than 1,000 times it.
+    assert worst > 8 * torch.finfo(torch.float32).eps
 
 
 @pytest.mark.parametrize("options", [{"gradient_as_bucket_view": True}, {"static_graph": True}, {"bucket_cap_mb": 0.1}])
