@@ -16,7 +16,7 @@ import msgspec
 
 from hpcbench.config.run_spec import DEGREE_NAMES, RunSpec
 from hpcbench.oracle.collective_formulas import HockneyLink
-from hpcbench.oracle.cost_model import CostModel, row_kernels, update_kernels
+from hpcbench.oracle.cost_model import CostModel, StepBreakdown, row_kernels, update_kernels
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.pipeline_rank import PipelineRank
 from hpcbench.oracle.placement import are_on_one_node, place_group
@@ -33,7 +33,6 @@ from hpcbench.oracle.published_formulas import (
     paradl_pipeline,
 )
 from hpcbench.oracle.scoring import PredictorResult
-from hpcbench.oracle.step_time import StepBreakdown
 from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.oracle.tensor_sizes import FP32_BYTES, activation_number_bytes, parameter_bytes, parameter_number_bytes
 from hpcbench.parallel import layer_table

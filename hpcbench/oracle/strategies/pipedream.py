@@ -5,13 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.cost_model import CostModel
+from hpcbench.oracle.cost_model import CostModel, StepBreakdown
 from hpcbench.oracle.peak_memory import MemoryBreakdown
 from hpcbench.oracle.pipeline_memory import stage_memory
 from hpcbench.oracle.pipeline_rank import PipelineRank
 from hpcbench.oracle.pipeline_step import PipelineStep, RankStepTimes, step_from_schedule
 from hpcbench.oracle.row_cost import copy_op
-from hpcbench.oracle.step_time import StepBreakdown
 from hpcbench.oracle.strategies.base import Cost
 from hpcbench.parallel.layer_table import LayerTable
 from hpcbench.parallel.pipeline.schedule_simulator import StageTimes, steady_step_time_s
