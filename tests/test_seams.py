@@ -17,8 +17,7 @@ from hpcbench.oracle.strategies.data import (
     SingleCost,
     Zero1Cost,
 )
-from hpcbench.oracle.strategies.pipedream import PipedreamCost
-from hpcbench.oracle.strategies.pipeline import FairscalePipeCost, PipelineCost
+from hpcbench.oracle.strategies.pipeline import FairscalePipeCost, PipedreamCost, PipelineCost
 from hpcbench.oracle.strategies.sharded import FairscaleFsdpCost, FsdpCost
 from hpcbench.oracle.strategies.spatial import SpatialCost
 from hpcbench.oracle.strategies.tensor import TensorCost

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.strategies.spatial import SpatialCost
-from hpcbench.oracle.strategies.spatial_rows import whole_row
+from hpcbench.oracle.strategies.spatial import SpatialCost, whole_row
 from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest, read_shipped_table
 from hpcbench.parallel.traffic import Traffic
 from hpcbench.worker.data.feeds import make_feed
