@@ -25,7 +25,7 @@ from hpcbench.parallel.catalog import PROBES, REFERENCE_TRAINERS, STRATEGIES, lo
 from hpcbench.parallel.pipeline.schedules import SCHEDULES
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.worker.strategies.base import DataParallelStrategy, SingleStrategy, Strategy, resolve_runtime
-from hpcbench.worker.strategies.channel.strategy import ChannelStrategy, FilterStrategy
+from hpcbench.worker.strategies.channel import ChannelStrategy, FilterStrategy
 from hpcbench.worker.strategies.data import (
     DdpStrategy,
     FairscaleFsdpStrategy,
@@ -39,7 +39,7 @@ from hpcbench.worker.strategies.pipeline.fairscale_pipe import FairscalePipeStra
 from hpcbench.worker.strategies.pipeline.pipedream import PipedreamStrategy
 from hpcbench.worker.strategies.pipeline.strategy import PipelineStrategy
 from hpcbench.worker.strategies.probes import ProbeCollectivesStrategy, ProbeLayersStrategy, ProbeLoopsStrategy
-from hpcbench.worker.strategies.spatial.strategy import SpatialStrategy
+from hpcbench.worker.strategies.spatial import SpatialStrategy
 from hpcbench.worker.strategies.tensor import TensorParallelStrategy
 from hpcbench.worker.verification.reference import resolve_reference_trainer
 from tests.parity_cases import parity_cases

@@ -19,7 +19,7 @@ from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.layers import make_layer_table
 from hpcbench.worker.model_execution import summed_loss, wrap_blocks
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.spatial.strategy import SpatialStrategy as Runtime
+from hpcbench.worker.strategies.spatial import SpatialStrategy as Runtime
 from tests.distributed.cases import CPU
 from tests.distributed.fake import fake_traffic
 from tests.distributed.pool import Pool
