@@ -41,7 +41,7 @@ from hpcbench.forecast.sweep_calibration import (
     prepare_sweep_calibration,
     probe_sweep_text,
 )
-from hpcbench.oracle.calibration.calibration_runs import CalibrationRun, usable_runs
+from hpcbench.oracle.calibration.calibration_runs import CalibrationRun, check_disturbed, usable_runs
 from hpcbench.oracle.calibration.calibration_store import (
     Calibration,
     calibration_of_partition,
@@ -49,7 +49,6 @@ from hpcbench.oracle.calibration.calibration_store import (
     read_calibrations,
     write_calibration,
 )
-from hpcbench.oracle.calibration.disturbed_runs import check_disturbed
 from hpcbench.oracle.calibration.fit_machine import fit_calibration, fit_calibration_from_runs, machine_runs
 from hpcbench.report.column_names import Condition
 from hpcbench.report.load_results import load_frame

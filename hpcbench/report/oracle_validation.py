@@ -15,9 +15,8 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import HpcbenchError
 from hpcbench.forecast.forecast import Forecast
 from hpcbench.oracle import scoring
-from hpcbench.oracle.baselines import BASELINES, BaselineEstimate, BaselineRequest, MeasuredRun
+from hpcbench.oracle.baselines import BASELINES, BaselineEstimate, BaselineRequest, MeasuredRun, choice_results
 from hpcbench.oracle.calibration.calibration_store import read_calibrations
-from hpcbench.oracle.choice_baselines import choice_results
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.prediction import NotPredicted, Prediction
 from hpcbench.parallel.catalog import STRATEGIES

@@ -16,8 +16,8 @@ from hpcbench.config.expression import Expression
 from hpcbench.config.run_spec import RunSpec, config_id, spec_document
 from hpcbench.config.sweep_loader import COMPUTED_NAMES, expression_values
 from hpcbench.forecast.forecast import Forecast
+from hpcbench.oracle.calibration.calibration_runs import DISTURBED_NOTE
 from hpcbench.oracle.calibration.calibration_store import Calibration, FitResidual
-from hpcbench.oracle.calibration.disturbed_runs import DISTURBED_NOTE
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.measured_factors import counted_phrase
 from hpcbench.oracle.prediction import MEASURED_FOR_SWEEP, NotPredicted, Prediction, PredictionBasis

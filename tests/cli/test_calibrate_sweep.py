@@ -24,8 +24,8 @@ from hpcbench.forecast.sweep_calibration import (
     make_probe_plan,
     prepare_sweep_calibration,
 )
+from hpcbench.oracle.calibration.calibration_runs import DISTURBANCES
 from hpcbench.oracle.calibration.calibration_store import machine_for, read_calibrations, write_calibration
-from hpcbench.oracle.calibration.disturbed_runs import DISTURBANCES
 from hpcbench.oracle.calibration.fit_machine import fit_calibration
 from hpcbench.parallel.layer_table import LayerTable
 from hpcbench.results.results_tree import ClusterTree

@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.pipeline_rank import PipelineRank
-from hpcbench.oracle.strategies.pipedream import PipedreamCost
+from hpcbench.oracle.strategies.pipeline import PipedreamCost
 from hpcbench.parallel.pipeline.schedules import Action
 from hpcbench.parallel.pipeline.weight_versions import stage_actions_over_steps
 from hpcbench.parallel.strategies.pipeline import pipedream_staleness

@@ -31,7 +31,7 @@ from hpcbench.worker.microbench.collective_probes import (
     measure_overlap,
     message_sizes,
 )
-from hpcbench.worker.microbench.module_capture import capture_modules, isolate_module
+from hpcbench.worker.microbench.kernel_probes import capture_modules, isolate_module
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.strategies.probes import ProbeBlocksStrategy, ProbeLayersStrategy, largest_message_bytes
 from tests.distributed.pool import Pool

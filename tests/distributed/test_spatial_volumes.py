@@ -14,8 +14,8 @@ from torch import Tensor
 
 from hpcbench.parallel.strategies.halo import Box, HaloMessage
 from hpcbench.worker.distributed.process_groups import RankGroup
-from hpcbench.worker.strategies.spatial import spatial_layers
-from hpcbench.worker.strategies.spatial.halo_exchange import SpatialGrid, box_view
+from hpcbench.worker.strategies import spatial_layers
+from hpcbench.worker.strategies.halo_exchange import SpatialGrid, box_view
 from tests.distributed.spatial_layers import LayerCase, Whole, differences, run_whole
 
 pytestmark = pytest.mark.strategy("spatial")

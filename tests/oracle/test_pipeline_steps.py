@@ -10,14 +10,13 @@ import pytest
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.collective_formulas import HockneyLink
-from hpcbench.oracle.cost_model import CostModel, accumulation_kernel
+from hpcbench.oracle.cost_model import CostModel, StepBreakdown, accumulation_kernel
 from hpcbench.oracle.machine import Machine, nominal_machine
 from hpcbench.oracle.pipeline_rank import PipelineRank
 from hpcbench.oracle.pipeline_step import PipelineStep, weight_gradient_fraction
 from hpcbench.oracle.placement import are_on_one_node, place_group, place_neighbour_pair
 from hpcbench.oracle.prediction import predict
 from hpcbench.oracle.row_cost import copy_op
-from hpcbench.oracle.step_time import StepBreakdown
 from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.parallel.layer_table import LayerTable, TensorShape, read_shipped_table
 

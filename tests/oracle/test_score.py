@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.choice_baselines import choice_results
+from hpcbench.oracle.baselines import choice_results
 from hpcbench.oracle.scoring import (
     MeasuredConfiguration,
     PredictorResult,

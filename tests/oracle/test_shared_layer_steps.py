@@ -13,10 +13,9 @@ from msgspec.structs import replace
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.collective_formulas import HockneyLink
-from hpcbench.oracle.cost_model import CostModel
+from hpcbench.oracle.cost_model import CostModel, StepBreakdown
 from hpcbench.oracle.machine import Machine, nominal_machine
 from hpcbench.oracle.placement import halo_placement, place_group
-from hpcbench.oracle.step_time import StepBreakdown
 from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.oracle.strategies.channel import FilterCost
 from hpcbench.oracle.strategies.spatial import SpatialCost

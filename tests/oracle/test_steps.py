@@ -9,11 +9,10 @@ import pytest
 
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.cost_model import CostModel
+from hpcbench.oracle.cost_model import CostModel, StepBreakdown
 from hpcbench.oracle.machine import nominal_machine
 from hpcbench.oracle.placement import place_group
 from hpcbench.oracle.prediction import peak_rank_memory, predict
-from hpcbench.oracle.step_time import StepBreakdown
 from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.oracle.strategies.data import bucket_calls_when_ready
 from hpcbench.oracle.stream_simulator import CommCall

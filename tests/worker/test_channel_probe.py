@@ -14,8 +14,8 @@ from hpcbench.parallel.strategies.channel import ChannelLayer, ChannelScheme, sp
 from hpcbench.worker.distributed.process_groups import RankGroup
 from hpcbench.worker.layers import make_layer_table
 from hpcbench.worker.models.build import build_meta_model
-from hpcbench.worker.strategies.channel.channel_layers import ChannelSplitLayer
-from hpcbench.worker.strategies.channel.strategy import split_model_channels, trace_channels
+from hpcbench.worker.strategies.channel import split_model_channels, trace_channels
+from hpcbench.worker.strategies.channel_layers import ChannelSplitLayer
 from tests.worker.helpers import make_spec
 
 IMAGE = (3, 8, 8)

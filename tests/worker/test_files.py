@@ -15,10 +15,9 @@ import torch
 from PIL import Image
 
 from hpcbench.errors import WorkerError
-from hpcbench.worker.data import batch_loader
-from hpcbench.worker.data.batch_loader import BatchLoader, SampleLayout
+from hpcbench.worker.data import feeds
 from hpcbench.worker.data.feed import DataFeed, DataSource
-from hpcbench.worker.data.feeds import PREFETCHED_BATCHES, make_feed
+from hpcbench.worker.data.feeds import PREFETCHED_BATCHES, BatchLoader, SampleLayout, make_feed
 from hpcbench.worker.data.sample_files import decode_image
 from hpcbench.worker.data.sample_generator import SampleGenerator
 from hpcbench.worker.failure import describe_error
@@ -199,7 +198,7 @@ def test_a_file_system_that_is_stuck_is_given_up(monkeypatch: pytest.MonkeyPatch
         def read(self, index: int, inputs: Any, target: Any) -> None:
             release.wait(30)
 
-    monkeypatch.setattr(batch_loader, "SAMPLE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(feeds, "SAMPLE_TIMEOUT_S", 0.05)
     reading = BatchLoader(Stuck(), SampleLayout((2,), (), "class"), 1, pinned=False)
     with pytest.raises(WorkerError, match="for a sample of the slow place"):
         reading.wait(reading.begin([0]))
@@ -222,7 +221,7 @@ def test_threads_end_with_the_feed(data_folder: Path) -> None:
 def test_threads_that_are_stuck_keep_no_process_alive() -> None:
     code = """
 import time
-from hpcbench.worker.data.batch_loader import BatchLoader, SampleLayout
+from hpcbench.worker.data.feeds import BatchLoader, SampleLayout
 class Stuck:
     location = "there"
     def __len__(self): return 1

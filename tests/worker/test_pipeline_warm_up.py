@@ -11,7 +11,7 @@ from torch import nn
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.worker.model_execution import MixedPrecision
 from hpcbench.worker.strategies.pipeline.chunk import ActivationMetaCache, ModelChunk
-from hpcbench.worker.strategies.pipeline.warm_up import run_chunks_once
+from hpcbench.worker.strategies.pipeline.strategy import run_chunks_once
 
 CPU = torch.device("cpu")
 

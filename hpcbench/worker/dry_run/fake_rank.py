@@ -37,10 +37,14 @@ from hpcbench.results.probe_records import DryRunTask, StepFigures
 from hpcbench.worker.distributed import process_groups
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.dry_run.fake_feed import FakeFeed, shorten_steps
-from hpcbench.worker.dry_run.modelled_ddp import ModelledDdp
-from hpcbench.worker.dry_run.modelled_libraries import ModelledHorovod, create_inline_workers, make_flat_parameter
+from hpcbench.worker.dry_run.modelled_libraries import (
+    ModelledDdp,
+    ModelledHorovod,
+    create_inline_workers,
+    make_flat_parameter,
+)
 from hpcbench.worker.dry_run.repeated_passes import RepeatedPasses
-from hpcbench.worker.dry_run.shared_models import forms_of_model, shared_meta_model, trace_once
+from hpcbench.worker.dry_run.shared_forms import forms_of_model, shared_meta_model, trace_once
 from hpcbench.worker.dry_run.step_recorder import StepRecorder
 from hpcbench.worker.model_execution import MixedPrecision, wrap_blocks
 from hpcbench.worker.strategies.base import SingleStrategy, Strategy, resolve_runtime

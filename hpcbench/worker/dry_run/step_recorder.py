@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 from torch.utils._pytree import tree_leaves
 
 import hpcbench
-from hpcbench.worker.dry_run.operator_forms import run_operator
+from hpcbench.worker.dry_run.shared_forms import run_operator
 from hpcbench.worker.measure import traffic_recorder
 from hpcbench.worker.measure.layer_trace import COMM_NAMESPACES
 from hpcbench.worker.measure.traffic_recorder import TrafficRecorder

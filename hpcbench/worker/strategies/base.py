@@ -23,9 +23,9 @@ from hpcbench.results.schema import PipelinePrediction, TimelineSpan
 from hpcbench.worker.data.feed import Batch, DataFeed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.failure import install_hint
-from hpcbench.worker.master_weights import MasterWeights
 from hpcbench.worker.measure.clocks import PhaseMarker, no_marker
 from hpcbench.worker.model_execution import (
+    MasterWeights,
     MixedPrecision,
     StepFunction,
     compile_in_place,

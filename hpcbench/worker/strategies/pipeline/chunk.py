@@ -27,8 +27,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import HpcbenchError, unsupported
 from hpcbench.worker.layers import allocate_fake_storage, zero_batch
-from hpcbench.worker.master_weights import storage_dtype
-from hpcbench.worker.model_execution import MixedPrecision, checkpoint_block, disable_inplace_first_op
+from hpcbench.worker.model_execution import MixedPrecision, checkpoint_block, disable_inplace_first_op, storage_dtype
 from hpcbench.worker.models.build import copy_to_meta
 from hpcbench.worker.strategies.model_parallel import ConvolutionOperation, cast_for_autocast
 

@@ -38,7 +38,7 @@ from hpcbench.parallel.strategies.channel import (
 )
 from hpcbench.parallel.workloads import sample_shape
 from hpcbench.worker.distributed.process_groups import RankGroup
-from hpcbench.worker.strategies.channel.channel_layers import (
+from hpcbench.worker.strategies.channel_layers import (
     CONVOLUTIONS,
     DROPOUTS,
     NORMS,

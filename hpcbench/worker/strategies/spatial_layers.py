@@ -17,13 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from hpcbench.parallel.strategies.halo import Box, Halo, HaloLayer, box_difference, box_volume
 from hpcbench.worker.distributed.process_groups import RankGroup
-from hpcbench.worker.strategies.model_parallel import (
-    ConvolutionOperation,
-    all_gather_equal_parts,
-    cast_for_autocast,
-    update_running_statistics,
-)
-from hpcbench.worker.strategies.spatial.halo_exchange import (
+from hpcbench.worker.strategies.halo_exchange import (
     HaloExchange,
     SpatialGrid,
     assemble_input,
@@ -31,6 +25,12 @@ from hpcbench.worker.strategies.spatial.halo_exchange import (
     box_view,
     check_own_extents,
     empty_box,
+)
+from hpcbench.worker.strategies.model_parallel import (
+    ConvolutionOperation,
+    all_gather_equal_parts,
+    cast_for_autocast,
+    update_running_statistics,
 )
 
 

@@ -22,9 +22,9 @@ from hpcbench.worker.data.feed import Batch, DataFeed
 from hpcbench.worker.distributed.gradient_reducer import GradientReducer
 from hpcbench.worker.distributed.process_groups import RankContext, make_group
 from hpcbench.worker.models.build import copy_to_meta
+from hpcbench.worker.strategies import spatial_layers
+from hpcbench.worker.strategies.halo_exchange import GatherFeatureMaps, SpatialGlobalPool, SpatialGrid, box_view
 from hpcbench.worker.strategies.model_parallel import ModelParallelStrategy, group_reducers
-from hpcbench.worker.strategies.spatial import spatial_layers
-from hpcbench.worker.strategies.spatial.halo_exchange import GatherFeatureMaps, SpatialGlobalPool, SpatialGrid, box_view
 
 
 def layer_table_for(model: nn.Sequential, spec: RunSpec) -> LayerTable:
