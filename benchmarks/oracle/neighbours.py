@@ -10,10 +10,9 @@ from statistics import median
 
 import msgspec
 
-from hpcbench.oracle.choice_baselines import CHOICE_BASELINES
 from hpcbench.oracle.measured_factors import LearnedFactor, MeasuredFactors, MeasuredRatio, model_key, strategy_key
 from hpcbench.oracle.prediction import PredictionInterval, correct_interval, neighbour_basis
-from hpcbench.oracle.scoring import PredictorResult, PredictorScore, ValidationCase, score_predictor
+from hpcbench.oracle.scoring import CHOICE_BASELINES, PredictorResult, PredictorScore, ValidationCase, score_predictor
 from hpcbench.report.oracle_validation import MACHINE_ONLY, ORACLE_NAME
 from hpcbench.results.schema import STATUS_OK
 

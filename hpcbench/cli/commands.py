@@ -1,4 +1,4 @@
-"""The commands about sweeps and results: their options and help.
+"""The commands that plan and submit runs or read results: their options and help.
 
 What a command does is imported when it runs: ``--help`` and a shell that completes a word need none of it.
 """
@@ -124,45 +124,6 @@ def run(**options: Any) -> None:
     from hpcbench.cli.run_commands import run_sweep
 
     run_sweep(**options)
-
-
-@click.command()
-@click.argument("sweeps", nargs=-1, shell_complete=complete_sweeps)
-@cluster_filter_option
-@click.option("--watch", is_flag=True, help="Stay and show every change until no run is queued or running.")
-@where_option
-@click.option(
-    "--state", "wanted", metavar="STATE", multiple=True, shell_complete=complete_choices,
-    help="Only runs in this state; may be repeated.",
-)  # fmt: skip
-@click.option("--all", "lists_all", is_flag=True, help="Give every run a row.")
-@output_options
-def status(**options: Any) -> None:
-    """Show the state of every run of SWEEPS, or of all sweeps in the tree.
-
-    Runs that are neither ok nor planned have a row each: model, strategy, nodes x ranks, batch size, elapsed time.
-    """
-    from hpcbench.cli.status_output import show_status
-
-    show_status(**options)
-
-
-@click.command()
-@click.argument("run_id", metavar="RUN_ID|SWEEP", shell_complete=complete_runs)
-@cluster_filter_option
-@click.option("--attempt", type=int, help="Number of the attempt (default: the newest).")
-@click.option("--failed", is_flag=True, help="Of a sweep: only runs that failed, timed out, were stopped or lost.")
-@where_option
-@click.option("--follow", is_flag=True, help="Print what is added until the runs have ended.")
-@output_options
-def logs(**options: Any) -> None:
-    """Print the logs of the ranks of a run, and of its job's script; or those of the runs of a sweep.
-
-    The first digits of a run's id are enough.
-    """
-    from hpcbench.cli.status_output import show_logs
-
-    show_logs(**options)
 
 
 @click.command()

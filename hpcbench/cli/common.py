@@ -175,13 +175,9 @@ def cluster_option(default: str | None = None) -> Callable[[Function], Function]
     """``--cluster NAME``; without a default of its own the command uses ``default_cluster``."""
     if default is None:
         return click.option(
-            "--cluster",
-            "cluster_name",
-            metavar="NAME|FILE",
-            callback=_chosen_cluster,
-            help=_CLUSTER_HELP,
+            "--cluster", "cluster_name", metavar="NAME|FILE", callback=_chosen_cluster, help=_CLUSTER_HELP,
             shell_complete=complete_clusters,
-        )
+        )  # fmt: skip
     text = f"The cluster's profile. (default: {default})"
     return click.option(
         "--cluster", "cluster_name", metavar="NAME", default=default, help=text, shell_complete=complete_clusters

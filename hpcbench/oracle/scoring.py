@@ -24,6 +24,10 @@ COUNTED_FAILURES = frozenset({"oom", "failed", "timeout"})
 """Ends that count as an error of a prediction that the run succeeds; no predictor covers the others."""
 SCORED_PARTS = ("compute_s", "comm_s", "exposed_comm_s", "peak_memory_bytes")
 """Figures that are scored in addition to the step time."""
+CHOICE_BASELINES: dict[str, tuple[str, ...]] = {"always_ddp": ("ddp",), "ddp_else_fsdp": ("ddp", "fsdp")}
+"""Strategies of the baselines of a recommendation that predict no time, the preferred one first. A baseline with
+several chooses only runs that fit into memory. A predictor that loses to one of
+them is worth nothing as a recommender."""
 _BOOTSTRAP_RESAMPLES = 1000
 _BOOTSTRAP_SEED = 8
 _NORMAL_95 = 1.96
@@ -422,3 +426,24 @@ def score_memory_fits(cases: Sequence[ValidationCase], predictor: str) -> Memory
         said_to_fit=counts["oom", True] + counts[STATUS_OK, True],
         false_alarms=counts[STATUS_OK, False],
     )
+
+
+def choice_results(strategy: str, fits: bool | None) -> dict[str, PredictorResult]:
+    """Return the choice of each of ``CHOICE_BASELINES`` for a run.
+
+    Args:
+        strategy: of the run.
+        fits: whether the oracle predicts that it fits into memory; ``None``, unknown, counts as yes.
+    """
+    return {
+        name: _choice_result(strategy, order, fits is False and len(order) > 1)
+        for name, order in CHOICE_BASELINES.items()
+    }
+
+
+def _choice_result(strategy: str, order: tuple[str, ...], is_too_large: bool) -> PredictorResult:
+    if strategy not in order:
+        return PredictorResult(reason=f"it chooses only {' or '.join(order)}")
+    if is_too_large:
+        return PredictorResult(reason="it does not fit, by the oracle", fits=False)
+    return PredictorResult(preference=order.index(strategy))

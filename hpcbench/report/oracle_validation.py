@@ -17,9 +17,9 @@ from hpcbench.forecast.forecast import Forecast
 from hpcbench.oracle import scoring
 from hpcbench.oracle.baselines import BASELINES, BaselineEstimate, BaselineRequest, MeasuredRun
 from hpcbench.oracle.calibration.calibration_store import read_calibrations
-from hpcbench.oracle.choice_baselines import choice_results
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.prediction import NotPredicted, Prediction
+from hpcbench.oracle.scoring import choice_results
 from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.report.configurations import SPEC_COLUMNS, STEP_TIME, run_spec_of
 from hpcbench.results.results_tree import ResultsTree

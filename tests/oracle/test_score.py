@@ -9,13 +9,13 @@ import msgspec
 import pytest
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.choice_baselines import choice_results
 from hpcbench.oracle.scoring import (
     MeasuredConfiguration,
     PredictorResult,
     ValidationCase,
     accuracy,
     bootstrap_interval,
+    choice_results,
     kendall_tau,
     pooled_launch_noise,
     predicted_bests,

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
-from hpcbench.cli import commands
+from hpcbench.cli import status_commands
 from hpcbench.config.run_spec import run_label
 from hpcbench.results.attempts import begin_attempt
 from hpcbench.results.results_tree import ClusterTree
@@ -59,7 +59,7 @@ def test_watching_prints_one_block_per_change_until_all_runs_end(
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep, time=time.time)
     for module in ("hpcbench.cli.status_output", "hpcbench.submit.watcher"):
         monkeypatch.setattr(f"{module}.time", clock)
-    done = CliRunner().invoke(commands.status, ["small", "--watch"])
+    done = CliRunner().invoke(status_commands.status, ["small", "--watch"])
     blocks = [line for line in done.output.splitlines() if line.startswith("small on test")]
     assert [line.partition("4 runs: ")[2] for line in blocks] == ["4 pending", "4 running", "4 timeout"]
     assert (looks, done.exit_code) == ([], 1)
@@ -70,7 +70,7 @@ def test_a_look_at_several_sweeps_of_a_cluster_is_one_question(project: Path, fa
     record = json.loads(tree.sweep_path("small").read_text())
     tree.sweep_path("other").write_text(json.dumps({**record, "sweep": "other", "run_ids": record["run_ids"][:2]}))
     (fake_slurm / "queries").unlink()
-    done = CliRunner().invoke(commands.status, ["--json"])
+    done = CliRunner().invoke(status_commands.status, ["--json"])
     assert [(one["sweep"], one["counts"]) for one in json.loads(done.output)["sweeps"]] == [
         ("other", {"pending": 2}),
         ("small", {"pending": 4}),
