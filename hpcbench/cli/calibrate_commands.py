@@ -13,6 +13,7 @@ import msgspec
 import psutil
 
 from hpcbench.cli.common import (
+    cluster_argument,
     complete_sweeps,
     filter_options,
     make_console,
@@ -23,8 +24,8 @@ from hpcbench.cli.common import (
     project_relative,
     sources_argument,
 )
+from hpcbench.cli.load_plan import load_plan
 from hpcbench.cli.oracle_commands import show_view
-from hpcbench.cli.plan_options import cluster_argument, load_plan
 from hpcbench.cli.run_commands import submit_and_watch
 from hpcbench.cli.status_output import runs_exit_code
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster

@@ -11,6 +11,7 @@ import click
 from rich.text import Text
 
 from hpcbench.cli.common import (
+    cluster_option,
     complete_choices,
     json_option,
     make_console,
@@ -22,7 +23,6 @@ from hpcbench.cli.common import (
     print_message,
     progress_bar,
 )
-from hpcbench.cli.plan_options import cluster_option
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.fileio import printable_text

@@ -16,6 +16,7 @@ from hpcbench.report.configurations import HIGH, LOW, STEP_TIME, run_spec_of
 from hpcbench.report.oracle_validation import ClusterForecasts
 from hpcbench.report.plots.plot_model import NothingToDraw
 from hpcbench.report.plots.point_data import plot_points
+from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import STATUS_OK
 
 EXTRAPOLATION_FACTOR = 8
@@ -51,6 +52,15 @@ def _predict_row(row: dict[str, Any], forecasts: ClusterForecasts) -> Prediction
         return None
     prediction = forecasts.predict(row["cluster"], run_spec_of(row))
     return None if isinstance(prediction, NotPredicted) else prediction
+
+
+def frames_of_page(launches: pl.DataFrame, results: ResultsTree) -> dict[str, pl.DataFrame]:
+    """The frames of a report's page with predictions: ``predicted`` beside measurements, and ``lines`` over scales."""
+    forecasts = ClusterForecasts(results)
+    return {
+        "predicted": measured_vs_predicted_frame(launches, forecasts),
+        "lines": predicted_scaling_frame(launches, forecasts),
+    }
 
 
 def measured_vs_predicted_frame(

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from hpcbench.cli import run_commands
+from hpcbench.cli import commands, run_commands
 from hpcbench.cli.dry_run_command import dry_run
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError, WorkerError
@@ -164,7 +164,7 @@ def submit(folder: Path, monkeypatch: pytest.MonkeyPatch, block: str, *options: 
     monkeypatch.setattr(run_commands, "submit_plan", send)
     grid = f'model = ["mine:model"]\nstrategy = ["single"]\nmodel_options = {{block = ["{block}"]}}'
     arguments = [write_sweep(folder, grid), "--cluster", "local", "--results", str(folder / "results"), *options]
-    done = CliRunner().invoke(run_commands.submit, arguments, catch_exceptions=False)
+    done = CliRunner().invoke(commands.submit, arguments, catch_exceptions=False)
     assert not (folder / "results").exists()
     return done.exit_code, done.stdout
 

@@ -1,4 +1,4 @@
-"""Options of commands that plan runs: the sweep, and the cluster that it runs on."""
+"""The plan of a command: its sweep, from a file or from options, on a cluster."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import click
 import msgspec
 
-from hpcbench.cli.common import Function, all_of, complete_clusters, complete_overrides, print_message, sweep_argument
-from hpcbench.config.cluster_profile import default_cluster, find_cluster_profiles, is_profile_path, load_cluster
+from hpcbench.cli.common import print_message
+from hpcbench.config.cluster_profile import find_cluster_profiles, is_profile_path, load_cluster
 from hpcbench.config.expression import Expression
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.config.sweep_file import apply_overrides, settings_lines
@@ -26,41 +25,8 @@ from hpcbench.paths import search_folders
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.submit.plan import SweepPlan, make_plan
 
-_CLUSTER_HELP = "The cluster's profile, by name or path. (default: HPCBENCH_CLUSTER, hpcbench.toml, this machine's)"
 _DATASETS_BY_KIND = {"images": "cifar10", "volumes": "cosmoflow", "tokens": "tokens"}
 _ONE_OFF_BATCH_SIZE = 32
-
-
-def _chosen_cluster(context: click.Context, _parameter: click.Parameter, name: str | None) -> str:
-    """``name``, else the default cluster, which is printed with its reason."""
-    if name is not None or context.resilient_parsing:
-        return name or ""
-    chosen = default_cluster()
-    print_message(f"cluster {chosen.name}: {chosen.reason}")
-    return chosen.name
-
-
-def cluster_option(default: str | None = None) -> Callable[[Function], Function]:
-    """``--cluster NAME``; without a default of its own the command uses ``default_cluster``."""
-    if default is None:
-        return click.option(
-            "--cluster",
-            "cluster_name",
-            metavar="NAME|FILE",
-            callback=_chosen_cluster,
-            help=_CLUSTER_HELP,
-            shell_complete=complete_clusters,
-        )
-    text = f"The cluster's profile. (default: {default})"
-    return click.option(
-        "--cluster", "cluster_name", metavar="NAME", default=default, help=text, shell_complete=complete_clusters
-    )
-
-
-cluster_argument = click.argument(
-    "name", metavar="[NAME|FILE]", required=False, callback=_chosen_cluster, shell_complete=complete_clusters
-)
-"""The cluster as ``--cluster`` takes it, for commands about clusters."""
 
 
 def find_sweep_file(name: str) -> Path:
@@ -85,14 +51,6 @@ def find_sweep_file(name: str) -> Path:
     if name not in sweeps:
         raise ConfigError(f"no sweep {name!r}", hint=did_you_mean(name, sweeps))
     return sweeps[name]
-
-
-overrides_option = click.option(
-    "--set", "overrides", metavar="KEY=VALUE", multiple=True, shell_complete=complete_overrides,
-    help="Change the sweep for this command: steps=5, grid.batch_size=8,16, repeats=5. May be repeated.",
-)  # fmt: skip
-plan_options = all_of(sweep_argument, cluster_option(), overrides_option)
-"""The parameters ``sweep``, ``cluster_name`` and ``overrides`` of ``load_plan``."""
 
 
 def load_plan(sweep: str | Sweep, cluster_name: str, results: ResultsTree, overrides: Sequence[str] = ()) -> SweepPlan:
