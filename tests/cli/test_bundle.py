@@ -209,7 +209,9 @@ def test_a_link_in_the_tree_is_left_out_and_named(planted: ClusterTree, tmp_path
         (["table", "broken.tgz"], 2, "broken.tgz is damaged, or no .tar.gz"),
     ],
 )
-def test_bad_input(planted: ClusterTree, tmp_path: Path, arguments: list[str], code: int, message: str) -> None:
+def test_invalid_bundle_arguments_fail_and_write_no_file(
+    planted: ClusterTree, tmp_path: Path, arguments: list[str], code: int, message: str
+) -> None:
     (tmp_path / "broken.tgz").write_bytes(b"no archive")
     before = sorted(tmp_path.rglob("*"))
     done = hpcbench(*arguments, cwd=tmp_path)

@@ -43,7 +43,7 @@ def calibrate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     return call
 
 
-def test_the_sweep_can_be_had_without_running_it(calibrate: Callable[..., Result], tmp_path: Path) -> None:
+def test_the_calibration_sweep_is_written_without_running_it(calibrate: Callable[..., Result], tmp_path: Path) -> None:
     done = calibrate("local", "--out", "x.toml", "--budget", "3")
     assert done.exit_code == 0, done.output
     assert (tmp_path / "x.toml").read_text() == calibration_sweep_toml(
@@ -128,7 +128,7 @@ def whole_runs(tmp_path: Path) -> tuple[ClusterProfile, Machine, ClusterTree]:
     return profile, nominal, tree
 
 
-def test_whole_runs_without_a_probe_fit_the_profile(calibrate: Callable[..., Result], tmp_path: Path) -> None:
+def test_whole_runs_without_probes_fit_the_profile(calibrate: Callable[..., Result], tmp_path: Path) -> None:
     profile, nominal, tree = whole_runs(tmp_path)
     done = calibrate("slurmbox", "--from", "results")
     assert done.exit_code == 0, done.output
@@ -143,7 +143,7 @@ def test_whole_runs_without_a_probe_fit_the_profile(calibrate: Callable[..., Res
     assert after == pytest.approx(1.5 * before, rel=0.05)
 
 
-def test_where_chooses_the_runs_that_are_fitted(calibrate: Callable[..., Result], tmp_path: Path) -> None:
+def test_option_where_selects_the_fitted_runs(calibrate: Callable[..., Result], tmp_path: Path) -> None:
     whole_runs(tmp_path)
     done = calibrate("slurmbox", "--from", "results", "--where", "devices < 4", "--json")
     assert done.exit_code == 0, done.output
@@ -206,7 +206,7 @@ def test_a_refused_calibration_is_measured_anew(tmp_path: Path) -> None:
     assert set(plan(takes_disturbed=True).runs) == set(first.runs)
 
 
-def test_a_process_that_computes_is_seen_before_anything_is_measured() -> None:
+def test_a_busy_core_stops_a_calibration_before_it_measures() -> None:
     profile, _ = load_cluster("local")
     spinning = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:

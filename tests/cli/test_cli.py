@@ -70,7 +70,7 @@ def test_every_command_has_help(command: str) -> None:
     assert "Usage:" in done.stdout
 
 
-def test_plan_json(sweep: Path, tmp_path: Path) -> None:
+def test_plan_json_lists_runs_and_drops_without_writing(sweep: Path, tmp_path: Path) -> None:
     done = hpcbench("plan", str(sweep), "--cluster", "local", "--json", "--results", str(tmp_path / "r"))
     plan = json.loads(done.stdout)
     assert [run["spec"]["strategy"] for run in plan["runs"]] == ["single", "ddp", "ddp"]
@@ -119,7 +119,9 @@ def test_render_writes_what_it_prints(sweep: Path, tmp_path: Path) -> None:
         (GOOD, ["pln"], 2, "did you mean 'plan'?"),
     ],
 )
-def test_bad_input(tmp_path: Path, text: str, arguments: list[str], code: int, message: str) -> None:
+def test_wrong_input_exits_with_a_message_and_leaves_no_files(
+    tmp_path: Path, text: str, arguments: list[str], code: int, message: str
+) -> None:
     path = tmp_path / "tiny.toml"
     path.write_text(text)
     results = tmp_path / "results"
@@ -166,7 +168,7 @@ def test_init_writes_a_project_that_works_and_overwrites_nothing(tmp_path: Path)
     assert hpcbench("check", "sweeps/quickstart.toml", "clusters/generic-slurm.toml", cwd=project).returncode == 0
 
 
-def test_doctor_json(tmp_path: Path) -> None:
+def test_doctor_json_reports_findings_and_creates_no_folder(tmp_path: Path) -> None:
     done = hpcbench("doctor", "--json", "--results", str(tmp_path / "not" / "yet"))
     findings = {finding["what"]: finding["works"] for finding in json.loads(done.stdout)["findings"]}
     assert done.returncode == 0, done.stdout

@@ -28,7 +28,7 @@ def hpcbench(tmp_path: Path) -> Any:
     return call
 
 
-def test_scripts_for_pbs_are_complete_and_handed_over(hpcbench: Any, tmp_path: Path) -> None:
+def test_a_rendered_pbs_script_is_complete_with_its_qsub_command(hpcbench: Any, tmp_path: Path) -> None:
     done = hpcbench("render", "s.toml", "--cluster", "abci-3", "--out", "out")
     assert done.returncode == 0, done.stderr
     assert "takes no job without an account" in done.stderr
@@ -43,7 +43,7 @@ def test_scripts_for_pbs_are_complete_and_handed_over(hpcbench: Any, tmp_path: P
     assert "run by PBS, which hpcbench writes for but does not submit to\n  hpcbench render" in refused.stderr
 
 
-def test_a_machine_that_is_gone_takes_no_job(hpcbench: Any, tmp_path: Path) -> None:
+def test_submit_refuses_a_cluster_that_is_only_predicted_for(hpcbench: Any, tmp_path: Path) -> None:
     done = hpcbench("submit", "s.toml", "--cluster", "lisa")
     assert done.returncode == 2
     assert "cluster lisa is only predicted for: no job reaches it" in done.stderr
@@ -58,7 +58,7 @@ def test_a_missing_account_is_named_before_anything_is_written(hpcbench: Any, tm
     assert not (tmp_path / "results").exists()
 
 
-def test_the_cluster_that_is_here_comes_first(hpcbench: Any, tmp_path: Path) -> None:
+def test_the_cluster_of_this_machine_is_listed_first(hpcbench: Any, tmp_path: Path) -> None:
     listed = json.loads(hpcbench("cluster", "list", "--json", NERSC_HOST="perlmutter").stdout)["clusters"]
     assert [entry["name"] for entry in listed if entry["here"]] == ["perlmutter"]
     assert listed[0]["name"] == "perlmutter"
@@ -67,7 +67,7 @@ def test_the_cluster_that_is_here_comes_first(hpcbench: Any, tmp_path: Path) -> 
     assert [entry["name"] for entry in only] == ["perlmutter"]
 
 
-def test_a_machine_that_no_profile_knows(hpcbench: Any, tmp_path: Path) -> None:
+def test_cluster_list_is_empty_where_no_profile_matches_the_machine(hpcbench: Any, tmp_path: Path) -> None:
     (tmp_path / "clusters" / "mine.toml").write_text('name = "mine"\n[match]\nvariables = { SITE = "x" }\n')
     nowhere = hpcbench("cluster", "list", "--here", "--json")
     assert (nowhere.returncode, json.loads(nowhere.stdout)) == (0, {"clusters": []})

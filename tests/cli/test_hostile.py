@@ -146,7 +146,7 @@ def test_strange_results_are_shown_without_their_codes(tree: ClusterTree, data: 
     ],
     ids=["empty", "nested", "no text", "another name", "ids that are none"],
 )
-def test_a_broken_sweep_is_named_and_holds_up_no_other(tree: ClusterTree, content: bytes) -> None:
+def test_a_broken_sweep_record_is_named_and_others_are_shown(tree: ClusterTree, content: bytes) -> None:
     write(tree, document())
     (tree.root / "sweeps" / "bad.json").write_bytes(content.replace(b'"s"', b'"bad"'))
     for command in ("status", "table"):

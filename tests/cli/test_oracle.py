@@ -237,7 +237,7 @@ def test_a_device_without_package_data_is_named(tmp_path: Path) -> None:
     assert wrong.value.where == "new: devices.h100.fitted"
 
 
-def test_where_nothing_can_run_the_reasons_are_left(tmp_path: Path) -> None:
+def test_recommend_without_a_feasible_strategy_prints_the_reasons(tmp_path: Path) -> None:
     asked = ("recommend", "--model", "resnet18", "--dataset", "cifar10", "--cluster", "snellius", "--nodes", "3000")
     text = " ".join(call(tmp_path, *asked, "--global-batch-size", "48", "--out", tmp_path / "x.toml").stdout.split())
     assert "3000 nodes x 4 = 12000 devices: nothing can run" in text
@@ -261,7 +261,9 @@ def test_where_nothing_can_run_the_reasons_are_left(tmp_path: Path) -> None:
         (["validate", "--where", "nods == 2"], "did you mean 'nodes'?"),
     ],
 )
-def test_wrong_input(tiny: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_wrong_oracle_arguments_exit_with_code_2_and_write_nothing(
+    tiny: Path, tmp_path: Path, arguments: list[str], message: str
+) -> None:
     with pytest.raises(HpcbenchError) as caught:
         call(tmp_path, *(one.replace("{}", str(tiny)) for one in arguments))
     assert message in str(caught.value)

@@ -36,7 +36,7 @@ def look(running: int, now_unix_s: float = 1e9) -> SweepSnapshot:
     return SweepSnapshot(sweep="s", cluster="c", now_unix_s=now_unix_s, arrays=(array,))
 
 
-def test_a_look_that_shows_nothing_new_draws_nothing(terminal: Terminal) -> None:
+def test_an_unchanged_snapshot_is_not_drawn_again(terminal: Terminal) -> None:
     with LiveScreen(sys.stderr) as screen:
         screen.show([look(1)])
         drawn = len(terminal.getvalue())
@@ -46,7 +46,7 @@ def test_a_look_that_shows_nothing_new_draws_nothing(terminal: Terminal) -> None
         assert "2 running" in terminal.getvalue()[drawn:]
 
 
-def test_a_terminal_that_is_gone_stops_nothing(terminal: Terminal) -> None:
+def test_a_closed_terminal_raises_no_error(terminal: Terminal) -> None:
     with LiveScreen(sys.stderr) as screen:
         screen.show([look(1)])
         terminal.gone = True

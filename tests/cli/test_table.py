@@ -42,7 +42,7 @@ def test_every_line_of_every_table_fits_80_columns(tree: Path) -> None:
         assert max(map(len, lines)) <= 80
 
 
-def test_rows_of_a_tree_are_in_order_and_sorted_when_asked(tree: Path) -> None:
+def test_rows_are_in_run_order_unless_sort_is_given(tree: Path) -> None:
     rows = json.loads(call(tree, "table", "--json").stdout)["rows"]
     assert [row["spec"]["strategy"] for row in rows] == sorted(row["spec"]["strategy"] for row in rows)
     rows = json.loads(call(tree, "table", "--json", "--sort", "-samples_per_s").stdout)["rows"]
@@ -64,7 +64,7 @@ def test_grouped_json_and_files(tree: Path, tmp_path: Path) -> None:
     assert "| strategy | ranks |" in (tmp_path / "rows.md").read_text()
 
 
-def test_trees_are_sources(tree: Path, tmp_path: Path) -> None:
+def test_results_trees_are_sources_of_table_and_collect(tree: Path, tmp_path: Path) -> None:
     write_results(tmp_path / "made-up", 3, first=1)
     sources = [str(tree / "made-up"), f"{tmp_path}/"]
     assert len(json.loads(call(tree, "collect", *sources).stdout)["results"]) == 203
