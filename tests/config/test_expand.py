@@ -112,7 +112,7 @@ def test_a_value_derived_as_none_stays_unset(write_sweep: Write) -> None:
     assert seen == [({"bucket_cap_mb": 5}, None), (None, 2)]
 
 
-def test_scaling(write_sweep: Write) -> None:
+def test_weak_and_strong_scaling_set_batch_per_node_count(write_sweep: Write) -> None:
     weak = write_sweep('name = "s"\n[fixed]\nbatch_size = 8\n[scaling]\nkind = "weak"\nnodes = [1, 2]\n')
     assert [(point["nodes"], point["batch_size"]) for point in kept(weak)] == [(1, 8), (2, 8)]
     strong = write_sweep('name = "s"\n[scaling]\nkind = "strong"\nnodes = [1, 2]\nglobal_batch_size = 64\n')
@@ -151,7 +151,7 @@ def test_scaling(write_sweep: Write) -> None:
         ),
     ],
 )
-def test_mistakes(write_sweep: Write, text: str, message: str) -> None:
+def test_invalid_sweep_tables_are_refused_with_file_and_line(write_sweep: Write, text: str, message: str) -> None:
     with pytest.raises(HpcbenchError, match=message):
         write_sweep(f'name = "s"\n{text}\n')
 
@@ -165,6 +165,6 @@ def test_mistakes(write_sweep: Write, text: str, message: str) -> None:
         ("[[exclude]]\nwhen = 'nodes'", r"sweep.toml:3: .*where true or false is needed"),
     ],
 )
-def test_mistakes_that_only_values_show(write_sweep: Write, text: str, message: str) -> None:
+def test_mistakes_in_evaluated_values_are_refused(write_sweep: Write, text: str, message: str) -> None:
     with pytest.raises(HpcbenchError, match=message):
         list(expand_sweep(write_sweep(f'name = "s"\n{text}\n')))

@@ -101,7 +101,7 @@ def matches(point: dict[str, Any], keys: dict[str, Any], when: str | None) -> bo
 
 
 @given(sweeps())
-def test_as_many_points_as_counted(folder: Any, data: dict[str, Any]) -> None:
+def test_expansion_gives_as_many_points_as_counted(folder: Any, data: dict[str, Any]) -> None:
     sweep = loaded(data, folder)
     has_product = data["grid"] or data["zip"] or not data["includes"]
     product = math.prod(len(values) for values in data["grid"].values()) * (2 if data["zip"] else 1) * bool(has_product)

@@ -68,7 +68,7 @@ def default(name: str) -> Any:
 
 
 @given(st.dictionaries(NAME, SCALAR, max_size=5), st.dictionaries(NAME, TEXT, max_size=5), st.randoms())
-def test_the_order_of_keys_names_nothing(options: dict[str, Any], env: dict[str, str], random: Any) -> None:
+def test_the_order_of_keys_changes_no_id(options: dict[str, Any], env: dict[str, str], random: Any) -> None:
     def shuffled(table: dict[str, Any]) -> dict[str, Any]:
         return dict(random.sample(list(table.items()), len(table)))
 
@@ -80,7 +80,7 @@ def test_the_order_of_keys_names_nothing(options: dict[str, Any], env: dict[str,
 
 
 @given(POINTS, st.one_of(st.none(), st.floats(0.1, 1e4)), st.integers(0, 9))
-def test_a_time_limit_names_nothing_a_repeat_only_the_run(
+def test_time_limits_change_no_id_and_repeats_only_run_ids(
     point: dict[str, Any], limit_min: float | None, repeat: int
 ) -> None:
     spec = spec_of(point)
@@ -100,7 +100,7 @@ def test_any_other_change_is_another_run(point: dict[str, Any], drawn: st.DataOb
 
 
 @given(POINTS, st.sampled_from(sorted(name for name in PARAMETERS if not _FIELDS[name].required)))
-def test_a_default_that_is_written_is_as_if_it_were_not(point: dict[str, Any], name: str) -> None:
+def test_an_explicit_default_changes_no_id(point: dict[str, Any], name: str) -> None:
     left_out = {key: value for key, value in point.items() if key != name}
     assert run_id(spec_of({**left_out, name: default(name)})) == run_id(spec_of(left_out))
     options = {key: value for key, value in point.get("options", {}).items() if key != "bucket_cap_mb"}

@@ -54,12 +54,12 @@ def test_set_twice_is_refused(write_sweep: Write) -> None:
         ("name = 3", "valid string, not 3"),
     ],
 )
-def test_broken_files(write_sweep: Write, text: str, message: str) -> None:
+def test_broken_sweep_files_are_refused_with_their_line(write_sweep: Write, text: str, message: str) -> None:
     with pytest.raises(HpcbenchError, match=message):
         write_sweep(text)
 
 
-def test_unreadable_files(tmp_path: Path) -> None:
+def test_absent_or_non_utf8_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the file: No such file"):
         load_cluster_file(tmp_path / "none.toml")
     (tmp_path / "latin.toml").write_bytes(b'name = "caf\xe9"')
@@ -96,7 +96,7 @@ y = 3
         (("table", "absent"), 2),
     ],
 )
-def test_line_of(path: tuple[str | int, ...], line: int | None) -> None:
+def test_a_key_path_gives_its_line_in_the_file(path: tuple[str | int, ...], line: int | None) -> None:
     assert TomlSource(Path("x.toml"), TEXT).line(path) == line
 
 
@@ -106,7 +106,7 @@ def test_values_of_a_parameter_are_distinguished_by_type(write_sweep: Write) -> 
 
 
 @pytest.mark.parametrize("name", ["local", "slurmbox", "generic-slurm"])
-def test_shipped_profiles_load(name: str) -> None:
+def test_shipped_profiles_load_under_their_file_name(name: str) -> None:
     profile, _ = load_cluster(name)
     assert profile.name == name
 
@@ -126,7 +126,7 @@ def profile(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_profile_units(tmp_path: Path) -> None:
+def test_units_in_profiles_are_converted_to_base_units(tmp_path: Path) -> None:
     path = profile(
         tmp_path,
         'name = "mine"\n[links.inter_node]\nlatency_s = "10 us"\nbandwidth_bytes_per_s = "200 Gbit/s"\n'
@@ -157,7 +157,7 @@ def test_profile_units(tmp_path: Path) -> None:
         ('name = "mine"\naccount = "a\\nb"', r"mine.toml:2: account"),
     ],
 )
-def test_profile_mistakes(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_profiles_are_refused_with_their_line(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(HpcbenchError, match=message):
         load_cluster_file(profile(tmp_path, text))
 

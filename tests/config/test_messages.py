@@ -42,7 +42,7 @@ def test_strategies_under_the_names_of_other_tools(wrong: str, meant: str) -> No
         (GOOD + '[[exclude]]\nwhen = "batch_size = 8"\n', "'= 8'\n  did you mean '=='?"),
     ],
 )  # fmt: skip
-def test_what_was_meant_and_where(tmp_path: Path, text: str, message: str) -> None:
+def test_mistakes_are_reported_with_line_and_suggestion(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "s.toml").write_text(text)
     with pytest.raises(HpcbenchError) as caught:
         check_names(load_sweep(tmp_path / "s.toml"))

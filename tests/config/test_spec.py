@@ -23,7 +23,7 @@ from hpcbench.errors import WorkerError
 SPEC = RunSpec(model="resnet18", dataset="digits", strategy="ddp", batch_size=16, tasks_per_node=2, dp_degree=2)
 
 
-def test_identity_is_what_it_was() -> None:
+def test_run_and_configuration_ids_equal_the_recorded_ones() -> None:
     """Frozen: a change of these values orphans every result that people have."""
     assert run_id(SPEC) == "3ff14687f840b6fa"
     assert config_id(SPEC) == run_id(SPEC)
@@ -63,7 +63,7 @@ def test_identity_survives_a_file_and_the_order_of_keys(options: dict[str, bool 
     assert run_id(msgspec.structs.replace(SPEC, options=turned)) == run_id(spec)
 
 
-def test_task_file_round_trip(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_a_task_file_is_read_back_as_written(tmp_path) -> None:  # type: ignore[no-untyped-def]
     header = TaskFileHeader(cluster="c", device="cpu", tree=str(tmp_path), submission="s-0001")
     tasks = [
         RunTask(

@@ -43,7 +43,7 @@ micro_batches = 2
         ),
     ],
 )
-def test_rules(write_sweep: Write, text: str, rules: list[StopRule]) -> None:
+def test_a_stop_table_is_read_as_stop_rules(write_sweep: Write, text: str, rules: list[StopRule]) -> None:
     assert write_sweep(f"{BASE}[stop]\n{text}\n").stops == rules
 
 
@@ -66,6 +66,6 @@ def test_rules(write_sweep: Write, text: str, rules: list[StopRule]) -> None:
         ("oom = 3", r"sweep.toml:17: stop.oom"),
     ],
 )
-def test_mistakes(write_sweep: Write, text: str, message: str) -> None:
+def test_invalid_stop_tables_are_refused_with_file_and_line(write_sweep: Write, text: str, message: str) -> None:
     with pytest.raises(HpcbenchError, match=message):
         write_sweep(f"{BASE}[stop]\n{text}\n")
