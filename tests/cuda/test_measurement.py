@@ -53,7 +53,7 @@ def test_without_nvml_there_is_no_energy_and_no_failure() -> None:
     assert counters.energy_j is None
 
 
-def test_clocks_read_events() -> None:
+def test_cuda_clocks_read_times_from_events() -> None:
     clock = make_step_clock(DEVICE)
     assert isinstance(clock, CudaClock)
     clock.begin()

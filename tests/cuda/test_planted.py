@@ -58,7 +58,7 @@ DEFECTS: dict[str, tuple[Defect, str]] = {
 
 
 @pytest.mark.parametrize("name", DEFECTS)
-def test_a_wait_or_a_stray_tensor(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_planted_wait_or_stray_tensor_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     defect, message = DEFECTS[name]
     plant_in_update(monkeypatch, defect)
     problems = [problem for problem in problems_of(gpu_run("single", "transformer", 1)) if message in problem]
@@ -88,7 +88,9 @@ def order_found(spec: RunSpec, ranks: Sequence[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("swapping", [{1}, {1, 5}], ids=["one rank", "all ranks"])
-def test_two_swapped_buckets(monkeypatch: pytest.MonkeyPatch, swapping: set[int]) -> None:
+def test_swapped_gradient_buckets_are_found_on_one_or_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, swapping: set[int]
+) -> None:
     """One replica differs from the other one, or both from what the oracle prices."""
     spec = gpu_run("filter", "cnn", 8)
 

@@ -20,7 +20,7 @@ def test_torch_is_the_pinned_build_for_cuda() -> None:
     assert torch.version.cuda is not None
 
 
-def test_devices_are_claimed() -> None:
+def test_the_stub_reports_eight_devices_and_their_memory() -> None:
     assert torch.cuda.is_available()
     assert torch.cuda.device_count() == DEVICES
     properties = torch.cuda.get_device_properties(3)
@@ -37,7 +37,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         torch.cuda.set_device(DEVICES)
 
 
-def test_streams_and_events_answer_with_the_host_s_clock() -> None:
+def test_stub_streams_and_events_use_the_host_clock() -> None:
     torch.cuda.set_device(2)
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

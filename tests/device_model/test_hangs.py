@@ -62,7 +62,7 @@ def test_paired_exchanges_never_hang_whatever_hosts_choose(schedule: str, stages
 
 @pytest.mark.parametrize("write", [prefetching_programs, paired_programs])
 @pytest.mark.parametrize(("schedule", "micro_batches"), [("gpipe", 2), ("1f1b", 1), ("1f1b", 2), ("zero_bubble", 1)])
-def test_the_reduction_loses_no_end(schedule: str, micro_batches: int, write: type) -> None:
+def test_the_reduced_search_finds_every_final_state(schedule: str, micro_batches: int, write: type) -> None:
     """Every interleaving, thousands of states, has the ends of the reduced search."""
     machine = Machine(write(*pipeline_steps(schedule, 2, micro_batches)))
     ends, states = all_ends(machine)
@@ -109,7 +109,7 @@ def test_links_that_open_with_their_first_message(stages: int) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
 @pytest.mark.parametrize("opens_reducers", [True, False])
-def test_replicas(schedule: str, opens_reducers: bool) -> None:
+def test_paired_pipelines_with_replicas_never_hang(schedule: str, opens_reducers: bool) -> None:
     """Both pipelines sum their gradients, those of a rank's second chunk while messages are in flight."""
     pipeline = pipeline_steps(schedule, 2, 4)
     machine = Machine(paired_programs(*pipeline, replicas=2, opens_reducers=opens_reducers))
