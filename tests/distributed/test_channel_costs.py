@@ -141,7 +141,9 @@ def held(spec: RunSpec, place: RankContext) -> Held:
         (3, {"batch_size": 4, "model": "mobilenetv2", "dataset": "cifar10", "input_size": 16}),
     ],
 )
-def test_memory(strategy: str, form: str, tp: int, more: dict[str, Any]) -> None:
+def test_channel_memory_equals_the_formula_part_by_part(
+    strategy: str, form: str, tp: int, more: dict[str, Any]
+) -> None:
     """Part by part: what is split falls as the shares do, to the byte, activations within a tenth."""
     spec, rank = spec_of(strategy, form, tp, **more), tp - 1
     table = table_of(spec)

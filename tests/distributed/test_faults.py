@@ -90,7 +90,7 @@ def test_a_rank_that_sleeps_is_named(tmp_path: Path, forked_launch: Launch) -> N
     assert "rank 0" not in text
 
 
-def test_another_process_on_the_ranks_core_and_fewer_cores_than_asked_for(tmp_path: Path, launch: Launch) -> None:
+def test_a_busy_core_and_too_few_cores_give_warnings(tmp_path: Path, launch: Launch) -> None:
     spec = make_spec(steps=12)
     tasks = write_tasks(tmp_path, spec, cores_per_task=2)
     core = min(os.sched_getaffinity(0))

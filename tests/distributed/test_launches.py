@@ -62,7 +62,7 @@ def message_of(result: RunResult) -> str:
     return result.error.message
 
 
-def test_a_lone_process(tmp_path: Path, whole_launch: Launch) -> None:
+def test_a_single_process_writes_a_complete_result(tmp_path: Path, whole_launch: Launch) -> None:
     tasks = write_tasks(tmp_path, LONE)
     assert whole_launch.lone(tasks).wait() == [0], whole_launch.logs()
     result = result_of(tmp_path, LONE)
@@ -157,7 +157,7 @@ def stop_at_step_4(launch: Launch, start: Any, number: signal.Signals, ranks: in
     ("number", "status"),
     [(signal.SIGTERM, "cancelled"), (signal.SIGINT, "cancelled"), (signal.SIGUSR2, "timeout")],
 )
-def test_a_signal_ends_a_run_with_what_it_measured(
+def test_a_signal_ends_a_single_process_with_its_measurements(
     tmp_path: Path, launch: Launch, number: signal.Signals, status: str
 ) -> None:
     tasks = write_tasks(tmp_path, ENDLESS)
@@ -255,7 +255,9 @@ def test_end_records_how_rank_0_was_killed(tmp_path: Path, launch: Launch) -> No
     ("how", "rank", "step"),
     [("torchrun", 1, 4), ("torchrun", 0, 4), ("torchrun", 1, -1), ("by_hand", 1, 4), ("by_hand", 0, -1)],
 )
-def test_a_rank_raises(tmp_path: Path, launch: Launch, how: str, rank: int, step: int) -> None:
+def test_an_exception_of_a_rank_is_the_runs_error(
+    tmp_path: Path, launch: Launch, how: str, rank: int, step: int
+) -> None:
     tasks = write_tasks(tmp_path, ENDLESS_PAIR)
     codes = getattr(launch, how)(2, tasks, program=HOOKED, ACCIDENT=f"{rank}:{step}:raise").wait()
     assert set(codes) == {1}

@@ -36,17 +36,17 @@ def check_paired(pool: Pool, case: Case) -> None:
 
 
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
-def test_two_stages(pool: Pool, schedule: str) -> None:
+def test_paired_pipelines_of_two_stages_equal_the_reference(pool: Pool, schedule: str) -> None:
     check_paired(pool, pipeline_case(schedule, 2, precision="fp64", steps=2, narrow=True))
 
 
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
-def test_four_stages(pool: Pool, schedule: str) -> None:
+def test_paired_pipelines_of_four_stages_equal_the_reference(pool: Pool, schedule: str) -> None:
     check_paired(pool, pipeline_case(schedule, 4, precision="fp64", steps=1, narrow=True))
 
 
 @pytest.mark.parametrize("stages", [2, 4])
-def test_pipedream(pool: Pool, stages: int) -> None:
+def test_paired_pipedream_equals_its_simulation(pool: Pool, stages: int) -> None:
     case = stack_case(stages)
     with mock.patch("tests.distributed.cases.build_model", small_stack):
         expected = run_reference(case)

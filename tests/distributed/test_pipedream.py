@@ -115,7 +115,7 @@ def test_any_number_of_minibatches_in_a_step(pool: Pool, micro_batches: int, opt
 
 
 @pytest.mark.parametrize("options", [{}, {"weight_versions": "2bw"}])
-def test_replicas(pool: Pool, options: dict[str, Any]) -> None:
+def test_pipedream_with_replicated_stages_equals_its_simulation(pool: Pool, options: dict[str, Any]) -> None:
     found = check_stack(pool, stack_case(2, options, replicas=2))
     assert [one.counts[2] for one in found] == [8, 8, 7, 7]
 
@@ -125,7 +125,7 @@ def test_supported_options_match_the_delayed_gradient_reference(pool: Pool, more
     check_stack(pool, stack_case(4, **more))
 
 
-def test_activation_checkpointing(pool: Pool) -> None:
+def test_pipedream_with_activation_checkpointing_equals_its_simulation(pool: Pool) -> None:
     case = pipedream_case(2, activation_checkpointing=True, precision="fp64", steps=3)
     check(pool.run(case), run_reference(case), EXACT)
 
@@ -144,7 +144,7 @@ def run_other(case: Case, group: dist.ProcessGroup) -> OfRank:
         return run_stack(case, group)
 
 
-def test_a_wrong_version_is_seen(pool: Pool) -> None:
+def test_a_wrong_weight_version_is_detected(pool: Pool) -> None:
     case = stack_case(2)
     found = pool.call(2, run_other, case)
     with mock.patch("tests.distributed.cases.build_model", small_stack):

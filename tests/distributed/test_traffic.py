@@ -143,7 +143,7 @@ def fake_steady(spec: RunSpec, rank: int) -> list[Traffic]:
 
 @pytest.mark.parametrize(("ranks", "rank"), [(64, 0), (64, 31), (200, 199), (1024, 0), (1024, 511), (1024, 1023)])
 @pytest.mark.parametrize("key", ["ddp", "zero1", "fairscale_oss", "fairscale_sddp", "fsdp", "fairscale_fsdp"])
-def test_ranks_of_large_worlds(key: str, ranks: int, rank: int) -> None:
+def test_fake_data_parallel_ranks_pass_the_predicted_traffic(key: str, ranks: int, rank: int) -> None:
     """More ranks than tensors: some own none, and shards are padding alone."""
     spec = spec_of(key, ranks, "vit", batch_size=2)
     assert fake_steady(spec, rank) == expected(spec, rank)
@@ -166,7 +166,7 @@ def all_threads(spec: RunSpec, group: dist.ProcessGroup) -> list[Traffic]:
 
 
 @pytest.mark.parametrize(("rank", "bucket_cap_mb"), [(2, 0.5), (4, 25.0)])
-def test_powersgd(pool: Pool, rank: int, bucket_cap_mb: float) -> None:
+def test_powersgd_ranks_pass_the_predicted_factors(pool: Pool, rank: int, bucket_cap_mb: float) -> None:
     """Its factors are sent by other threads than the recorder sees."""
     options = {"compression": "powersgd", "powersgd_rank": rank, "bucket_cap_mb": bucket_cap_mb}
     spec = spec_of("ddp", 2, "vit", options=options)

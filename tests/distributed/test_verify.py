@@ -77,7 +77,7 @@ def run(
         {"precision": "bf16"},
     ],
 )
-def test_ddp_passes(pool: Pool, spec: dict[str, Any]) -> None:
+def test_verification_of_a_correct_ddp_run_passes(pool: Pool, spec: dict[str, Any]) -> None:
     found = run(pool, **spec)
     assert found.passed, found
     assert (found.precision, found.steps) == ("fp64", 5)
@@ -121,7 +121,7 @@ def test_a_wrong_strategy_fails(pool: Pool, wrong: str, worst: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["Halved", "ScaledInLowPrecision"])
-def test_an_error_in_the_runs_own_precision_alone_fails(pool: Pool, wrong: str) -> None:
+def test_an_error_only_in_the_runs_precision_fails_verification(pool: Pool, wrong: str) -> None:
     """All orders of summation and three seeds do not excuse it, a gradient that is 1 % too large included."""
     found = run(pool, wrong, model_options=PLAIN)
     assert not found.passed
