@@ -21,7 +21,7 @@ def test_the_committed_file_is_reproduced(machine: Machine) -> None:
     assert abci.is_same(abci.predictions_csv(machine), abci.PREDICTIONS.read_text(encoding="utf-8"))
 
 
-def test_all_that_is_asked_is_there() -> None:
+def test_every_requested_abci_prediction_is_in_the_table() -> None:
     rows = list(csv.DictReader(abci.PREDICTIONS.read_text(encoding="utf-8").splitlines()))
     assert len(rows) == len(abci.ASKED) * len(abci.GPUS)
     for _, points in groupby(rows, key=lambda row: (row["model"], row["strategy"], row["batch_per_gpu"])):

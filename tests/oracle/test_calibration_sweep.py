@@ -37,7 +37,9 @@ def test_the_sweep_of_a_local_machine_with_two_cores() -> None:
         ("perlmutter", None, CalibrationScale(4, 4)),
     ],
 )
-def test_sizes(cluster: str, partition: str | None, expected: CalibrationScale) -> None:
+def test_the_calibration_size_follows_the_clusters_partition(
+    cluster: str, partition: str | None, expected: CalibrationScale
+) -> None:
     assert cluster_size(load_cluster(cluster)[0], partition, 2) == expected
 
 
@@ -63,7 +65,9 @@ def test_sizes(cluster: str, partition: str | None, expected: CalibrationScale) 
         ),
     ],
 )
-def test_placements_of_collectives(size: CalibrationScale, expected: list[CalibrationScale]) -> None:
+def test_collectives_are_probed_inside_and_between_nodes(
+    size: CalibrationScale, expected: list[CalibrationScale]
+) -> None:
     assert collective_scales(size) == expected
 
 
@@ -79,7 +83,9 @@ def test_placements_of_collectives(size: CalibrationScale, expected: list[Calibr
         (CalibrationScale(1, 1), "cuda", []),
     ],
 )
-def test_placements_of_strategies(size: CalibrationScale, device: str, expected: list[CalibrationScale]) -> None:
+def test_strategies_are_probed_inside_and_between_nodes(
+    size: CalibrationScale, device: str, expected: list[CalibrationScale]
+) -> None:
     assert strategy_scales(size, device) == expected
 
 

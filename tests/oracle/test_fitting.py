@@ -167,7 +167,7 @@ def test_fitting_no_run_is_refused() -> None:
         fit_posterior(NOMINAL, [])
 
 
-def test_linear_algebra() -> None:
+def test_cholesky_factor_and_solution_are_exact() -> None:
     matrix = [[4.0, 2.0, 0.0], [2.0, 5.0, 1.0], [0.0, 1.0, 3.0]]
     assert cholesky_factor(matrix)[1] == [1.0, 2.0, 0.0]
     assert solve_positive_definite(matrix, [10.0, 19.0, 9.0]) == pytest.approx([1.0, 3.0, 2.0])
@@ -191,7 +191,7 @@ def result(spec: RunSpec, median_s: float, mean_s: float, status: str = "ok") ->
     )  # fmt: skip
 
 
-def test_results_become_observations() -> None:
+def test_launches_of_a_configuration_become_one_observation() -> None:
     one, two = spec_of("vgg11", 1), spec_of("vgg11", 2)
     results = [
         result(one, 1.0, 1.1), result(replace(one, repeat=1), 1.2, 1.25), result(replace(one, repeat=2), 1.1, 1.3),

@@ -114,6 +114,6 @@ def test_a_batch_that_cannot_be_shared_is_counted() -> None:
         (LayoutWish(gpus=8, sequence=8192, global_batch=8, replica_batch=1), "one of global batch"),
     ],
 )
-def test_an_impossible_wish_is_named(wish: LayoutWish, message: str) -> None:
+def test_an_impossible_request_is_named(wish: LayoutWish, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         rank_layouts(named_shape("llama_8b"), H100, wish)

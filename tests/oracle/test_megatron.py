@@ -20,7 +20,7 @@ GPT_175B = Gpt(layers=96, width=12288, heads=96)
     ("korthikanti, abstract", 2, 0.040, 0.074),
     ("narayanan", 10, 0.054, 0.084),
 ])  # fmt: skip
-def test_published_times(source: str, count: int, mean: float, worst: float) -> None:
+def test_predicted_times_are_near_megatrons_published_times(source: str, count: int, mean: float, worst: float) -> None:
     runs = [run for run in published() if run.source == source]
     errors = [row.error for row in times(runs)]
     assert len(errors) == count
@@ -29,7 +29,7 @@ def test_published_times(source: str, count: int, mean: float, worst: float) -> 
     assert found[1] <= worst
 
 
-def test_published_memory() -> None:
+def test_predicted_memory_is_near_megatrons_published_memory() -> None:
     """Activations are the papers' own formulas to the last digit; states differ by the embedding."""
     bounds = {
         "states of the first stage": 0.111,

@@ -26,7 +26,9 @@ from hpcbench.oracle.placement import SAME_NODE_PAIR, GroupPlacement, halo_place
         ((4, 4), GroupPlacement(16, 4, 4, 1), 5, 4),
     ],
 )
-def test_places(grid: tuple[int, ...], group: GroupPlacement, place: int, across: int | None) -> None:
+def test_the_slowest_halo_rank_and_its_links_are_found(
+    grid: tuple[int, ...], group: GroupPlacement, place: int, across: int | None
+) -> None:
     found = halo_placement(grid, group)
     assert found.place == place
     if across is not None:

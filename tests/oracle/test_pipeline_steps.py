@@ -124,7 +124,7 @@ def test_many_micro_batches_of_equal_stages_share_the_work() -> None:
 
 
 @pytest.mark.parametrize("strategy", EVERY)
-def test_a_step_is_the_sum_of_its_parts(strategy: str) -> None:
+def test_a_pipeline_step_is_the_sum_of_its_parts(strategy: str) -> None:
     one = step(spec_of(strategy, 4, dp_degree=2))
     parts = one.compute_s + one.exposed_comm_s + one.bubble_s + one.straggler_s
     assert one.step_time_s == pytest.approx(parts)
@@ -150,7 +150,7 @@ PRICED = [
 
 
 @pytest.mark.parametrize("spec", PRICED, ids=lambda spec: f"{spec.strategy}-{spec.model}")
-def test_every_call_of_the_traffic_is_priced(spec: RunSpec) -> None:
+def test_every_call_of_a_pipelines_traffic_is_priced(spec: RunSpec) -> None:
     table = TABLE if spec.model == "resnet18" else tied(table_of("gpt", "tokens"), spec)
     clock = CostModel(NOMINAL, spec)
     pipeline = PipelineStep(PipelineRank(spec, table, 0), clock)
@@ -196,7 +196,7 @@ def test_every_call_of_pipedream_is_priced(versions: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", EVERY)
-def test_a_machine_twice_as_fast_takes_half_as_long(strategy: str) -> None:
+def test_a_pipeline_step_halves_on_a_doubled_machine(strategy: str) -> None:
     compute, comm = NOMINAL.compute, NOMINAL.comm
     quick = msgspec.structs.replace(
         NOMINAL,

@@ -120,7 +120,7 @@ def test_gpipe_transfers_of_ddlbench(transfers_s: list[float], micro_batches: in
     assert published_formulas.ddlbench_gpipe_comm_s(transfers_s, micro_batches) == pytest.approx(expected_s)
 
 
-def test_horovod_of_ddlbench() -> None:
+def test_ddlbenchs_horovod_formula_hides_all_but_a_buffer() -> None:
     links = [HockneyLink(0, 1 / 10e9), HockneyLink(1e-5, 1 / 5e9)] * 2
     assert published_formulas.ddlbench_horovod_step_s(1.0, links, 200e6, 64e6) == pytest.approx(
         0.25 + 6 * (1e-5 + 64e6 / 20e9)

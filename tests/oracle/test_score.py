@@ -48,7 +48,7 @@ def test_accuracy_is_not_clipped(predicted: float, measured: float, right: float
     assert accuracy(predicted, measured) == pytest.approx(right)
 
 
-def test_a_strategys_figures() -> None:
+def test_accuracy_and_failures_are_counted_per_strategy() -> None:
     cases = [
         case("ddp", (1.0, 1.2, 1.1), says(1.21, low_s=1.0, high_s=1.3)),
         case("ddp", (2.0,), says(1.0, low_s=0.9, high_s=1.1), batch_size=16),
@@ -113,7 +113,7 @@ def test_parts_are_scored_where_both_are_there() -> None:
     assert (parts["comm_s"].count, parts["comm_s"].signed) == pytest.approx((1, -0.25))
 
 
-def test_what_a_predictor_would_have_chosen() -> None:
+def test_regret_is_the_cost_of_the_predictors_choice() -> None:
     cases = [
         case("ddp", (1.0,), says(0.5)), case("zero1", (2.0,), says(0.4)), case("gpipe", (), says(0.1), status="failed"),
         case("ddp", (1.0,), says(1.0), model="vgg11"), case("zero1", (2.0,), says(0.5), model="vgg11"),
@@ -185,7 +185,7 @@ def chosen_case(
     return ValidationCase(measured, {NAME: says(min(launches_s), fits), **choice_results(strategy, fits)})
 
 
-def test_a_constant_choice_is_scored_by_its_regret_alone() -> None:
+def test_constant_choices_are_scored_only_by_regret() -> None:
     cases = [
         chosen_case("ddp", (1.5,)), chosen_case("fsdp", (1.0,)), chosen_case("zero1", (2.0,)),
         chosen_case("ddp", (4.0,), fits=False, model="vgg11"), chosen_case("fsdp", (2.0,), model="vgg11"),

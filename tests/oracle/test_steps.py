@@ -56,7 +56,7 @@ def test_one_replica_takes_the_time_of_one_device(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", REPLICAS)
-def test_a_step_is_the_sum_of_its_parts(strategy: str) -> None:
+def test_a_data_parallel_step_is_the_sum_of_its_parts(strategy: str) -> None:
     one = step(spec_of(strategy, 4))
     parts = one.compute_s + one.exposed_comm_s + one.bubble_s + one.straggler_s
     assert one.step_time_s == pytest.approx(parts)
@@ -71,7 +71,7 @@ def test_more_replicas_take_longer(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", REPLICAS)
-def test_every_call_of_the_traffic_is_priced(strategy: str) -> None:
+def test_every_call_of_data_parallel_traffic_is_priced(strategy: str) -> None:
     spec = spec_of(strategy, 4)
     # NCCL has one call under way at a time, so that the time of all is their sum.
     clock = CostModel(msgspec.structs.replace(nominal_machine(PROFILE), device="cuda"), spec)

@@ -32,7 +32,7 @@ from hpcbench.oracle.stream_simulator import (
         ([CommCall(1, 0, "a"), CommCall(1, 0, "a"), WaitEvent("a"), WaitEvent("b")], StreamTimes(2, 0, 2, 2, 0)),
     ],
 )
-def test_a_step(events: list[StreamEvent], expected: StreamTimes) -> None:
+def test_streams_of_few_events_give_the_expected_times(events: list[StreamEvent], expected: StreamTimes) -> None:
     assert simulate_streams(events) == expected
 
 
@@ -63,11 +63,11 @@ def test_computation_under_communication_is_slower() -> None:
         ),
     ],
 )
-def test_lanes(events: list[StreamEvent], expected: StreamTimes) -> None:
+def test_calls_on_two_streams_overlap_up_to_their_wait(events: list[StreamEvent], expected: StreamTimes) -> None:
     assert simulate_streams(events) == expected
 
 
-def test_repeated_events() -> None:
+def test_repeated_events_equal_the_events_written_out() -> None:
     events: list[ComputeEvent | CommCall | WaitEvent] = [CommCall(3, 1, "a"), ComputeEvent(1), WaitEvent("a")]
     assert simulate_streams([ComputeEvent(1), RepeatEvent(4, events), CommCall(1, 1)]) == simulate_streams(
         [ComputeEvent(1), *events * 4, CommCall(1, 1)]
