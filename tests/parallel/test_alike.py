@@ -37,7 +37,7 @@ def measured(*samples: KernelSample) -> RooflineModel:
     )
 
 
-def test_without_measurements_the_roofline_speaks() -> None:
+def test_kernel_time_is_the_roofline_without_samples() -> None:
     alike = RooflineModel(BARE)
     assert alike.seconds(kernel(6e8)) == pytest.approx(1.0 + 1e-5)
     # Bytes: 1e4 moved and twice 1e4 of weights, at 0.8 of the bandwidth; two launches.

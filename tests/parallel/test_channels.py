@@ -59,7 +59,9 @@ DEPTHWISE, CUT = INNER._replace(groups=8), ChannelLayer(8, 8, groups=2)
         ),
     ],
 )
-def test_sharded(layer: ChannelLayer, filtered: ChannelLayerSplit, channelled: ChannelLayerSplit) -> None:
+def test_a_sharded_layer_is_split_as_the_table_states(
+    layer: ChannelLayer, filtered: ChannelLayerSplit, channelled: ChannelLayerSplit
+) -> None:
     assert channel_split(layer, ChannelScheme("filter"), 4) == filtered
     assert channel_split(layer, ChannelScheme("channel"), 4) == channelled
 
@@ -82,7 +84,9 @@ def test_sharded(layer: ChannelLayer, filtered: ChannelLayerSplit, channelled: C
         ),
     ],
 )
-def test_gathered(layer: ChannelLayer, filtered: ChannelLayerSplit, channelled: ChannelLayerSplit) -> None:
+def test_a_gathered_layer_is_split_as_the_table_states(
+    layer: ChannelLayer, filtered: ChannelLayerSplit, channelled: ChannelLayerSplit
+) -> None:
     assert channel_split(layer, ChannelScheme("filter", "gathered"), 4) == filtered
     assert channel_split(layer, ChannelScheme("channel", "gathered"), 4) == channelled
 
@@ -137,7 +141,7 @@ def test_pieces_of_groups_that_are_cut() -> None:
     assert grouped_conv_pieces(ChannelLayer(8, 12, 4), range(4, 5)) == [GroupedConvPiece(range(2, 4), range(1), 1)]
 
 
-def test_extents() -> None:
+def test_channel_extents_are_even_and_cover_all_channels() -> None:
     assert channel_extents(10, 4) == (3, 3, 2, 2)
     assert channel_extents(5, 2, features=9) == (27, 18)
 
@@ -153,7 +157,9 @@ def test_extents() -> None:
     ],
 )
 @pytest.mark.parametrize("form", ["sharded", "gathered"])
-def test_the_largest_degrees(model: str, dataset: str, filters: int, channels: int, form: str) -> None:
+def test_the_largest_degree_is_the_fewest_channels_of_a_layer(
+    model: str, dataset: str, filters: int, channels: int, form: str
+) -> None:
     """ParaDL states 64 for VGG16 and ResNet-50; its channel parallelism leaves out the first layer."""
     table = read_shipped_table(model, dataset)
     assert table is not None
@@ -215,7 +221,7 @@ def test_a_hybrid_shares_the_model_within_a_node() -> None:
     assert (alone.dp_degree, alone.tp_degree) == (1, 8)
 
 
-def test_too_many_ranks_are_dropped() -> None:
+def test_a_degree_above_the_largest_is_infeasible() -> None:
     found = resolve_point(point("channel", nodes=32, tasks_per_node=4), PartitionLimits("any"))
     assert isinstance(found, InfeasiblePoint)
     assert found.reason.endswith("the largest tp_degree that works is 64")

@@ -44,7 +44,7 @@ def ends(
         ("1f1b", PipelineLayout(2, 1, (2, 1)), 31),
     ],
 )
-def test_equal_stages_exactly(
+def test_extrapolated_ends_of_equal_stages_are_exact(
     monkeypatch: pytest.MonkeyPatch, schedule: str, layout: PipelineLayout, count: int, sent: float
 ) -> None:
     monkeypatch.setattr(schedule_simulator, "_MAX_SIMULATED_ACTIONS", 0)
@@ -62,7 +62,7 @@ def test_equal_stages_exactly(
         ("interleaved_1f1b", PipelineLayout(4, 2), 0.02),
     ],
 )
-def test_unequal_stages_nearly(
+def test_extrapolated_ends_of_unequal_stages_are_within_the_bound(
     monkeypatch: pytest.MonkeyPatch, schedule: str, layout: PipelineLayout, within: float
 ) -> None:
     monkeypatch.setattr(schedule_simulator, "_MAX_SIMULATED_ACTIONS", 0)
@@ -70,7 +70,7 @@ def test_unequal_stages_nearly(
     assert found == pytest.approx(walked, rel=within)
 
 
-def test_a_short_one_is_walked_through() -> None:
+def test_a_short_schedule_is_simulated_action_by_action() -> None:
     layout = PipelineLayout(2)
     found = rank_times("1f1b", layout, 3, lambda _: prices((1.0, 1.0), 0.0))
     assert found == [RankTimes(0.0, 12.0, {0: (10.0, 12.0)}), RankTimes(1.0, 10.0, {1: (8.0, 10.0)})]

@@ -39,7 +39,7 @@ def table_of(spec: RunSpec) -> LayerTable:
         ("pipedream", 1, [4, 3, 2, 1]),
     ],
 )
-def test_micro_batches_under_way(strategy: str, micro_batches: int, expected: list[int]) -> None:
+def test_micro_batches_in_flight_are_those_of_the_table(strategy: str, micro_batches: int, expected: list[int]) -> None:
     spec = spec_of(strategy, 4, micro_batches)
     assert peak_micro_batches_in_flight(spec, pipeline_layout(spec)) == expected
 

@@ -39,7 +39,7 @@ TABLE = LayerTable(
 )
 
 
-def test_totals_are_sums() -> None:
+def test_the_totals_of_a_layer_table_are_sums() -> None:
     totals = TABLE.totals()
     assert (totals.parameters, totals.forward_flops, totals.backward_flops) == (8, 13, 26)
     assert (totals.activation_bytes, totals.activation_fixed_bytes) == (90, 1)

@@ -9,7 +9,7 @@ from hpcbench.parallel.gradient_buckets import first_use_rows
 from hpcbench.parallel.layer_table import LayerTable, cached_by_identity, cached_by_run_fields, read_shipped_table
 
 
-def test_a_question_is_asked_once_for_each_object_and_each_argument() -> None:
+def test_a_cached_function_runs_once_per_object_and_argument() -> None:
     asked: list[tuple[int, int]] = []
 
     @cached_by_identity(3)
@@ -25,7 +25,7 @@ def test_a_question_is_asked_once_for_each_object_and_each_argument() -> None:
     assert len(asked) == 6
 
 
-def test_a_shared_answer_cannot_be_changed() -> None:
+def test_cached_rows_are_shared_and_immutable() -> None:
     table = read_shipped_table("vgg11", "digits")
     assert table is not None
     rows = first_use_rows(table)

@@ -24,7 +24,9 @@ EVEN = [[BlockCost(1.0, 2.0, 0, 0, 0)]] * 4
         ("2bw", 1, 9.0, 2 / 3),
     ],
 )
-def test_equal_stages(schedule: str, micro_batches: int, step_time_s: float, bubble_fraction: float) -> None:
+def test_equal_stages_give_the_published_step_and_bubble(
+    schedule: str, micro_batches: int, step_time_s: float, bubble_fraction: float
+) -> None:
     found = schedule_step_time(schedule, PipelineLayout(4), micro_batches, EVEN, DELAYS.get(schedule))
     assert found.step_time_s == pytest.approx(step_time_s)
     assert found.bubble_fraction == pytest.approx(bubble_fraction)

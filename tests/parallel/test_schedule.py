@@ -50,14 +50,14 @@ def drawn(ranks: list[list[Action]]) -> list[str]:
     return [" ".join(f"{kind}{chunk}.{one}" for kind, chunk, one in own) for own in ranks]
 
 
-def test_gpipe() -> None:
+def test_the_actions_of_gpipe_are_literal() -> None:
     assert drawn(schedule_actions("gpipe", PipelineLayout(2), 3)) == [
         "F0.0 F0.1 F0.2 B0.2 B0.1 B0.0",
         "F1.0 F1.1 F1.2 B1.2 B1.1 B1.0",
     ]
 
 
-def test_1f1b() -> None:
+def test_the_actions_of_1f1b_are_literal() -> None:
     assert drawn(schedule_actions("1f1b", PipelineLayout(3), 3)) == [
         "F0.0 F0.1 F0.2 B0.0 B0.1 B0.2",
         "F1.0 F1.1 B1.0 F1.2 B1.1 B1.2",
@@ -65,7 +65,7 @@ def test_1f1b() -> None:
     ]
 
 
-def test_interleaved_1f1b() -> None:
+def test_the_actions_of_interleaved_1f1b_are_those_of_its_paper() -> None:
     """Figure 4 of Narayanan et al. 2021 with two stages of two chunks."""
     assert drawn(schedule_actions("interleaved_1f1b", PipelineLayout(2, 2), 4)) == [
         "F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 B2.2 B2.3 B0.2 B0.3",
@@ -73,7 +73,7 @@ def test_interleaved_1f1b() -> None:
     ]
 
 
-def test_zero_bubble() -> None:
+def test_the_actions_of_zero_bubble_are_literal() -> None:
     assert drawn(schedule_actions("zero_bubble", PipelineLayout(2), 3)) == [
         "F0.0 F0.1 I0.0 W0.0 F0.2 I0.1 W0.1 I0.2 W0.2",
         "F1.0 I1.0 F1.1 I1.1 W1.0 F1.2 I1.2 W1.1 W1.2",
@@ -111,7 +111,9 @@ BUBBLES = [
 
 
 @pytest.mark.parametrize(("schedule", "stages", "virtual", "micro_batches", "bubble"), BUBBLES)
-def test_bubbles(schedule: str, stages: int, virtual: int, micro_batches: int, bubble: Fraction) -> None:
+def test_a_schedule_has_exactly_the_bubble_of_its_paper(
+    schedule: str, stages: int, virtual: int, micro_batches: int, bubble: Fraction
+) -> None:
     layout = PipelineLayout(stages, virtual)
     found = simulate_schedule(schedule_actions(schedule, layout, micro_batches), layout, unit)
     busy = sum(int(span.end - span.begin) for spans in found.ranks for span in spans)
@@ -128,7 +130,7 @@ def test_bubbles(schedule: str, stages: int, virtual: int, micro_batches: int, b
         ("interleaved_1f1b", 2, [11, 9, 7, 5]),
     ],
 )
-def test_live_activations(schedule: str, virtual: int, peaks: list[int]) -> None:
+def test_a_stage_keeps_as_many_micro_batches_as_the_table(schedule: str, virtual: int, peaks: list[int]) -> None:
     """Eight micro-batches on four stages; an interleaved chunk is half as large."""
     layout = PipelineLayout(4, virtual)
     assert [max(map(len, live_activations(own))) for own in schedule_actions(schedule, layout, 8)] == peaks

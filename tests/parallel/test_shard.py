@@ -11,7 +11,7 @@ from tests.sample_ranges import step_sample_ranges
 @pytest.mark.parametrize(
     ("total", "parts", "lengths"), [(7, 3, [3, 2, 2]), (6, 3, [2, 2, 2]), (2, 3, [1, 1, 0]), (0, 2, [0, 0])]
 )
-def test_even_ranges(total: int, parts: int, lengths: list[int]) -> None:
+def test_even_ranges_differ_by_at_most_one_element(total: int, parts: int, lengths: list[int]) -> None:
     assert [len(part) for part in even_ranges(total, parts)] == lengths
 
 
@@ -26,7 +26,7 @@ def test_even_ranges(total: int, parts: int, lengths: list[int]) -> None:
         (20, 32, 2, 1, 0),
     ],
 )
-def test_partial_batches_count_or_are_dropped(
+def test_a_partial_batch_counts_from_one_sample_per_replica(
     samples: int, batch: int, replicas: int, steps: int, dropped: int
 ) -> None:
     assert steps_per_epoch(samples, batch, replicas) == steps
