@@ -25,7 +25,7 @@ def engine(folder: Path, **templates: str) -> TemplateEngine:
 
 
 @pytest.mark.parametrize("value", HOSTILE)
-def test_a_value_is_one_shell_word(tmp_path: Path, value: str) -> None:
+def test_a_hostile_value_is_one_shell_word(tmp_path: Path, value: str) -> None:
     script = engine(tmp_path, a="printf %s {{ value }}").render("a.j2", {"value": value})
     assert subprocess.run(["bash", "-c", script], capture_output=True, check=True).stdout.decode() == value
 

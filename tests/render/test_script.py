@@ -96,7 +96,9 @@ def test_scripts_pass_bash_and_shellcheck(case: str, tmp_path: Path) -> None:
         ({"exclusive": True}, ("exclusive", True)),
     ],
 )
-def test_requests(request_: dict[str, Any], expected: tuple[str, Any]) -> None:
+def test_device_requests_become_the_sbatch_directive_of_the_profile(
+    request_: dict[str, Any], expected: tuple[str, Any]
+) -> None:
     lines = sbatch_directives(SHAPE, profile_of(request=request_), "job", "/f", 0)
     assert expected in lines
 

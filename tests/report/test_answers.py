@@ -42,7 +42,7 @@ def told(answers: list[Finding]) -> list[tuple[str, str, str]]:
     return [(one.subject, one.text, one.sure) for one in answers]
 
 
-def test_a_crossover() -> None:
+def test_a_crossover_of_two_strategies_is_a_significant_finding() -> None:
     found = findings(planted.crossover())
     assert [(one.devices, one.strategy, one.rival, one.sure) for one in found.of_kind("fastest")] == [
         (2, "ddp", "fsdp", SIGNIFICANT), (4, "fsdp", "ddp", SIGNIFICANT), (8, "fsdp", "ddp", SIGNIFICANT),
@@ -66,7 +66,7 @@ def test_a_crossover() -> None:
     ] == []
 
 
-def test_a_failure() -> None:
+def test_failed_runs_are_findings_with_cause_and_remedy() -> None:
     found = findings(planted.failure())
     assert [(one.text, one.why, one.sure) for one in found.of_kind("fastest") if one.nodes == 4] == [
         ("only fsdp ended well: 213 samples/s", "ddp (oom), zero1 (failed) and gpipe (timeout) did not", OBSERVED)
@@ -100,7 +100,9 @@ def test_overlapping_intervals_are_inconclusive() -> None:
         ([*launches(0.10), *launches(0.11, strategy="fsdp", digest="e2"), *launches(0.12, strategy="fsdp")], SIGNIFICANT, "+20.0 %", "5 launches"),
     ],
 )  # fmt: skip
-def test_how_sure_it_is_who_is_the_fastest(results: list[RunResult], sure: str, text: str, why: str) -> None:
+def test_the_fastest_is_significant_only_with_enough_launches(
+    results: list[RunResult], sure: str, text: str, why: str
+) -> None:
     (answer,) = findings([replaced(one, nodes=2) for one in results]).of_kind("fastest")
     assert (answer.sure, text in answer.text, why in answer.why) == (sure, True, True), answer
     assert bool(answer.settle) == (sure == INCONCLUSIVE)
@@ -114,7 +116,7 @@ def replaced(one: RunResult, **changes: Any) -> RunResult:
     return launch(step.median, digest=one.environment_digest, **kept, **changes)
 
 
-def test_a_third_that_is_close_is_no_sure_second() -> None:
+def test_a_rival_with_few_launches_leaves_the_fastest_inconclusive() -> None:
     """The winner must beat every rival: one with few launches leaves it open."""
     rest = [*launches(0.12, nodes=2, strategy="fsdp"), *launches(0.121, 2, nodes=2, strategy="zero1")]
     (answer,) = findings([*launches(0.10, nodes=2), *rest]).of_kind("fastest")
@@ -148,7 +150,7 @@ def test_a_stopped_strategy_leaves_the_finding_inconclusive() -> None:
     )  # fmt: skip
 
 
-def test_doubts() -> None:
+def test_spread_environments_and_single_launches_are_doubts() -> None:
     wide = launches(0.1, noise=(0, 0.3), strategy="fsdp")
     found = findings([*launches(0.1), *launches(0.1, 1, digest="e2", optimizer="adam"), *wide])
     assert [(one.subject, one.text) for one in found.of_kind("doubt")] == [
@@ -254,7 +256,7 @@ def test_a_planted_difference_of_5_percent_is_significant() -> None:
     assert (right >= 38, wrong) == (True, 0)
 
 
-def test_launches_needed() -> None:
+def test_needed_launches_are_those_of_power_tables() -> None:
     """Tables of power state 17 a side for a difference of one standard deviation, 64 for a half."""
     wide = [1.0, 1.01, 0.99, 1.02, 0.98]
     sd = 0.0158
@@ -313,7 +315,7 @@ def test_an_unfinished_sweep_is_reported(tmp_path: Path) -> None:
     assert "5 of 35 runs have no result yet" in (tmp_path / "r.html").read_text()
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command_report_prints_findings_and_json(tmp_path: Path) -> None:
     planted.write(planted.crossover(), tmp_path)
     lines = call(tmp_path, "--where", "nodes == 4").stdout.splitlines()
     assert max(map(len, lines)) <= 80

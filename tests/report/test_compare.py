@@ -99,7 +99,7 @@ FIVE, SLOWER = [1.00, 1.01, 1.02, 1.03, 1.04], [1.10, 1.11, 1.12, 1.13, 1.14]
         (pair([2.0**30] * 3, [2.0**31] * 3), "metrics.peak_memory_bytes", "worse"),
     ],
 )
-def test_verdicts(one: ConfigurationPair, column: str, verdict: str) -> None:
+def test_a_pair_of_configurations_gets_the_expected_verdict(one: ConfigurationPair, column: str, verdict: str) -> None:
     judge_pairs([one], column, 0.02)
     assert one.verdict == verdict
     assert bool(one.reason) == (verdict in ("cannot tell", "fails"))
@@ -112,7 +112,7 @@ def test_five_launches_must_differ_by_rank_too() -> None:
     assert one.verdict == "cannot tell"
 
 
-def test_holm() -> None:
+def test_holm_adjusted_p_values_are_the_textbook_ones() -> None:
     assert holm_adjust([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm_adjust([0.9, 0.5]) == [1.0, 1.0]
     assert holm_adjust([]) == []
@@ -212,7 +212,7 @@ def call(*arguments: str | Path) -> Result:
     return done
 
 
-def test_the_command(trees: Path) -> None:
+def test_the_command_compare_exits_with_1_where_slower(trees: Path) -> None:
     old, new = trees / "old", trees / "new"
     done = call(old, new, "--out", trees / "c.md", "--junit", trees / "c.xml")
     assert done.exit_code == 1
@@ -246,7 +246,7 @@ def test_parameters_that_keep_pairs_apart_are_named(trees: Path) -> None:
     assert separating_parameters(*mixed) == ["model: vgg11 in base, resnet50 in new", "steps: 20 in base, 60 in new"]
 
 
-def test_dates(trees: Path) -> None:
+def test_option_since_splits_launches_at_a_date(trees: Path) -> None:
     for number, path in enumerate(sorted((trees / "old").glob("c/runs/*/*/result.json"))):
         os.utime(path, (1.6e9 + number * 1e7,) * 2)
     done = call(trees / "old", "--since", "2021-02-01", "--json")
@@ -274,7 +274,7 @@ high = 0.05
         (BAND.format("1 s") + BAND.format("7").replace('"7"', '7\nmetric = "samples_per_s"'), 1, ["outside", "within"]),
     ],
 )
-def test_references(trees: Path, text: str, code: int, verdicts: list[str]) -> None:
+def test_measurements_outside_a_reference_band_fail(trees: Path, text: str, code: int, verdicts: list[str]) -> None:
     bands = trees / "bands.toml"
     bands.write_text(text)
     done = call(trees / "new", "--reference", bands, "--json")
@@ -299,7 +299,7 @@ def test_an_invalid_reference_is_reported_with_its_place(trees: Path, text: str,
         call(trees / "new", "--reference", bands)
 
 
-def test_how_many_sources(trees: Path) -> None:
+def test_a_wrong_number_of_sources_is_refused(trees: Path) -> None:
     with pytest.raises(ConfigError, match="1 sources are given, and 2 needed"):
         call(trees / "new")
     with pytest.raises(ConfigError, match="2 sources are given, and 1 needed"):

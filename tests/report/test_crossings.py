@@ -21,7 +21,9 @@ CASES: dict[str, tuple[LinePoints, LinePoints, list[tuple[float, float, str, str
 
 
 @pytest.mark.parametrize(("one", "other", "expected"), CASES.values(), ids=CASES.keys())
-def test_crossings(one: LinePoints, other: LinePoints, expected: list[tuple[float, float, str, str]]) -> None:
+def test_crossovers_of_two_lines_are_those_of_the_table(
+    one: LinePoints, other: LinePoints, expected: list[tuple[float, float, str, str]]
+) -> None:
     found = find_crossovers({"a": one, "b": other})
     assert [one[2:] for one in found] == [one[2:] for one in expected]
     assert [one[:2] for one in found] == [pytest.approx(one[:2]) for one in expected]

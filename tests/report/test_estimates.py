@@ -39,7 +39,7 @@ def array(
         ([float(one) for one in range(1, 21)], RunDuration(10.5, 3.0, 18.0, 20)),
     ],
 )
-def test_durations(took: list[float], expected: RunDuration | None) -> None:
+def test_the_run_duration_is_median_and_spread_of_ok_runs(took: list[float], expected: RunDuration | None) -> None:
     assert run_duration([TimedRun(0, one) for one in took] + [TimedRun(0, 1000, is_ok=False)]) == expected
 
 
@@ -54,7 +54,7 @@ def test_durations(took: list[float], expected: RunDuration | None) -> None:
         (tuple(TimedRun(0, 10.0 * (one + 1)) for one in range(30)), (240.0, 20)),
     ],
 )
-def test_runs_per_hour(timed: tuple[TimedRun, ...], expected: tuple[float, int] | None) -> None:
+def test_runs_per_hour_need_several_ended_runs(timed: tuple[TimedRun, ...], expected: tuple[float, int] | None) -> None:
     assert runs_per_hour(look(array(timed=timed, running=1))) == expected
     assert runs_per_hour(look(array(timed=timed, ok=len(timed)))) is None
 
@@ -96,7 +96,7 @@ def test_no_end_before_a_run_has_ended_and_other_shapes_stand_in() -> None:
     assert (found.left_s, found.basis.rpartition(" of ")[2]) == (120.0, "other shapes")
 
 
-def test_node_hours() -> None:
+def test_node_hours_sum_ended_and_remaining_runs() -> None:
     done = array(TWO, ok=6, skipped=9)
     assert estimate_node_hours(look(done)) == NodeHourEstimate(2 * 6 * 120 / 3600, 0.0)
     under_way = array(running=1, pending=2, ok=3, since=(340.0,))

@@ -70,7 +70,7 @@ def text(view: View, width: int = 80) -> str:
 SAME = 'model == "vgg11" and batch_size == 8'
 
 
-def test_weak_scaling() -> None:
+def test_a_weak_scaling_table_shows_speedup_and_efficiency() -> None:
     view = ask(scaling="weak", where=SAME, metrics="speedup,efficiency")
     assert (
         text(view)
@@ -204,7 +204,7 @@ def test_conditions_on_computed_columns_are_refused(name: str) -> None:
     assert raised.value.hint
 
 
-def test_options_are_keys() -> None:
+def test_strategy_options_are_keys_of_a_pivot_table() -> None:
     options: tuple[dict[str, Any], ...] = ({"bucket_mb": 5}, {"bucket_mb": 25}, {"stages": [2, 1, 1]}, {})
     frame = collected_frame([entry(100 + number, options=one) for number, one in enumerate(options)])
     view = pivot_view(frame, parse_table_request(by="options.bucket_mb"), "t")
@@ -292,7 +292,7 @@ def test_a_hostile_name_is_text_everywhere(tmp_path: Path) -> None:
         ("spec.compile", True, "True"),
     ],
 )
-def test_units_adapt(column: str, value: Any, shown: str) -> None:
+def test_units_adapt_to_the_size_of_a_value(column: str, value: Any, shown: str) -> None:
     assert format_value(column, value) == shown
 
 

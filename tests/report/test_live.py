@@ -83,7 +83,7 @@ def test_no_line_is_wider_than_the_terminal_and_ascii_is_ascii(width: int) -> No
     assert "".join(lines).isascii()
 
 
-def test_equal_looks_are_equal_lines_and_a_second_changes_nothing() -> None:
+def test_equal_snapshots_are_equal_lines_also_a_second_later() -> None:
     def moved(seconds: float) -> SweepSnapshot:
         look = busy()
         return SweepSnapshot(
@@ -142,7 +142,7 @@ def test_few_arrays_stay_in_their_order_and_of_many_the_active_ones_come_first()
     assert "  and 5 more arrays with 5 runs" in found
 
 
-def test_hostile_names_steer_nothing() -> None:
+def test_hostile_names_are_shown_without_escape_codes() -> None:
     failed = FailedRun("8ed186a7785cdcbe", "failed", "[red]x[/] \x1b[2J on 2 ranks", "\x1b]0;title\x07 no", NOW)
     array = ArraySnapshot(name="s-0001/0", shape=ArrayShape(1, 1, "\x1b[31mgpu"), counts={"running": 1, "failed": 1})
     text = "\n".join(lines_of(array, failures=(failed,), failed=1))

@@ -45,7 +45,7 @@ def test_trees_and_clusters_together(tmp_path: Path) -> None:
     assert len(load(one, f"{one}/c")) == 11, "the same result twice is one"
 
 
-def test_options_are_columns(tmp_path: Path) -> None:
+def test_strategy_options_are_columns_of_the_frame(tmp_path: Path) -> None:
     for options in ({"a": 1}, {"a": 2.5, "b": True}, {"b": "x"}, {}):
         put(tmp_path, "c", **options)
     frame = load(tmp_path).sort("spec.options.a", "spec.options.b", nulls_last=True)
@@ -62,7 +62,7 @@ def test_from_python_in_one_line(tmp_path: Path) -> None:
     assert best["metrics.samples_per_s"][0] > 0
 
 
-def test_the_package_alone_imports_no_polars() -> None:
+def test_importing_the_package_does_not_import_polars() -> None:
     code = "import hpcbench, sys; hpcbench.__version__; sys.exit('polars' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     with pytest.raises(AttributeError, match="no attribute 'lod'"):

@@ -248,7 +248,7 @@ def test_warnings_are_letters_that_are_explained() -> None:
     assert [line[:3] for line in texts(explained)] == [["a", "1", noise[0]], ["b", "2", noise[1]]]
 
 
-def test_provenance_is_grouped() -> None:
+def test_provenance_is_grouped_by_environment_on_the_page() -> None:
     results = [*launches(0.1, 2), *launches(0.1, 1, nodes=2, digest="e2"), launch(None, status="oom", nodes=4)]
     for number, one in enumerate(results[:2]):
         one.provenance = {"hosts": [f"n{number}", "n7"], "torch": "2.13.0", "memory_bytes": 2**34, "cores": 4}
@@ -330,7 +330,7 @@ def test_the_sweep_of_a_page_has_its_very_runs(tmp_path: Path) -> None:
     assert reproducing_sweep_toml([], repeats=1) is None
 
 
-def test_commands_are_quoted() -> None:
+def test_reproducing_commands_are_quoted_for_the_shell() -> None:
     assert reproducing_commands(["a b"], ["c"], "nodes == 4", has_sweep=True) == [
         "hpcbench report 'a b' --where 'nodes == 4' --out report.html",
         "hpcbench submit again.toml --cluster c",

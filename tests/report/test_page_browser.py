@@ -69,7 +69,7 @@ def test_the_page_opens_without_errors_and_without_a_network(browser: Browser, f
     assert browser.requests() == {page.as_uri(): ""}
 
 
-def test_its_policy_holds(browser: Browser, folder: Path, tmp_path: Path) -> None:
+def test_the_content_policy_blocks_injected_code_and_requests(browser: Browser, folder: Path, tmp_path: Path) -> None:
     """Injected code neither runs nor calls out, and the tests above would see a call."""
     open_page = tmp_path / "open.html"
     open_page.write_text('<!DOCTYPE html><title>open</title><img src="http://away.invalid/open.png" alt="">')
@@ -109,7 +109,7 @@ def test_tables_sort_by_click_and_by_keyboard(browser: Browser, folder: Path) ->
     assert head(browser, "results", "strategy").get_attribute("aria-sort") == "descending"
 
 
-def test_tables_filter(browser: Browser, folder: Path) -> None:
+def test_typed_words_filter_the_rows_of_a_table(browser: Browser, folder: Path) -> None:
     browser.open(folder / "planted.html")
     holder = browser.driver.find_element(By.XPATH, "//table[@id='results']/ancestor::div[@data-grid]")
     status = holder.find_element(By.CSS_SELECTOR, "[role=status]")

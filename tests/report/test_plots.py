@@ -52,7 +52,7 @@ def values(found: Plot, *names: str, **where: Any) -> list[tuple[Any, ...]]:
     return [tuple(round(row[name], 4) if isinstance(row[name], float) else row[name] for name in names) for row in rows]
 
 
-def test_throughput(tree: ResultsTree) -> None:
+def test_the_throughput_plot_has_lines_range_and_ideal(tree: ResultsTree) -> None:
     found = picture(tree, "throughput")
     assert values(found, "x", "y", "low", "high", series="ddp") == [
         (1, 320.0, 313.7255, 326.5306), (2, 615.3846, 603.3183, 627.9435), (4, 1142.8571, 1120.4482, 1166.1808),
@@ -70,7 +70,7 @@ def test_throughput(tree: ResultsTree) -> None:
     ]  # fmt: skip
 
 
-def test_efficiency(tree: ResultsTree) -> None:
+def test_the_efficiency_plot_is_relative_to_the_baseline(tree: ResultsTree) -> None:
     found = picture(tree, "efficiency")
     assert values(found, "x", "y", series="ddp") == [(1, 1.0), (2, 0.9615), (4, 0.8929), (8, 0.7812), (16, 0.625)]
     # 32 samples on 16 devices in the slowest launch, over the baseline's fastest.
@@ -124,7 +124,7 @@ def test_lines_that_take_different_batches_are_no_race(tree: ResultsTree) -> Non
     assert any("throughput compares them" in note for note in unequal.notes)
 
 
-def test_parts(tree: ResultsTree) -> None:
+def test_the_parts_plot_adds_up_to_the_step_time(tree: ResultsTree) -> None:
     found = picture(tree, "parts", "strategy in ['ddp', '1f1b'] and nodes == 1 and tasks_per_node == 4")
     assert values(found, "row", "part", "value", "begin", "end") == [
         ("1f1b, 4 devices", "computation", 0.0507, 0.0, 0.0507),
@@ -141,7 +141,7 @@ def test_parts(tree: ResultsTree) -> None:
     assert "ddp, 4 devices: 112 ms, 67% computation, 9% computation over communication, 17% communication" in found.alt
 
 
-def test_memory(tree: ResultsTree) -> None:
+def test_the_memory_plot_shows_ranks_and_out_of_memory(tree: ResultsTree) -> None:
     found = picture(tree, "memory", "strategy in ['1f1b', 'filter'] and (tasks_per_node == 2 or nodes == 2)")
     gib = 2.0**30
     assert values(found, "row", "low", "high", role="box") == [
@@ -175,7 +175,7 @@ def _ids(tree: ResultsTree, strategy: str, devices: int) -> list[tuple[str, str]
     return list(mine["cluster", "run_id"].iter_rows())
 
 
-def test_timeline(tree: ResultsTree) -> None:
+def test_the_timeline_plot_shows_planned_and_measured_actions(tree: ResultsTree) -> None:
     found = picture(tree, "timeline", "strategy == '1f1b' and pp_degree == 2")
     assert found.subtitle.startswith("1f1b, 2 devices, 4 micro-batches, resnet50")
     planned = [row for row in found.rows if row["source"] == "planned"]
@@ -203,7 +203,7 @@ def test_colours_mean_the_same_in_timelines_of_other_actions() -> None:
     assert len(one["domain"]) == len(set(one["range"])) == 4
 
 
-def test_predicted_over_measured(tree: ResultsTree) -> None:
+def test_the_predicted_plot_has_points_band_and_error(tree: ResultsTree) -> None:
     found = picture(tree, "predicted")
     assert values(found, "label", "x", "y", series="1f1b") == [
         ("1f1b, 2 devices", 0.1234, 0.1285), ("1f1b, 4 devices", 0.1301, 0.1355), ("1f1b, 8 devices", 0.1435, 0.1495),
@@ -321,7 +321,7 @@ def test_rows_of_two_clusters_are_counted_and_drawn_apart(tmp_path: Path) -> Non
     assert distribution.subtitle == "resnet50, imagenet, batch 32 per replica"
 
 
-def test_a_chosen_parameter_gives_lines_of_its_own() -> None:
+def test_a_chosen_parameter_separates_the_lines() -> None:
     entries = [entry(ms, nodes=2, options={"bucket_mb": size}) for ms, size in ((100, 1), (90, 25))]
     frame = collected_frame(entries)
     (point,) = [row for row in draw_plot("throughput", frame).rows if row["role"] == "measured"]

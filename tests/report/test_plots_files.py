@@ -84,7 +84,7 @@ def test_kinds_are_listed_and_drawn_in_the_terminal(tree: Path) -> None:
     assert "nodes 1, ddp" in shown
 
 
-def test_single_steps_are_read_of_what_is_drawn_alone(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_drawn_results_are_read_for_step_times(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hpcbench.results.results_tree import ClusterTree
 
     read: list[str] = []
@@ -172,6 +172,6 @@ def test_strange_results_end_no_plot(data: dict[str, Any], tmp_path: Path) -> No
         assert document["plots"][0]["name"] == name
 
 
-def test_two_pictures_of_the_same_results_are_the_same() -> None:
+def test_equal_results_give_equal_plot_files() -> None:
     one, other = (encode_plot(draw_plot("throughput", planted(), PlotRequest()), ".svg") for _ in range(2))
     assert one == other

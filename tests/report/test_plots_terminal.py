@@ -57,7 +57,7 @@ def text(picture: Plot, width: int, encoding: str) -> str:
 
 
 @pytest.mark.parametrize(("width", "encoding"), [(80, "utf-8"), (40, "ascii")])
-def test_golden(pictures: list[Plot], width: int, encoding: str) -> None:
+def test_every_terminal_plot_equals_its_golden_text(pictures: list[Plot], width: int, encoding: str) -> None:
     assert set(SHOWN) == set(PLOTS)
     shown = "\n".join(text(one, width, encoding) for one in pictures)
     path = GOLDEN / f"plots-{width}.txt"
@@ -104,7 +104,7 @@ def test_an_empty_terminal_plot_gives_the_reason() -> None:
         (-3, 7, [-2, 0, 2, 4, 6]), (5, 5, [5]),
     ],
 )  # fmt: skip
-def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
+def test_linear_ticks_are_round_numbers_within_the_range(low: float, high: float, expected: list[float]) -> None:
     assert linear_ticks(low, high) == expected
 
 
@@ -115,7 +115,7 @@ def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None
         (1e-3, 1e9, [1e-3, 1e-1, 1e1, 1e3, 1e5, 1e7, 1e9]), (11, 12, [11]),
     ],
 )  # fmt: skip
-def test_ticks_of_logarithms(low: float, high: float, expected: list[float]) -> None:
+def test_log_ticks_are_round_numbers_within_the_range(low: float, high: float, expected: list[float]) -> None:
     assert log_ticks(low, high) == pytest.approx(expected)
 
 

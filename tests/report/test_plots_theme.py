@@ -46,7 +46,7 @@ def distance(one: str, other: str, seen: tuple[tuple[float, ...], ...]) -> float
     return float(sum((a - b) ** 2 for a, b in zip(*labs, strict=True)) ** 0.5)
 
 
-def test_the_simulation_finds_what_is_known_to_be_confused() -> None:
+def test_simulated_colour_blindness_confuses_olive_and_brown() -> None:
     assert distance("#808000", "#A05000", SEEN["all colours"]) > 30
     assert distance("#808000", "#A05000", SEEN["no green"]) < 15
 
@@ -80,7 +80,7 @@ def test_labels_on_bars_have_enough_contrast() -> None:
     assert [pair for pair in drawn if contrast(*pair) < 4.5] == []
 
 
-def test_every_strategy_has_a_style_of_its_own_also_in_black_and_white() -> None:
+def test_every_strategy_has_a_distinct_style_without_colour() -> None:
     assert set(theme.STRATEGY_STYLES) == set(STRATEGIES)
     without_colour = [(style.shape, tuple(style.dash)) for style in theme.STRATEGY_STYLES.values()]
     assert len(set(without_colour)) == len(without_colour)

@@ -49,7 +49,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_a_table_has_predictions_for_the_asking(place: Path) -> None:
+def test_a_table_shows_requested_prediction_columns(place: Path) -> None:
     assert {*PREDICTION_FIELDS, "prediction_error"} == set(PREDICTED_COLUMNS)
     rows = said(place, "table", "--by", "strategy", "--metric", "step_time_s,predicted_step_time_s,prediction_error")[
         "rows"
@@ -86,7 +86,7 @@ def test_lines_go_on_beyond_what_was_measured(place: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["scaling", "predicted"])
-def test_plots_of_predictions(place: Path, kind: str) -> None:
+def test_plots_with_predict_show_measured_and_predicted_points(place: Path, kind: str) -> None:
     (picture,) = said(place, "plot", kind, "--predict")["plots"]
     roles = {row["role"] for row in picture["rows"]}
     assert ("predicted" in roles) if kind == "scaling" else (len(picture["rows"]) > 3)

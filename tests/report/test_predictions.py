@@ -107,7 +107,7 @@ class Told:
         ("step_time_s < 2 and ranks > 1", ["ddp 2"]),
     ],
 )
-def test_conditions_ask_for_figures_too(where: str | None, left: list[str]) -> None:
+def test_conditions_may_use_predicted_values(where: str | None, left: list[str]) -> None:
     runs = {str(place): one for place, one in enumerate([
         spec("ddp"), spec("ddp", repeat=1, seed=1), spec("ddp", 2, dp_degree=2), spec("gpipe", 2, pp_degree=2)
     ])}  # fmt: skip
@@ -144,7 +144,7 @@ def test_a_ranking_marks_inconclusive_candidates() -> None:
     assert "whether these fit is unknown" in shown
 
 
-def test_scales_and_refusals() -> None:
+def test_views_list_the_best_per_scale_and_refusals() -> None:
     nothing = Recommendation(nodes=4, tasks_per_node=1, candidates=[], refused=[], priced=0)
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines(scales_view([recommendation(), nothing]))}
     # 50,000 samples at 160 a second on two nodes.

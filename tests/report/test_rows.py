@@ -91,7 +91,7 @@ def test_repeats_are_one_row_with_the_spread_between_launches() -> None:
     assert row.spread == "between 3 launches"
 
 
-def test_a_failed_repeat_is_a_row_of_its_own() -> None:
+def test_a_failed_repeat_is_a_separate_row() -> None:
     rows = rows_from_frame(collected_frame([collected(), collected("failed", repeat=1), collected(repeat=2)]))
     assert [(row.status, row.launches) for row in rows] == [("ok", 2), ("failed", 1)]
 

@@ -26,7 +26,7 @@ def samples(one: int, other: int, *, ties: bool = False) -> tuple[list[float], l
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_welch_is_scipys(sizes: tuple[int, int]) -> None:
+def test_the_welch_test_equals_scipys(sizes: tuple[int, int]) -> None:
     one, other = samples(*sizes)
     difference, low, high, chances = welch_test(one, other)
     found = stats.ttest_ind(other, one, equal_var=False)
@@ -63,7 +63,7 @@ def test_many_ties_are_approximated() -> None:
     assert rank_sum_test(one, other) == pytest.approx(theirs, rel=1e-9)
 
 
-def test_five_against_five() -> None:
+def test_two_samples_of_five_give_exact_rank_probabilities() -> None:
     base, slower = [1.0, 1.01, 1.02, 1.03, 1.04], [1.05, 1.06, 1.07, 1.08, 1.09]
     found = estimate_log_ratio(base, slower)
     assert found.ranks is not None
@@ -82,7 +82,7 @@ def test_equal_launches_have_a_p_value_of_zero_or_one() -> None:
 
 
 @pytest.mark.parametrize(("score", "freedom"), [(0.0, 1.0), (2.0, 2.5), (-1.3, 7.9), (40.0, 8.0), (0.4, 300.0)])
-def test_students_t(score: float, freedom: float) -> None:
+def test_students_t_distribution_equals_scipys(score: float, freedom: float) -> None:
     assert t_survival(score, freedom) == pytest.approx(stats.t.sf(score, freedom), rel=1e-9, abs=1e-15)
     assert t_quantile_975(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-9)
     assert incomplete_beta(freedom, 0.5, 0.9) == pytest.approx(stats.beta.cdf(0.9, freedom, 0.5), rel=1e-9)

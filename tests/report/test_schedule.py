@@ -8,7 +8,7 @@ from hpcbench.parallel.pipeline.schedules import PipelineLayout
 from hpcbench.report.plan_view import schedule_diagram
 
 
-def test_1f1b() -> None:
+def test_the_diagram_of_1f1b_shows_its_bubbles() -> None:
     assert schedule_diagram("1f1b", PipelineLayout(2), 3) == [
         "1f1b, 3 micro-batches: bubble 25.0% of equal stages",
         "stage 0  |F0 F1       B0 .. F2 B1 ..    B2 ..",
