@@ -45,7 +45,7 @@ def anonymiser() -> Anonymizer:
         ("localhost on ib0", "localhost on ib0"),
     ],
 )
-def test_text(anonymiser: Anonymizer, text: str, expected: str) -> None:
+def test_names_in_a_text_are_replaced_consistently(anonymiser: Anonymizer, text: str, expected: str) -> None:
     assert anonymiser.text(text) == expected
     assert anonymiser.text(text) == expected
 
@@ -110,7 +110,7 @@ def test_own_vocabulary_stays_even_if_a_user_has_such_a_name() -> None:
         ("n[x]", ["n[x]"]),
     ],
 )
-def test_lists_of_hosts(text: str, names: list[str]) -> None:
+def test_a_host_list_expands_to_its_names(text: str, names: list[str]) -> None:
     assert expand_host_list(text) == names
 
 

@@ -132,7 +132,7 @@ def test_an_archive_that_was_unpacked_and_packed_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["../../x", "/etc/cron.d/x", "c/../../x", "c/runs/./x", "c//x", "c/\x1b[2J", "c/a b", "~/x", "-x/\n"]
 )
-def test_names_that_are_none_of_a_tree(tmp_path: Path, name: str) -> None:
+def test_entries_outside_a_results_tree_are_skipped(tmp_path: Path, name: str) -> None:
     problem = only_problem(evil(tmp_path / "x.tar.gz", (name, b"data")))
     assert (problem.cluster, problem.run_id, problem.problem) == (
         "x.tar.gz", name, "passed over: its name is none of a file in a tree",
@@ -155,7 +155,7 @@ def test_a_member_that_is_no_plain_file_is_refused(tmp_path: Path, kind: bytes, 
     assert (problem.run_id, "it is no plain file" in problem.problem) == (place(1), True)
 
 
-def test_a_name_that_is_there_twice_is_not_believed(tmp_path: Path) -> None:
+def test_a_result_with_a_duplicate_entry_is_not_read(tmp_path: Path) -> None:
     (entry,) = collect_bundle_results(evil(tmp_path / "x.tar.gz", (place(0), data(0).replace(b"1.5", b"9.5"))))
     assert (entry.run_id, entry.result) == (IDS[0], None)
     assert "there twice" in entry.problem

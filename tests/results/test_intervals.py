@@ -26,7 +26,9 @@ from hpcbench.results.timing_statistics import (
         ([(0, 3), (2, 5), (7, 8)], [(0, 5), (7, 8)]),
     ],
 )
-def test_union(intervals: list[TimeInterval], expected: list[TimeInterval]) -> None:
+def test_the_union_of_intervals_is_sorted_and_disjoint(
+    intervals: list[TimeInterval], expected: list[TimeInterval]
+) -> None:
     assert union_intervals(intervals) == expected
 
 
@@ -42,11 +44,13 @@ def test_union(intervals: list[TimeInterval], expected: list[TimeInterval]) -> N
         ([], [(0, 1)], []),
     ],
 )
-def test_subtract(intervals: list[TimeInterval], without: list[TimeInterval], expected: list[TimeInterval]) -> None:
+def test_subtracted_intervals_leave_the_rest(
+    intervals: list[TimeInterval], without: list[TimeInterval], expected: list[TimeInterval]
+) -> None:
     assert subtract_intervals(intervals, without) == expected
 
 
-def test_clip_and_length() -> None:
+def test_intervals_are_clipped_and_overlaps_count_once() -> None:
     assert clip_intervals([(0, 4), (8, 12), (20, 30)], (2, 10)) == [(2, 4), (8, 10)]
     assert covered_seconds([(0, 1_000_000_000), (500_000_000, 1_500_000_000)]) == 1.5
 
@@ -59,7 +63,7 @@ def points(intervals: list[TimeInterval]) -> set[int]:
 
 
 @given(INTERVALS, INTERVALS)
-def test_they_are_sets_of_points(a: list[TimeInterval], b: list[TimeInterval]) -> None:
+def test_intervals_behave_as_sets_of_points(a: list[TimeInterval], b: list[TimeInterval]) -> None:
     assert points(union_intervals(a)) == points(a)
     assert points(subtract_intervals(a, b)) == points(a) - points(b)
     assert covered_seconds(a) == len(points(a)) / 1e9

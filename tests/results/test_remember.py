@@ -81,7 +81,7 @@ def test_only_changed_folders_are_read_again(tmp_path: Path, planted: list[RunRe
     assert tree.cached_summary(again.run_id) == ClusterTree(tree.root).summary(again.run_id)
 
 
-def test_two_changes_within_one_modification_time_are_both_seen(tmp_path: Path, planted: list[RunResult]) -> None:
+def test_two_changes_with_equal_modification_times_are_both_read(tmp_path: Path, planted: list[RunResult]) -> None:
     tree = Counting(tmp_path / "c")
     ids = [one.run_id for one in planted]
     tree.look(ids)
@@ -94,7 +94,7 @@ def test_two_changes_within_one_modification_time_are_both_seen(tmp_path: Path, 
     assert planted[-1].run_id in tree.look(ids, after_s=0.5)
 
 
-def test_a_change_that_a_look_at_other_runs_met_first_is_seen(tmp_path: Path, planted: list[RunResult]) -> None:
+def test_a_change_first_met_by_another_query_is_read(tmp_path: Path, planted: list[RunResult]) -> None:
     tree = Counting(tmp_path / "c")
     ids = [one.run_id for one in planted]
     for _ in range(3):
@@ -110,9 +110,7 @@ def test_a_change_that_a_look_at_other_runs_met_first_is_seen(tmp_path: Path, pl
     assert {run_id[:2] for run_id in reads} == {again.run_id[:2]}
 
 
-def test_runs_that_were_not_asked_for_before_are_looked_up_in_a_quiet_tree(
-    tmp_path: Path, planted: list[RunResult]
-) -> None:
+def test_newly_requested_runs_are_read_in_an_unchanged_tree(tmp_path: Path, planted: list[RunResult]) -> None:
     tree = Counting(tmp_path / "c")
     for _ in range(3):
         tree.look([planted[0].run_id])

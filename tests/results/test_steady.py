@@ -55,7 +55,7 @@ def test_warm_up_is_at_most_half_and_never_quicker(times: list[float]) -> None:
         assert times[0] > max(times[len(times) // 2 :])
 
 
-def test_noise_alone_is_seldom_taken_for_warm_up() -> None:
+def test_noise_is_seldom_counted_as_warm_up() -> None:
     source = random.Random(5)
     found = [count_warmup_steps([1 + abs(source.gauss(0, 0.1)) for _ in range(20)]) for _ in range(300)]
     assert sum(one != 0 for one in found) <= 15
@@ -75,7 +75,7 @@ def test_noise_alone_is_seldom_taken_for_warm_up() -> None:
         ([*FLAT, 0.1], 0),
     ],
 )
-def test_outliers(times: list[float], expected: int | None) -> None:
+def test_outliers_are_counted_from_ten_steps(times: list[float], expected: int | None) -> None:
     assert count_outliers(times) == expected
 
 
@@ -90,7 +90,7 @@ def test_outliers(times: list[float], expected: int | None) -> None:
         ([1.0, 1.0, 1.0, 9.0] * 4, 0.0),
     ],
 )
-def test_drift(times: list[float], expected: float | None) -> None:
+def test_relative_drift_is_none_with_too_few_steps(times: list[float], expected: float | None) -> None:
     assert relative_drift(times) == (None if expected is None else pytest.approx(expected))
 
 

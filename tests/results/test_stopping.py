@@ -35,14 +35,14 @@ def test_only_smaller_runs_of_the_group_stop_a_run(
     assert find_stop_reason(group, run_id, ended.get) == expected
 
 
-def test_nearer_runs_are_asked_before_those_below_them() -> None:
+def test_nearer_runs_are_checked_first_for_a_stop() -> None:
     asked: list[str] = []
     assert find_stop_reason(PLANE, "d", asked.append) is None
     assert sorted(asked) == ["a", "b", "c"]
     assert asked[-1] == "a"
 
 
-def test_a_start_looks_at_no_more_than_the_nearest() -> None:
+def test_only_the_nearest_runs_are_checked_for_a_stop() -> None:
     group = StopGroup(["oom"], ["x", "y"], [(f"{x}-{y}", [x, 10 * y]) for x in range(20) for y in range(20)])
     asked: list[str] = []
     assert find_stop_reason(group, "19-19", asked.append) is None

@@ -56,7 +56,9 @@ def test_existing_runs_are_the_folders_that_are_there(tree: ClusterTree) -> None
         (result(2, "timeout"), result(1, "cancelled"), "timeout"),
     ],
 )
-def test_which_attempt_counts(tree: ClusterTree, present: RunResult, later: RunResult, kept: str) -> None:
+def test_a_later_attempt_replaces_only_a_result_not_ok(
+    tree: ClusterTree, present: RunResult, later: RunResult, kept: str
+) -> None:
     tree.write_result(present)
     replaced = tree.write_result(later)
     stored = tree.read_result(ID)
@@ -109,7 +111,7 @@ def test_attempts_are_numbered_and_claimed_once(tree: ClusterTree) -> None:
     assert marker.attempt == 8
 
 
-def test_rank_files(tree: ClusterTree) -> None:
+def test_valid_rank_files_of_an_attempt_are_read(tree: ClusterTree) -> None:
     attempt = begin_attempt(tree.run_folder(ID), launch="l", host="h", started_unix_s=1.0)
     one = RankResult(rank=1, local_rank=1, node_rank=0, host="h", pid=1, device="cpu", losses=[1.0, None])
     attempt.write_rank(one)

@@ -74,7 +74,7 @@ def test_a_result_whose_rank_files_are_gone_or_others_stays(tmp_path: Path, firs
     assert tree.result_path(old.run_id).read_bytes() == before
 
 
-def test_tables_mark_old_rates_of_several_ranks_alone() -> None:
+def test_only_old_rates_of_several_ranks_have_a_warning() -> None:
     old = with_old_rates(measured())
     assert OLD_RATE_WARNING in results_frame([old])["warnings"][0]
     assert doubts_of(measured()) == []
