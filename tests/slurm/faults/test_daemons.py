@@ -88,7 +88,7 @@ def test_the_accounting_is_down(project: Project, verify: Verify) -> None:
 
 
 @pytest.mark.parametrize(("nodes", "fault"), [(1, "the node of a run killed"), (2, "one of a run's two nodes killed")])
-def test_a_node_dies(nodes: int, fault: str, project: Project, verify: Verify) -> None:
+def test_a_run_on_a_dead_node_begins_again_elsewhere(nodes: int, fault: str, project: Project, verify: Verify) -> None:
     """It stays away until the job has begun anew elsewhere."""
     project.add_sweep("long", f"nodes = {nodes}\n", steps=20, model="resnet18")
     waiting = project.start("submit", "long", "--cluster", CLUSTER, "--wait")

@@ -62,7 +62,7 @@ def test_cancel_and_submit_again(project: Project, verify: Verify) -> None:
     verify(project, "three")
 
 
-def test_out_of_memory(project: Project, verify: Verify) -> None:
+def test_a_run_killed_for_memory_is_oom_beside_others(project: Project, verify: Verify) -> None:
     """a run killed for its memory; the run beside it ends well."""
     project.add_sweep("greedy", '[[zip]]\ndataset = ["imagenet", "digits"]\nbatch_size = [512, 4]\n', model="resnet18")
     path = project.folder / "sweeps" / "greedy.toml"
