@@ -36,5 +36,5 @@ def test_arrays_are_cut_by_the_largest_that_is_taken() -> None:
 
 
 @pytest.mark.parametrize(("used", "lanes", "lane"), [([], 3, 0), ([0], 3, 1), ([0, 1, 2], 3, 0), ([0, 0, 1], 2, 1)])
-def test_the_next_array_goes_to_the_lane_with_the_fewest(used: list[int], lanes: int, lane: int) -> None:
+def test_next_array_takes_the_throttle_group_with_the_fewest(used: list[int], lanes: int, lane: int) -> None:
     assert next_throttle_group(used, lanes) == lane

@@ -102,7 +102,7 @@ def test_a_changed_custom_model_is_measured_again(tmp_path: Path, python: Python
         (b'{"error": "unknown model", "is_input": true}', "", ConfigError, "unknown model"),
     ],
 )
-def test_why_there_is_none(
+def test_missing_layer_table_has_a_reason(
     tmp_path: Path, python: Python, cache: Path, said: bytes, error: str, kind: type[Exception], expected: str
 ) -> None:
     with pytest.raises(kind) as caught:
@@ -112,6 +112,6 @@ def test_why_there_is_none(
     assert not cache.exists()
 
 
-def test_an_interpreter_that_is_not_there() -> None:
+def test_a_missing_interpreter_is_named_as_a_worker_error() -> None:
     with pytest.raises(WorkerError, match="nowhere/python"):
         load_layer_table(ASKED, python="/nowhere/python")

@@ -86,7 +86,7 @@ def test_an_attempt_that_was_replaced_is_old(plan: SweepPlan, cluster_tree: Clus
 
 
 @pytest.mark.parametrize("state", ["RUNNING", "PENDING", "EXPEDITING"])
-def test_what_a_job_may_use_is_kept(
+def test_leftovers_of_a_job_that_may_run_are_kept(
     plan: SweepPlan, cluster_tree: ClusterTree, run_id: str, fake_slurm: Path, state: str
 ) -> None:
     job_states(fake_slurm, state)
@@ -170,7 +170,7 @@ def test_a_submission_all_of_whose_runs_went_again_is_old(
 
 
 @pytest.mark.parametrize(("status", "is_orphan"), [(None, True), ("failed", True), ("ok", False), ("oom", False)])
-def test_orphans_measured_nothing(
+def test_orphans_are_attempts_without_a_measurement(
     plan: SweepPlan, cluster_tree: ClusterTree, run_id: str, status: str | None, is_orphan: bool
 ) -> None:
     other = list(plan.runs)[1]
@@ -221,7 +221,7 @@ def test_a_refused_removal_is_an_error(
     assert isinstance(search.failed[0], StorageError)
 
 
-def test_the_command_shows_first_and_removes_when_asked(
+def test_the_command_clean_removes_only_with_its_option(
     plan: SweepPlan, cluster_tree: ClusterTree, run_id: str, tmp_path: Path
 ) -> None:
     (tmp_path / "clusters").mkdir()

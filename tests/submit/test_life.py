@@ -62,7 +62,7 @@ def cancelled(fake_slurm: Path) -> list[str]:
     return [line.removeprefix("scancel ") for line in lines if line.startswith("scancel")]
 
 
-def test_cancel_a_sweep(project: Path, fake_slurm: Path) -> None:
+def test_cancelling_a_sweep_cancels_its_array_once(project: Path, fake_slurm: Path) -> None:
     assert hpcbench("submit", "small", "--cluster", "test").returncode == 0
     running(fake_slurm)
     done = hpcbench("cancel", "small")
@@ -81,7 +81,7 @@ def test_cancel_by_expression_and_by_run(project: Path, fake_slurm: Path) -> Non
     assert (wrong.returncode, "did you mean 'batch_size'" in wrong.stderr) == (2, True)
 
 
-def test_scancel_that_refuses(project: Path, fake_slurm: Path) -> None:
+def test_a_refusal_of_scancel_fails_the_command(project: Path, fake_slurm: Path) -> None:
     hpcbench("submit", "small", "--cluster", "test")
     running(fake_slurm)
     (fake_slurm / "scancel.error").write_text("scancel: error: Access/permission denied")
@@ -102,7 +102,7 @@ def test_scancel_that_refuses(project: Path, fake_slurm: Path) -> None:
         (["--status", "lost"], []),
     ],
 )
-def test_which_runs_retry_takes(
+def test_retry_takes_runs_of_the_chosen_status(
     project: Path, fake_slurm: Path, plan: SweepPlan, cluster_tree: ClusterTree, arguments: list[str], again: list[str]
 ) -> None:
     ended = dict(zip(plan.runs, ("ok", "failed", "timeout", "oom"), strict=True))
@@ -141,7 +141,9 @@ def test_lost_runs_are_retried_and_planned_ones_are_not(
     assert sorted(again.run_ids) == sorted(only_two.runs)
 
 
-def test_logs(project: Path, fake_slurm: Path, plan: SweepPlan, cluster_tree: ClusterTree) -> None:
+def test_logs_print_the_error_output_without_escape_codes(
+    project: Path, fake_slurm: Path, plan: SweepPlan, cluster_tree: ClusterTree
+) -> None:
     run_id = next(iter(plan.runs))
     attempt = begin_attempt(cluster_tree.run_folder(run_id), launch="l", host="h", started_unix_s=1.0)
     (attempt.folder / "err.log").write_text("what went wrong\x1b[2J\n")

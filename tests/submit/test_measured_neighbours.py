@@ -81,7 +81,7 @@ def test_the_default_partition_has_two_names(tmp_path: Path) -> None:
     ],
     ids=["failed", "rehearsed", "strategy", "model", "degrees", "too long", "no time", "run id"],
 )
-def test_what_is_no_measurement_moves_nothing(tmp_path: Path, spec: RunSpec, more: dict[str, Any]) -> None:
+def test_probes_and_failed_runs_do_not_move_predictions(tmp_path: Path, spec: RunSpec, more: dict[str, Any]) -> None:
     tree = ClusterTree(tmp_path / "slurmbox")
     write(tree, spec, **{"factor": 2.0, **more})
     assert predicted(tree, spec_of(nodes=4, dp_degree=4)).rests_on.kind == "profile"

@@ -43,9 +43,7 @@ def test_a_submission_behind_a_link_is_none_and_its_number_is_taken(
 
 
 @pytest.mark.parametrize("content", [b"", b"[" * 100_000, b'{"owner": "\xff"}'], ids=["empty", "nested", "no text"])
-def test_a_broken_lock_is_named_and_not_believed_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
-) -> None:
+def test_a_broken_lock_is_named_and_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
     path = tmp_path / ".lock"
     path.write_bytes(content)
     with pytest.raises(StorageError, match=r"waited 0 s for another submit"), exclusive_lock(path, wait_s=0):

@@ -168,7 +168,7 @@ def test_interrupting_a_probe_cancels_its_job(fake_slurm: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("behaviour", ["ok", "refuse"])
-def test_a_probe_leaves_no_folder_and_asks_the_scheduler_rarely(
+def test_a_probe_leaves_no_folder_and_few_scheduler_queries(
     fake_slurm: Path, monkeypatch: pytest.MonkeyPatch, behaviour: str
 ) -> None:
     monkeypatch.setenv("FAKE_SBATCH", behaviour)
@@ -183,7 +183,7 @@ def test_a_probe_leaves_no_folder_and_asks_the_scheduler_rarely(
     assert ("scancel 4711" in queries) is (behaviour == "ok")
 
 
-def test_a_probe_that_is_told_to_end_cancels_its_job(fake_slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminated_probe_cancels_its_job(fake_slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(fake_slurm / "cache"))
     monkeypatch.setattr("hpcbench.site.node_probe._wait_for_output", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit):
@@ -217,11 +217,11 @@ def test_the_probe_takes_as_many_nodes_as_it_must(tmp_path: Path) -> None:
         ({}, "anything", False),
     ],
 )
-def test_a_cluster_is_known_by_its_login_nodes(match: dict[str, object], host: str, expected: bool) -> None:
+def test_a_login_node_is_recognised_by_host_and_variables(match: dict[str, object], host: str, expected: bool) -> None:
     assert is_login_node(LoginNodeMatch.model_validate(match), host, {"NERSC_HOST": "perlmutter"}) is expected
 
 
-def test_a_cluster_is_known_by_a_file(tmp_path: Path) -> None:
+def test_a_login_node_is_recognised_by_a_file(tmp_path: Path) -> None:
     (tmp_path / "systemname").write_text("juwelsbooster\n")
     assert is_login_node(LoginNodeMatch(files={str(tmp_path / "systemname"): "juwelsbooster"}), "x", {})
     assert not is_login_node(LoginNodeMatch(files={str(tmp_path / "other"): "juwelsbooster"}), "x", {})

@@ -27,7 +27,7 @@ def look(plan: SweepPlan, tree: ClusterTree, after_s: float = 3600.0) -> list[st
     return [one.state for one in states.values()]
 
 
-def test_a_job_that_left_nothing_gets_the_schedulers_word(
+def test_a_job_without_a_result_gets_the_schedulers_state(
     plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_state, "_REGISTRATION_DELAY_S", 0.0)
@@ -75,7 +75,7 @@ def test_states_that_may_change_are_not_recorded(
     assert cluster_tree.summaries(plan.runs) == {}
 
 
-def test_a_lost_run_is_anybodys_once_its_lease_has_passed(
+def test_a_lost_run_is_planned_again_after_its_lease(
     plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path
 ) -> None:
     submit(plan, cluster_tree)
@@ -83,7 +83,7 @@ def test_a_lost_run_is_anybodys_once_its_lease_has_passed(
     assert look(plan, cluster_tree, RUN_LEASE_S + 86400) == ["planned"] * 4
 
 
-def test_a_tree_that_may_only_be_read_is_left_alone(
+def test_states_are_reported_where_results_cannot_be_written(
     plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submit(plan, cluster_tree)

@@ -181,7 +181,7 @@ def test_an_unreadable_result_is_a_row_with_the_reason(
         assert "belongs to uid" in rows[run_id]["reason"]
 
 
-def test_a_tree_that_may_not_be_listed(project: Path) -> None:
+def test_a_tree_without_read_permission_names_its_owner(project: Path) -> None:
     owner = give_away(project / "results", 0o000)
     done = unprivileged("-m", "hpcbench", "table", cwd=project)
     assert (done.returncode, owner in done.stderr, "Traceback" in done.stderr) == (3, True, False)

@@ -82,7 +82,7 @@ def test_ddlbench_on_one_to_sixteen_devices(tmp_path: Path) -> None:
         ("pipedream", "imagenet", 384, 12, 0.1, 0.9, 1e-4),
     ],
 )
-def test_ddlbenchs_hyper_parameters(
+def test_the_shipped_sweep_has_ddlbenchs_hyper_parameters(
     system: str, dataset: str, batch_size: int, micro_batches: int, learning_rate: float, momentum: float,
     weight_decay: float, tmp_path: Path,
 ) -> None:  # fmt: skip

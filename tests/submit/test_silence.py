@@ -23,7 +23,7 @@ def test_a_silent_command_is_announced_and_waited_for(monkeypatch: pytest.Monkey
     assert messages == ["sh has not answered for 0.01 s; waiting 59.99 s longer"]
 
 
-def test_without_a_listener_or_with_an_answer_nothing_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_silence_is_announced_without_listener_or_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[str] = []
     with announce_silence(messages.append):
         assert answer("echo at once") == "at once\n"

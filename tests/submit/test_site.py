@@ -59,7 +59,7 @@ def test_every_spelling_of_gres(text: str, expected: list[tuple[str | None, int]
     [("1-00:00:00", 1440.0), ("00:30:00", 30.0), ("30:30", 30.5), ("45", 45.0), ("2-12", 3600.0), ("UNLIMITED", None),
      ("", None), ("NONE", None), ("5-00:00:00", 7200.0)],
 )  # fmt: skip
-def test_times(text: str, expected: float | None) -> None:
+def test_slurm_time_limits_are_parsed_to_minutes(text: str, expected: float | None) -> None:
     assert parse_minutes(text) == expected
 
 
@@ -77,7 +77,7 @@ def box() -> SiteFacts:
     )
 
 
-def test_a_real_schedulers_answers_are_read() -> None:
+def test_the_output_of_a_real_scheduler_is_parsed() -> None:
     facts = box()
     assert (facts.cluster, facts.max_array_size, facts.default_qos) == ("slurmbox", 1001, "normal")
     assert list(facts.partitions) == ["normal", "high", "low"]
@@ -137,7 +137,7 @@ def test_json_is_read_if_the_text_lists_no_nodes(fake_slurm: Path) -> None:
         "PartitionName=a MaxNodes=x MaxTime=soon TotalNodes=-1\nNodeName=n Partitions=a CPUTot=many Gres=gpu:a:b\n",
     ],
 )
-def test_a_scheduler_that_talks_nonsense(fake_slurm: Path, tmp_path: Path, said: str) -> None:
+def test_invalid_scheduler_output_gives_a_valid_profile(fake_slurm: Path, tmp_path: Path, said: str) -> None:
     (fake_slurm / "scontrol").write_text(said)
     (fake_slurm / "sinfo").write_text("{")
     (fake_slurm / "sacctmgr.error").write_text("no")
@@ -227,7 +227,7 @@ def test_a_profile_beyond_a_partitions_limits_is_reported(
     assert expected in str(problems[0])
 
 
-def test_a_profile_in_order_is_in_order() -> None:
+def test_a_correct_profile_has_no_problems() -> None:
     made = ClusterProfile.model_validate({
         "name": "c", "account": "box", "request": {"gpus": "gres", "memory": "node"},
         "node": {"cores": 8, "memory_bytes": "3 GiB", "devices": 4},

@@ -35,7 +35,7 @@ from hpcbench.submit.submit import submit
         ("", {}),
     ],
 )
-def test_parse_states(line: str, expected: dict[str, tuple[str, str]]) -> None:
+def test_lines_of_squeue_and_sacct_become_run_states(line: str, expected: dict[str, tuple[str, str]]) -> None:
     assert {job_id: answer[:2] for job_id, answer in parse_job_states(line).items()} == expected
 
 
@@ -100,7 +100,7 @@ def test_before_submission_runs_are_planned(plan: SweepPlan, cluster_tree: Clust
     assert states(plan, cluster_tree) == ["planned"] * 4
 
 
-def test_sacct_answers_for_what_squeue_forgot(plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path) -> None:
+def test_sacct_gives_the_states_that_squeue_lacks(plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path) -> None:
     submit(plan, cluster_tree)
     (fake_slurm / "squeue.error").write_text("slurm_load_jobs error: Invalid job id specified")
     (fake_slurm / "sacct").write_text("4711_0|TIMEOUT|None\n4711_1|NODE_FAIL|None\n")

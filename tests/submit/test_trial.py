@@ -29,7 +29,7 @@ def found(text: str = TEXT) -> list[str]:
         ("limit", "0", []), ("away", "9", []), ("unclear-lost", "9", []),
     ],
 )  # fmt: skip
-def test_only_refusals_count(
+def test_only_refusals_of_sbatch_are_problems_of_the_profile(
     fake_slurm: Path, monkeypatch: pytest.MonkeyPatch, behaviour: str, limit: str, expected: list[str]
 ) -> None:
     monkeypatch.setenv("FAKE_SBATCH", behaviour)

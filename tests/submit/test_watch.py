@@ -65,7 +65,7 @@ def test_watching_prints_one_block_per_change_until_all_runs_end(
     assert (looks, done.exit_code) == ([], 1)
 
 
-def test_a_look_at_several_sweeps_of_a_cluster_is_one_question(project: Path, fake_slurm: Path) -> None:
+def test_several_sweeps_of_a_cluster_need_one_query(project: Path, fake_slurm: Path) -> None:
     tree = ClusterTree(project / "results" / "test")
     record = json.loads(tree.sweep_path("small").read_text())
     tree.sweep_path("other").write_text(json.dumps({**record, "sweep": "other", "run_ids": record["run_ids"][:2]}))
@@ -85,7 +85,7 @@ def test_the_polling_pause_grows_with_the_answer_time(every_s: float, took_s: fl
     assert poll_pause_s(every_s, took_s) == pytest.approx(expected_s)
 
 
-def test_a_watcher_knows_arrays_times_and_failures(project: Path, plan: SweepPlan, fake_slurm: Path) -> None:
+def test_a_snapshot_contains_arrays_durations_and_failures(project: Path, plan: SweepPlan, fake_slurm: Path) -> None:
     """One of two arrays with two runs each has a run that is ok and one that failed."""
     tree = ClusterTree(project / "results" / "test")
     watcher = SweepWatcher(tree.root, plan.profile, {"small": list(plan.runs)})
