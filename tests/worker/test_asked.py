@@ -30,7 +30,7 @@ def test_memory_of_a_job_names_request_and_limit(
     assert describe_job_memory(env, limit_bytes, machine_bytes) == words
 
 
-def test_this_machine_has_memory() -> None:
+def test_the_memory_of_this_machine_is_described() -> None:
     assert re.search(r"the machine has \d+", describe_own_job_memory())
 
 

@@ -65,7 +65,7 @@ def test_recomputed_blocks_train_to_the_same_bit(values: Any) -> None:
     assert recomputed.saved_bytes < plain.saved_bytes / 2
 
 
-def test_a_model_that_is_asked_for_nothing_is_left_alone() -> None:
+def test_without_checkpointing_the_model_is_not_wrapped() -> None:
     model = small()
     assert wrap_blocks(model, make_spec()) is model
 
@@ -77,7 +77,7 @@ def test_slices_of_the_blocks_are_what_the_whole_is() -> None:
     assert type(wrap_blocks(small(), make_spec(compile=True))) is SequentialBlocks
 
 
-def test_a_model_with_a_forward_of_its_own_is_refused() -> None:
+def test_checkpointing_refuses_a_model_with_its_own_forward() -> None:
     class Twice(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
             for block in [*self, *self]:

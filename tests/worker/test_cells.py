@@ -52,7 +52,7 @@ def test_infeasible_cells_have_the_stated_reason(cell: Cell) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", TRAINED, ids=cell_id)
-def test_the_others_train(cell: Cell) -> None:
+def test_every_other_model_and_data_set_trains(cell: Cell) -> None:
     model, dataset, input_size, batch_size, _ = cell
     spec = make_spec(model=model, dataset=dataset, input_size=input_size, batch_size=batch_size)
     strategy = resolve_runtime(spec.strategy)()
@@ -81,7 +81,7 @@ FAMILIES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "dataset", "options", "optimizer", "rate", "steps", "left"), FAMILIES)
-def test_the_loss_falls(
+def test_the_loss_falls_for_every_model_family(
     model: str, dataset: str, options: dict[str, float], optimizer: Any, rate: float, steps: int, left: float
 ) -> None:
     size = None if dataset == "digits" else 16

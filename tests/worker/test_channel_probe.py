@@ -87,7 +87,7 @@ def test_layers_across_channels_need_the_gathered_form(middle: nn.Module, channe
     assert isinstance(whole[4], nn.Linear)
 
 
-def test_models_that_cannot_be_split_at_all() -> None:
+def test_models_that_cannot_be_split_are_refused_with_the_reason() -> None:
     shared = nn.Conv2d(4, 4, 1)
     tied = nn.Conv2d(4, 4, 1)
     tied.weight = shared.weight
@@ -122,7 +122,7 @@ def test_a_last_linear_layer_of_several_dims() -> None:
         divided(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Linear(8, 4)))
 
 
-def test_too_many_ranks() -> None:
+def test_too_many_channel_ranks_are_refused_with_the_largest_degree() -> None:
     with pytest.raises(WorkerError, match="filter over 6 ranks") as caught:
         divided(around(nn.ReLU()), ranks=6)
     assert caught.value.hint == "the largest tp_degree that works is 4"
@@ -147,7 +147,7 @@ def test_a_layer_that_is_called_twice_stays_one() -> None:
         ("cosmoflow", "cosmoflow", 16),
     ],
 )
-def test_the_table_knows_the_same_layers(model: str, dataset: str, size: int | None) -> None:
+def test_traced_layers_are_those_of_the_layer_table(model: str, dataset: str, size: int | None) -> None:
     """The oracle's table and the worker's trace have the same channels in the same order."""
     spec = make_spec(model=model, dataset=dataset, input_size=size)
     found = trace_channels(

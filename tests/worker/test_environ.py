@@ -36,7 +36,7 @@ from hpcbench.worker.measure.host import peak_resident_bytes
         ({}, 2, 1, 1, 1),
     ],
 )
-def test_threads(
+def test_the_thread_count_follows_variables_and_cores(
     env: dict[str, str], cores: int, cores_per_task: int | None, local_world_size: int, expected: int | None
 ) -> None:
     info = RankInfo(0, 0, local_world_size, local_world_size, 0, "srun", "x")
@@ -48,7 +48,7 @@ def test_torchrun_binds_nothing_so_the_mask_is_shared() -> None:
     assert torch_thread_count({}, 8, 16, info) == 2
 
 
-def test_warnings_about_cores() -> None:
+def test_fewer_cores_than_promised_or_ranks_give_a_warning() -> None:
     assert core_warnings(8, 8, 1, 8) == core_warnings(8, None, 8, 8) == []
     assert core_warnings(4, 8, 1, 8) == ["a rank may use 4 of the 8 cores per task that the profile promises"]
     assert core_warnings(2, None, 4, 2) == ["oversubscribed: 4 ranks share the 2 cores of their host"]

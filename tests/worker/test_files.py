@@ -135,7 +135,7 @@ def test_absent_files_are_unsupported_with_the_command_that_makes_them(
     assert (caught.value.status, caught.value.hint) == ("unsupported", command.format(tmp_path))
 
 
-def test_no_folder_at_all_is_unsupported() -> None:
+def test_real_data_without_a_folder_is_unsupported() -> None:
     with pytest.raises(WorkerError, match="needs a data folder") as caught:
         feed_of(None, "cifar10", None)
     assert caught.value.status == "unsupported"

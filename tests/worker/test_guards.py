@@ -44,7 +44,7 @@ def test_use_of_the_cores_by_others(cores: int, busy_s: float, own_s: float, exp
     assert [text.removeprefix("other processes used the cores during the timed steps: ") for text in found] == expected
 
 
-def test_ranks_that_share_cores_are_no_strangers_to_each_other() -> None:
+def test_ranks_that_share_cores_give_no_warning() -> None:
     shared = {"cpu_mask": [0, 1], "watched": watched(busy_s=[10.0, 10.0], own_s=9.9)}
     assert of(shared, shared) == []
     assert of(shared, {**shared, "host": "n2"})[0].startswith(
@@ -54,7 +54,7 @@ def test_ranks_that_share_cores_are_no_strangers_to_each_other() -> None:
     assert of({"cpu_mask": [0, 1], "watched": watched(busy_s=[9.9, 10.0], own_s=16.0)}, chained) == []
 
 
-def test_other_runs_of_hpcbench_are_told_from_strangers() -> None:
+def test_other_hpcbench_runs_are_separated_from_other_processes() -> None:
     both = {"cpu_mask": [0, 1], "watched": watched(busy_s=[10.0, 10.0], own_s=8.0, siblings_s=9.0)}
     assert of(both) == [
         "other runs of hpcbench used the cores during the timed steps: 45% of the 2 cores of rank 0 on n1",
@@ -160,7 +160,7 @@ def working(step_s: float, exposed_s: float | None, **values: Any) -> dict[str, 
         ([working(1.0, 0.0)], None),
     ],
 )  # fmt: skip
-def test_a_slow_rank(ranks: list[dict[str, Any]], expected: str | None) -> None:
+def test_a_rank_with_more_own_work_gives_a_warning(ranks: list[dict[str, Any]], expected: str | None) -> None:
     found = of(*ranks)
     if expected is None:
         assert found == []
@@ -199,6 +199,6 @@ def test_hosts_of_another_kind_are_named_with_what_differs() -> None:
     ]
 
 
-def test_only_the_first_rank_of_a_host_speaks_for_it() -> None:
+def test_only_the_first_rank_of_a_host_describes_it() -> None:
     full = {"cpu_model": "A"}
     assert of({"provenance": full}, {"provenance": {"threads": 1}}, {"host": "n2", "provenance": full}) == []

@@ -96,7 +96,7 @@ def test_without_warm_up_the_first_step_is_timed_and_noted() -> None:
         (4, [0, 1, "barrier", 2, 3, 4], 3),
     ],
 )
-def test_a_stop_is_seen_at_the_next_boundary(stop_after: int, calls: list[Any], timed: int) -> None:
+def test_a_stop_ends_the_loop_at_the_next_boundary(stop_after: int, calls: list[Any], timed: int) -> None:
     recorder, progress = run(2, 3, stop_after)
     assert recorder.calls == calls
     assert len(progress.step_times_s()) == timed

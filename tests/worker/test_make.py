@@ -67,7 +67,7 @@ def test_a_killed_maker_leaves_no_process_and_the_next_resumes(tmp_path: Path, w
     assert {path: (tmp_path / path).stat().st_mtime_ns for path in first} == stamps, "what was whole was left alone"
 
 
-def test_a_maker_that_is_interrupted_ends_at_once_without_a_word(tmp_path: Path) -> None:
+def test_an_interrupted_sample_maker_ends_without_a_message(tmp_path: Path) -> None:
     process = maker(tmp_path)
     assert process.stdout is not None
     assert json.loads(process.stdout.readline())["done"] == 0
@@ -111,7 +111,7 @@ def test_samples_of_other_parameters_are_not_mixed(tmp_path: Path) -> None:
         list(make_samples(tmp_path, "tokens", SIZE, 10, 1))
 
 
-def test_a_disk_that_is_too_small_is_seen_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_detected_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: _Usage())
     with pytest.raises(StorageError, match="1000 free"):
         list(make_samples(tmp_path, "cosmoflow", 64, 10, 1))

@@ -53,7 +53,9 @@ COUNTS = [
 
 
 @pytest.mark.parametrize(("model", "dataset", "options", "count"), COUNTS)
-def test_parameter_counts(model: str, dataset: str, options: dict[str, Any], count: int) -> None:
+def test_models_have_the_published_parameter_counts(
+    model: str, dataset: str, options: dict[str, Any], count: int
+) -> None:
     assert count_parameters(build_meta_model(make_spec(model=model, dataset=dataset, model_options=options))) == count
 
 
@@ -73,7 +75,9 @@ GPT = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "layers", "width", "context", "published"), GPT)
-def test_gpt_counts(model: str, layers: int, width: int, context: int, published: tuple[float, float] | None) -> None:
+def test_gpt_sizes_have_the_published_parameter_counts(
+    model: str, layers: int, width: int, context: int, published: tuple[float, float] | None
+) -> None:
     def count(**options: Any) -> int:
         return count_parameters(build_meta_model(make_spec(model=model, dataset="tokens", model_options=options)))
 
@@ -86,7 +90,7 @@ def test_gpt_counts(model: str, layers: int, width: int, context: int, published
         assert abs(count(tied=True) - size) <= step
 
 
-def test_cosmoflow_counts() -> None:
+def test_cosmoflow_has_the_parameter_count_of_mlperf() -> None:
     """MLPerf's by hand: five convolutions, three linear layers."""
     filters = (4, 32, 64, 128, 256, 512)
     convolutions = sum(27 * a * b + b for a, b in itertools.pairwise(filters))
@@ -110,13 +114,13 @@ def test_every_image_model_takes_every_size_from_its_smallest_on(model: str, siz
 @pytest.mark.slow
 @pytest.mark.parametrize("model", SMALLEST_OF_FAMILIES)
 @pytest.mark.parametrize("size", [8, 17, 63, 70])
-def test_odd_sizes_compute(model: str, size: int) -> None:
+def test_image_models_compute_odd_input_sizes(model: str, size: int) -> None:
     built = build_model(make_spec(model=model, dataset="cifar10", input_size=size))
     assert torch.isfinite(built(torch.randn(2, 3, size, size))).all()
 
 
 @pytest.mark.parametrize("size", [8, 15, 16, 32, 33])
-def test_small_volumes_compute(size: int) -> None:
+def test_cosmoflow_computes_small_volumes(size: int) -> None:
     built = build_model(make_spec(model="cosmoflow", dataset="cosmoflow", input_size=size))
     outputs = built(torch.randn(2, 4, size, size, size))
     assert outputs.shape == (2, 4)
@@ -151,7 +155,7 @@ def test_a_decoder_has_the_parameters_of_its_shape(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["resnet18", "vgg16", "mobilenetv2", "cosmoflow", "gpt", "llama", "vit"])
-def test_the_seed_alone_decides_the_weights(model: str) -> None:
+def test_seed_and_repeat_determine_the_initial_weights(model: str) -> None:
     def weights(**values: int) -> list[torch.Tensor]:
         torch.rand(3)
         return list(build_model(spec_of(model, **values)).parameters())
@@ -251,7 +255,7 @@ def test_gpt_takes_an_input_longer_than_its_context() -> None:
     assert built(torch.randint(50_257, (1, 40))).shape == (1, 40, 50_257)
 
 
-def test_dropout_acts_in_training_alone() -> None:
+def test_dropout_acts_only_in_training() -> None:
     for model in ("gpt", "llama", "vit"):
         built = build_model(spec_of(model, model_options={"dropout": 0.3}))
         x = sample(model)

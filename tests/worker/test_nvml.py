@@ -147,7 +147,7 @@ def test_a_counter_that_has_not_moved_gives_no_energy(use: Any) -> None:
     assert watch.energy_j == 1.0, "an update in any part of the steps counts"
 
 
-def test_a_clock_of_an_idle_gpu_means_nothing(use: Any) -> None:
+def test_the_clock_of_an_idle_gpu_is_not_recorded(use: Any) -> None:
     watch = watch_between(use(FakeNvml(reasons=1, clock=345)))
     assert watch.watched is not None
     assert watch.watched.gpu_sm_hz == []
@@ -215,7 +215,7 @@ def test_common_facts_of_gpus_are_recorded_once(use: Any, tmp_path: Path) -> Non
         ("switch", ["X NV3 NV3", "NV3 X NV3", "NV3 NV3 X"]),
     ],
 )
-def test_how_gpus_are_joined(use: Any, links: str, expected: list[str]) -> None:
+def test_gpu_links_are_a_matrix_of_nvlinks(use: Any, links: str, expected: list[str]) -> None:
     use(FakeNvml(count=3, links=links))
     assert gpu.host_gpu_facts()["gpu_links"] == expected
 

@@ -109,7 +109,7 @@ def test_the_example_of_the_page_works(folder: Path) -> None:
     assert build_model(spec, str(sweep.model_folder))(torch.rand(2, 1, 8, 8)).shape == (2, 10)
 
 
-def test_without_a_folder(folder: Path) -> None:
+def test_a_custom_model_without_a_folder_is_refused(folder: Path) -> None:
     with pytest.raises(Exception, match="neither the sweep nor the profile names a model_folder"):
         build_model(spec_of("build"), None)
 

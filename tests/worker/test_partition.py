@@ -69,7 +69,7 @@ def test_master_weights_and_their_states_are_twice_as_large_as_bf16_parameters(
     assert held[1] - held[0] == (4 - 1) * parameter_bytes
 
 
-def test_for_a_script(capsys: pytest.CaptureFixture[str]) -> None:
+def test_partition_json_lists_the_plans(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--workers", "2 x 1 TB/s", "--memory", "40 MB", "--json") == 0
     plans = msgspec.json.decode(capsys.readouterr().out)["plans"]
     assert [(plan["replicated"], plan["cuts"], plan["stage_replicas"]) for plan in plans] == [
@@ -78,7 +78,7 @@ def test_for_a_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert plans[0]["stages"][0]["held_bytes"] == 3 * 10_000_030 + 200
 
 
-def test_no_room(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plans_that_exceed_the_memory_fail_with_both_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--workers", "2 x 1 TB/s", "--memory", "20 MB") == 2
     assert "needs 30000050 bytes, and the limit is 20000000" in capsys.readouterr().out
 

@@ -161,7 +161,7 @@ class Raw:
         return lambda: self._values[name]
 
 
-def test_a_kernel_is_known_by_the_operator_that_asked_for_it() -> None:
+def test_a_kernel_is_attributed_to_the_operator_that_launched_it() -> None:
     raw = [
         Raw("hpcbench.forward", 0, 100, number=1, annotation=True),
         Raw("aten::mm", 10, 20, number=2),

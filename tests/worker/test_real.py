@@ -53,7 +53,7 @@ def write_mnist(folder: Path, packed: bool = False) -> Any:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_mnist(tmp_path: Path, packed: bool) -> None:
+def test_mnist_files_are_read_normalised_and_shuffled(tmp_path: Path, packed: bool) -> None:
     images = write_mnist(tmp_path, packed)
     feed = feed_of(tmp_path, "mnist", replicas=2)
     assert (feed.samples, feed.steps_per_epoch) == (20, 3)
@@ -82,7 +82,7 @@ def test_mnist(tmp_path: Path, packed: bool) -> None:
         (bytes([0, 0, 8, 3]) + struct.pack(">3I", 2**32 - 1, 2**32 - 1, 2**32 - 1), "its header speaks of 79228162"),
     ],
 )
-def test_idx_files_that_are_none(tmp_path: Path, data: bytes, text: str) -> None:
+def test_invalid_idx_files_are_refused(tmp_path: Path, data: bytes, text: str) -> None:
     path = tmp_path / "images"
     path.write_bytes(data)
     with pytest.raises(WorkerError, match=text):
@@ -117,7 +117,7 @@ def write_cifar(folder: Path) -> None:
         (root / name).write_bytes(pickle.dumps(held, protocol=3))
 
 
-def test_cifar10(tmp_path: Path) -> None:
+def test_cifar10_files_are_read_normalised_with_held_out_samples(tmp_path: Path) -> None:
     write_cifar(tmp_path)
     feed = feed_of(tmp_path, "cifar10", batch_size=20)
     inputs, labels = feed.batch(0, 0)
@@ -176,7 +176,7 @@ def test_a_pickle_that_would_run_something_is_refused(tmp_path: Path, protocol: 
         ({b"data": np.zeros((2, 3072), np.uint8)}, "does not hold 2 labels from 0 to 9"),
     ],
 )
-def test_batches_of_something_else(tmp_path: Path, held: Any, text: str) -> None:
+def test_invalid_cifar_batches_are_refused(tmp_path: Path, held: Any, text: str) -> None:
     path = tmp_path / "data_batch_1"
     path.write_bytes(pickle.dumps(held, protocol=3))
     with pytest.raises(WorkerError, match=text):
@@ -200,7 +200,7 @@ def write_imagenet(folder: Path) -> None:
     (folder / "imagenet" / "train" / "n01" / "notes.txt").write_text("not an image")
 
 
-def test_imagenet(tmp_path: Path) -> None:
+def test_imagenet_files_are_read_once_per_epoch(tmp_path: Path) -> None:
     write_imagenet(tmp_path)
     one, two = (
         feed_of(tmp_path, "imagenet", input_size=32),
@@ -274,7 +274,7 @@ def test_universes_are_cut_into_cubes(tmp_path: Path, size: int, samples: int, c
     feed.close()
 
 
-def test_a_universe_that_is_none_is_named(tmp_path: Path) -> None:
+def test_a_volume_that_is_no_hdf5_is_named(tmp_path: Path) -> None:
     write_universes(tmp_path)
     root = tmp_path / "cosmoflow" / "train" / "21688988"
     (root / "univ_1.hdf5").write_bytes(b"no HDF5")
@@ -292,7 +292,7 @@ def test_a_universe_that_is_none_is_named(tmp_path: Path) -> None:
         feed_of(tmp_path, "cosmoflow", input_size=16, batch_size=1)
 
 
-def test_tokens(tmp_path: Path) -> None:
+def test_token_files_give_inputs_and_shifted_targets(tmp_path: Path) -> None:
     (tmp_path / "tokens").mkdir()
     np.arange(100, dtype=np.uint16).tofile(tmp_path / "tokens" / "train.bin")
     feed = feed_of(tmp_path, "tokens", input_size=10, batch_size=9)
@@ -308,7 +308,7 @@ def test_tokens(tmp_path: Path) -> None:
     [(b"", "has 0 bytes"), (b"abc", "has 3 bytes"), (bytes(20), "holds 10 tokens, too few"),
      (b"\xff\xff" * 200, "holds token 65535")],
 )  # fmt: skip
-def test_tokens_that_are_none(tmp_path: Path, data: bytes, text: str) -> None:
+def test_invalid_token_files_are_refused(tmp_path: Path, data: bytes, text: str) -> None:
     (tmp_path / "tokens").mkdir()
     (tmp_path / "tokens" / "train.bin").write_bytes(data)
     with pytest.raises(WorkerError, match=text), contextlib.closing(feed_of(tmp_path, "tokens", input_size=10)) as feed:

@@ -63,7 +63,9 @@ HOST = [
         ([event("## Call CompiledFxGraph fxyz ##", 3, 5), event("mylib::fused", 6, 7)], {"compute_s": 3.0}),
     ],
 )
-def test_on_the_host(events: list[ProfilerEvent], expected: dict[str, float]) -> None:
+def test_host_events_are_split_into_computation_and_communication(
+    events: list[ProfilerEvent], expected: dict[str, float]
+) -> None:
     assert split_phases([*MARKS, *events], cuda=False) == StepPhases(**PARTS, **expected)
 
 

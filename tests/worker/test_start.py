@@ -118,7 +118,7 @@ def test_provenance_is_plain_data(tmp_path: Path) -> None:
     assert {"python", "torch", "torch_git", "cpu_model", "cores", "kernel", "host", "threads", "limits"} <= set(found)
 
 
-def test_a_host_is_described_by_its_first_rank_alone(tmp_path: Path) -> None:
+def test_only_the_first_rank_describes_its_host(tmp_path: Path) -> None:
     second = RankInfo(1, 1, 2, 2, 0, "srun", "x")
     found = collect_provenance(make_header(tmp_path), make_spec(), second, torch.device("cpu"))
     assert {*found, "numa_nodes"} == {"threads", "interop_threads", "cpu_mask", "numa_nodes"}
@@ -196,7 +196,7 @@ def test_a_cuda_profile_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("seen", "local_rank", "local_world_size", "index"), [(4, 3, 4, 3), (1, 3, 4, 0), (8, 1, 2, 1), (1, 0, 1, 0)]
 )
-def test_the_gpu_of_a_rank(
+def test_a_rank_takes_the_gpu_of_its_local_rank(
     monkeypatch: pytest.MonkeyPatch, seen: int, local_rank: int, local_world_size: int, index: int
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -206,7 +206,7 @@ def test_the_gpu_of_a_rank(
     assert choose_device("cuda", info) == torch.device("cuda", index)
 
 
-def test_fewer_gpus_than_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_gpus_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(WorkerError, match="4 ranks on .* see 2 GPUs"):

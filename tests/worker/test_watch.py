@@ -37,7 +37,7 @@ def stat(**ticks: str) -> str:
     return "cpu 9 9 9 9 9 9 9 9 0 0\n" + "\n".join(f"{core} {fields}" for core, fields in ticks.items()) + "\nintr 1 2"
 
 
-def test_times_of_cores(tmp_path: Path) -> None:
+def test_core_times_are_read_from_proc_stat(tmp_path: Path) -> None:
     root = write_tree(tmp_path, {"proc/stat": stat(cpu0="100 20 30 999 5 7 8 40 3 0", cpu3="0 0 0 1 0 0 0 0 0 0")})
     assert read_core_times([0, 3], root) == [CoreTimes(150 / TICKS, 40 / TICKS), CoreTimes(0.0, 0.0)]
     assert read_core_times([0, 1], root) == [], "a core that a container hides"
@@ -45,7 +45,7 @@ def test_times_of_cores(tmp_path: Path) -> None:
     assert read_core_times([0], write_tree(tmp_path, {"proc/stat": stat(cpu0="x 0 0 0 0 0 0 0")})) == []
 
 
-def test_clocks_and_heat(tmp_path: Path) -> None:
+def test_core_clocks_and_throttles_are_read_from_sysfs(tmp_path: Path) -> None:
     root = write_tree(tmp_path, {
         f"{CPU}/cpu0/cpufreq/scaling_cur_freq": 2_000_000, f"{CPU}/cpu1/cpufreq/scaling_cur_freq": 3_000_000,
         f"{CPU}/cpu0/thermal_throttle/core_throttle_count": 2, f"{CPU}/cpu1/thermal_throttle/core_throttle_count": 3,
@@ -69,7 +69,9 @@ def test_clocks_and_heat(tmp_path: Path) -> None:
         ("nonsense", {}, None, None),
     ],
 )  # fmt: skip
-def test_quotas(tmp_path: Path, proc: str, files: dict[str, object], quota: Any, held_s: Any) -> None:
+def test_cpu_quota_and_throttled_time_are_read_from_cgroups(
+    tmp_path: Path, proc: str, files: dict[str, object], quota: Any, held_s: Any
+) -> None:
     groups = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
     root = write_tree(tmp_path, {"proc/self/cgroup": proc, **groups})
     assert (cpu_quota_cores(root), throttled_s(root)) == (quota, held_s)
