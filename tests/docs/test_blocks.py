@@ -37,7 +37,7 @@ ALL = [block for page in pages() for block in blocks(page)]
 FOLLOWED = {
     "docs/add-a-cluster.md": "tests/slurm/test_add_a_cluster.py",
     "docs/add-a-strategy.md": "tests/docs/test_add_a_strategy.py",
-    "docs/calibration.md": "tests/cli/test_calibrate.py",
+    "docs/calibration.md": "tests/cli/test_calibrate_commands.py",
     "docs/ci.md": "tests/docs/test_ci.py",
     "docs/oracle-figures.md": "tests/oracle/test_abci.py",
     "docs/oracle-gpu.md": "tests/oracle/test_gpu_predictions.py",

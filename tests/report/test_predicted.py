@@ -22,7 +22,7 @@ from hpcbench.report.prediction_frames import (
     specs_over_scales,
 )
 from hpcbench.results.results_tree import ResultsTree
-from tests.cli.test_oracle import call, planted, said
+from tests.cli.test_oracle_commands import call, planted, said
 
 PLANTED = {"single": 1.0, "ddp": 1.25, "fsdp": 0.8}
 """Measured over predicted by the machine's numbers alone."""
