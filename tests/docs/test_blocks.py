@@ -39,7 +39,7 @@ FOLLOWED = {
     "docs/add-a-strategy.md": "tests/docs/test_add_a_strategy.py",
     "docs/calibration.md": "tests/cli/test_calibrate_commands.py",
     "docs/ci.md": "tests/docs/test_ci.py",
-    "docs/oracle-figures.md": "tests/oracle/test_abci.py",
+    "docs/oracle-figures.md": "tests/oracle/test_abci_predictions.py",
     "docs/oracle-gpu.md": "tests/oracle/test_gpu_predictions.py",
     "docs/tutorial.md": "tests/slurm/test_tutorial.py",
 }
