@@ -21,7 +21,7 @@ from hpcbench.report.plots.theme import format_tick, linear_ticks, log_ticks, ma
 from hpcbench.results.frame import collected_frame
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import RunResult
-from tests.report.test_grouped import entry, planted
+from tests.report.test_pivot_table import entry, planted
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 SHOWN = {

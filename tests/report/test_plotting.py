@@ -22,7 +22,7 @@ from hpcbench.report.plots.theme import PlotAxis
 from hpcbench.results.frame import collected_frame
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import RunResult
-from tests.report.test_grouped import entry, planted
+from tests.report.test_pivot_table import entry, planted
 
 DDP, FSDP = ("ddp", 16), ("fsdp", 16)
 

@@ -19,7 +19,7 @@ from hpcbench.report.plots.plot_model import PlotRequest
 from hpcbench.report.plots.plotting import PLOTS, draw_plot, encode_plot, save_plot
 from hpcbench.results.frame import collected_frame
 from tests.cli.test_hostile_tree import CONTROL, EVIL, SPEC, STRANGE
-from tests.report.test_grouped import entry, planted
+from tests.report.test_pivot_table import entry, planted
 
 SVG = "{http://www.w3.org/2000/svg}"
 

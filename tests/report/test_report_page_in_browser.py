@@ -16,7 +16,7 @@ from hpcbench.report.plots.plotting import PLOTS
 from tests.browser import Browser, By, Keys, Select, WebDriverWait, WebElement, browsers
 from tests.report import planted
 from tests.report.planted import launches
-from tests.report.test_page import EVIL
+from tests.report.test_report_page import EVIL
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
