@@ -131,7 +131,7 @@ check-layers: $(VENV)/.dev ## compare all of hpcbench/layers with what is measur
 	$(BIN)/pytest tests/worker/test_layers.py -m soak --timeout 1200
 
 golden: $(VENV)/.test ## write the scripts and terminal plots in tests/golden anew; review the diff
-	HPCBENCH_GOLDEN=write $(BIN)/pytest tests/render tests/report/test_plots_terminal.py
+	HPCBENCH_GOLDEN=write $(BIN)/pytest tests/render tests/report/test_terminal_plots.py
 
 pictures: $(VENV)/.worker ## draw what the documentation shows: the quickstart's table, and plots
 	$(BIN)/python docs/make_pictures.py

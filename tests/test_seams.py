@@ -117,7 +117,7 @@ def test_a_registered_cost_overrides_the_base_class_and_is_checked_by_mypy(key: 
 
 
 @pytest.mark.parametrize("key", ALL)
-def test_the_references_of_an_entry_are_known(key: str) -> None:
+def test_the_references_of_a_strategy_entry_exist(key: str) -> None:
     entry = ALL[key]
     assert entry.reference in REFERENCE_TRAINERS
     assert callable(resolve_reference_trainer(key))

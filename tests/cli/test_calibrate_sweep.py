@@ -105,7 +105,7 @@ def test_the_cost_is_stated_and_the_probes_can_be_had_without_running_them(call:
     assert found == [("probe_blocks", 2, 1), ("probe_blocks", 8, 1), ("probe_messages", 4, 2)]
 
 
-def test_what_does_not_fit_into_the_limit_is_left_out_and_named(call: Call) -> None:
+def test_probes_beyond_the_limit_are_left_out_and_listed(call: Call) -> None:
     done = call(*CALIBRATE[:-1], "700", "--out", "probes.toml")
     assert done.exit_code == 0, done.output
     # 0.5 node-hours are 1800 s: two runs on one node, and none on two.
@@ -141,7 +141,7 @@ def test_predictions_rest_on_what_was_measured(call: Call, tmp_path: Path) -> No
     assert "measured for mine" in table.stdout
 
 
-def test_probes_of_a_sweep_alone_are_no_calibration_of_the_machine(call: Call, tmp_path: Path) -> None:
+def test_probes_of_one_sweep_do_not_calibrate_the_machine(call: Call, tmp_path: Path) -> None:
     plant(call, tmp_path)
     assert call(*CALIBRATE).exit_code == 0
     kept = calibrations(tmp_path)
@@ -322,7 +322,7 @@ def test_a_sweep_without_a_feasible_point_is_named(call: Call, tmp_path: Path) -
     assert "nothing of sweep 'mine' can be probed on slurmbox: compiled" in str(done.exception)
 
 
-def test_a_profile_without_links_says_what_is_assumed(call: Call, tmp_path: Path) -> None:
+def test_a_profile_without_links_prints_the_assumed_links(call: Call, tmp_path: Path) -> None:
     (tmp_path / "bare.toml").write_text('name = "bare"\n[scheduler]\nkind = "slurm"\n[node]\ncores = 4\n')
     done = call("cluster", "calibrate", "bare.toml", "--for", "mine.toml", "--out", "probes.toml")
     assert done.exit_code == 0, (done.output, done.exception)

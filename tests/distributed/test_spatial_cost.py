@@ -80,7 +80,9 @@ VOLUME: dict[str, Any] = {"dataset": "cosmoflow", "input_size": 10}
         (4, 1, "cosmoflow", {**VOLUME, "precision": "bf16"}),
     ],
 )
-def test_ranks_pass_the_predicted_traffic(pool: Pool, ranks: int, dp: int, model: str, more: dict[str, Any]) -> None:
+def test_spatial_ranks_pass_the_predicted_traffic(
+    pool: Pool, ranks: int, dp: int, model: str, more: dict[str, Any]
+) -> None:
     spec = spatial_spec(ranks, dp=dp, **{"model": model, **more})
     table = table_of(spec)
     for rank, found in enumerate(pool.call(ranks * dp, second_step, spec)):
@@ -100,7 +102,9 @@ CORNER, EDGE, INTERIOR = "corner", "edge", "interior"
         (64, (4, 2, 2), {"model": "cosmoflow", "dataset": "cosmoflow", "input_size": 13}),
     ],
 )
-def test_ranks_of_large_worlds(dp: int, grid: tuple[int, ...], more: dict[str, Any], where: str) -> None:
+def test_fake_spatial_ranks_of_large_worlds_pass_the_predicted_traffic(
+    dp: int, grid: tuple[int, ...], more: dict[str, Any], where: str
+) -> None:
     """The last replica's rank at a corner of the grid, along an edge, inside of it."""
     sp = torch.Size(grid).numel()
     at = {CORNER: 0, EDGE: grid[-1] // 2, INTERIOR: (grid[0] // 2) * (sp // grid[0]) + sp // grid[0] // 2}[where]
@@ -158,7 +162,9 @@ def test_saved_activations_shrink_as_predicted(pool: Pool, ranks: int, model: st
         (4, 1, "cosmoflow", {**VOLUME, "input_size": 32, "precision": "fp64"}),
     ],
 )
-def test_the_peak(ranks: int, dp: int, model: str, more: dict[str, Any]) -> None:
+def test_the_predicted_spatial_peak_is_that_of_the_allocator(
+    ranks: int, dp: int, model: str, more: dict[str, Any]
+) -> None:
     """Every byte that torch's allocator gave out when a step held most."""
     spec = spatial_spec(ranks, dp=dp, **{"model": model, **more})
     rank = ranks * dp - 1

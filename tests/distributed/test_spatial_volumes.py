@@ -70,7 +70,7 @@ def conv(kernel: int, **more: Any) -> LayerCase:
     ],
     ids=lambda case: f"{case.kind} {case.arguments}",
 )
-def test_a_volume_cut_along_all_dims(monkeypatch: pytest.MonkeyPatch, case: LayerCase) -> None:
+def test_a_volume_split_along_all_dims_equals_the_whole(monkeypatch: pytest.MonkeyPatch, case: LayerCase) -> None:
     mail: Mail = defaultdict(SimpleQueue)
     monkeypatch.setattr(spatial_layers, "HaloExchange", type("ByQueues", (ByQueues,), {"mail": mail}))
     whole = run_whole(case)

@@ -33,7 +33,7 @@ def page_id(path: Path) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_relative_links_lead_to_existing_files(page: Path) -> None:
     links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
     assert [link for link in links if not (page.parent / link).exists()] == []
 
@@ -48,14 +48,14 @@ def test_commands_on_pages_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "sweeps").glob("*.toml")), ids=page_id)
-def test_shipped_sweeps_check(path: Path) -> None:
+def test_shipped_sweeps_are_valid_under_their_file_name(path: Path) -> None:
     sweep = load_sweep(path)
     check_names(sweep)
     assert sweep.name == path.stem
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "clusters").rglob("*.toml")), ids=page_id)
-def test_shipped_profiles_check(path: Path) -> None:
+def test_every_shipped_profile_is_valid(path: Path) -> None:
     load_cluster_file(path)
 
 

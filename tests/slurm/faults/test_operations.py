@@ -39,7 +39,7 @@ def broken_node(folder: Path, box: Box) -> Project:
 
 
 @pytest.mark.parametrize("scenario", [broken_node], indirect=True)
-def test_a_broken_node_does_not_eat_a_sweep(scenario: Project) -> None:
+def test_jobs_hold_a_broken_node_so_that_others_run_the_rest(scenario: Project) -> None:
     """Python is missing on one node: each failed job held it, runs succeed on the others, and the reason names the node.
 
     The number of failed runs depends on the speed of the other nodes; while one job holds the broken node, these are free.
