@@ -103,8 +103,8 @@ def did_you_mean(wrong: str, choices: Iterable[str]) -> str:
     import difflib
 
     ordered = sorted(choices)
-    known = [name for name in _OTHER_NAMES.get(wrong.lower(), ()) if name in ordered]
-    near = known or difflib.get_close_matches(wrong, ordered, n=1)
+    equivalents = [name for name in _OTHER_NAMES.get(wrong.lower(), ()) if name in ordered]
+    near = equivalents or difflib.get_close_matches(wrong, ordered, n=1)
     if near and len(ordered) > _MAX_LISTED:
         return f"did you mean {near[0]!r}?"
     listed = f"choices: {', '.join(ordered)}" if ordered else "there are none to choose from"

@@ -141,9 +141,9 @@ def spec_document(spec: RunSpec) -> dict[str, Any]:
 
 
 PARAMETER_DEFAULTS = {
-    one.name: one.default if one.default is not msgspec.NODEFAULT else one.default_factory()
-    for one in msgspec.structs.fields(RunSpec)
-    if not one.required
+    field.name: field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+    for field in msgspec.structs.fields(RunSpec)
+    if not field.required
 }
 """Default of every parameter that has one; it must not be changed in place."""
 

@@ -206,12 +206,12 @@ def _parse_derived(
     file: SweepFile, source: TomlSource, problems: list[HpcbenchError]
 ) -> dict[ParameterPath, Expression]:
     derived: dict[ParameterPath, Expression] = {}
-    known = parameter_types()
+    parameters = parameter_types()
     for name, text in file.derive.items():
         parameter = tuple(name.split(".", 1)) if name.partition(".")[0] in TABLE_PARAMETERS else (name,)
-        if parameter[0] not in known or (parameter[0] in TABLE_PARAMETERS and len(parameter) == 1):
+        if parameter[0] not in parameters or (parameter[0] in TABLE_PARAMETERS and len(parameter) == 1):
             message = f"derive: unknown parameter {name!r}"
-            problems.append(source.error(message, "derive", name, hint=did_you_mean(name, known)))
+            problems.append(source.error(message, "derive", name, hint=did_you_mean(name, parameters)))
             continue
         expression = _parse_expression(text, source.where(("derive", name)), problems)
         if expression is not None:

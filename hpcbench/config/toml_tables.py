@@ -215,9 +215,9 @@ def _describe_problem(model: type[BaseModel], key_path: KeyPath, detail: Any, so
         parent, wrong = key_path[:-1], str(key_path[-1])
         table = ".".join(str(step) for step in parent)
         message = f"unknown key {wrong!r}" + (f" in [{table}]" if table else "")
-        known = known_keys(model, parent)
-        hint = did_you_mean(wrong, known)
-        if "options" in known and not hint.startswith("did"):
+        keys = known_keys(model, parent)
+        hint = did_you_mean(wrong, keys)
+        if "options" in keys and not hint.startswith("did"):
             hint += "; parameters of a single strategy belong in options = { ... }"
         return source.error(message, *key_path, hint=hint)
     if detail["type"] == "missing":
@@ -247,7 +247,7 @@ def _type_at_step(kind: Any, step: str | int) -> Any:
     if get_origin(kind) in (dict, list):
         return arguments[-1]
     inner = (_type_at_step(argument, step) for argument in arguments)
-    return next((found for found in inner if found is not None), None)
+    return next((annotation for annotation in inner if annotation is not None), None)
 
 
 def _is_model(kind: Any) -> bool:

@@ -253,11 +253,11 @@ class Forecast:
 
 def _invalid_reason(spec: RunSpec) -> str | None:
     """The reason why no sweep can contain the run; ``None`` if one can."""
-    known = dict(STRATEGIES[spec.strategy].options)
+    options = dict(STRATEGIES[spec.strategy].options)
     if spec.model in shipped_model_entries():
-        known |= shipped_model_entries()[spec.model].options
+        options |= shipped_model_entries()[spec.model].options
     for name, value in (*spec.options.items(), *spec.model_options.items()):
-        option = known.get(name)
+        option = options.get(name)
         if option is not None and not (type(value) is option.kind or (option.kind is float and type(value) is int)):
             return f"option {name} = {value!r:.60}: not of type {option.kind.__name__}"
         if option is not None and option.choices and value not in option.choices:

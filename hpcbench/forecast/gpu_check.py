@@ -255,7 +255,7 @@ def _check_strategy(
         check.step_time_s = metrics.step_time_s.median if metrics.step_time_s is not None else None
         check.peak_memory_bytes = metrics.steady_peak_memory_bytes or metrics.peak_memory_bytes
         syncs = [msgspec.convert(rank["host_syncs"], HostSyncs) for rank in result.ranks if rank.get("host_syncs")]
-        check.host_syncs = max(syncs, key=lambda one: (one.per_step, one.pageable_copies), default=None)
+        check.host_syncs = max(syncs, key=lambda counts: (counts.per_step, counts.pageable_copies), default=None)
     return check
 
 

@@ -195,14 +195,14 @@ def _nominal_compute(
     if profile.device == "cpu" and node.cores and tasks_per_node > node.cores:
         crowding |= {node.cores: 1.0, tasks_per_node: tasks_per_node / node.cores}
     usual_peaks, usual_bandwidth = _USUAL_RATES[profile.device]
-    known = {name: getattr(device, name, None) for name in ("flops_efficiency", "processors")}
+    measured = {name: getattr(device, name, None) for name in ("flops_efficiency", "processors")}
     return DeviceCompute(
         peak_flops_per_s=peaks or usual_peaks,
         memory_bandwidth_bytes_per_s=bandwidth or usual_bandwidth,
         launch_s=_KERNEL_LAUNCH_S[profile.device],
         crowding=crowding,
         spread=_DEFAULTS_SPREAD if is_guess else 0.35,
-        **{name: value for name, value in known.items() if value is not None},
+        **{name: value for name, value in measured.items() if value is not None},
     )
 
 
@@ -234,25 +234,25 @@ def nominal_link(link: LinkConfig) -> HockneyLink:
     return HockneyLink(link.latency_s, 1.0 / link.bandwidth_bytes_per_s)
 
 
-def emulating_machine(here: Machine, there: Machine) -> Machine:
-    """Return the machine that emulates ``there`` on ``here``; its memory is unknown."""
+def emulating_machine(here: Machine, emulated: Machine) -> Machine:
+    """Return the machine that emulates ``emulated`` on ``here``; its memory is unknown."""
     return msgspec.structs.replace(
         here,
-        compute=_device_only_compute(there),
+        compute=_device_only_compute(emulated),
         strategies={},
         straggling=0.0,
         memory_bytes=None,
         measured=None,
-        source=f"{here.source}; computation rehearsed: {there.source}",
-        notes=[*here.notes, *there.notes],
+        source=f"{here.source}; computation rehearsed: {emulated.source}",
+        notes=[*here.notes, *emulated.notes],
     )
 
 
-def emulated_compute(there: Machine) -> EmulatedDevice:
+def emulated_compute(emulated: Machine) -> EmulatedDevice:
     """Return the description of the emulated device for the worker."""
-    return EmulatedDevice(cluster=there.cluster, source=there.source, compute=_device_only_compute(there))
+    return EmulatedDevice(cluster=emulated.cluster, source=emulated.source, compute=_device_only_compute(emulated))
 
 
-def _device_only_compute(there: Machine) -> DeviceCompute:
-    """Return the device of ``there`` without its ranks' crowding and its overheads: those are real here."""
-    return msgspec.structs.replace(there.compute, crowding={}, step_s=0.0)
+def _device_only_compute(emulated: Machine) -> DeviceCompute:
+    """Return the device of ``emulated`` without its ranks' crowding and its overheads: those are real here."""
+    return msgspec.structs.replace(emulated.compute, crowding={}, step_s=0.0)

@@ -77,7 +77,7 @@ class ModelParallelCost(Cost):
         in_flight = [0] * len(table.layers)
         for reduction in description.reductions:
             filled = filled_bucket_bytes(table, sizes, reduction.buckets)
-            in_flight = [max(one, other) for one, other in zip(in_flight, filled, strict=True)]
+            in_flight = [max(before, added) for before, added in zip(in_flight, filled, strict=True)]
         return peak_memory(spec, table, persistent, in_flight, description.rows, description.buffer_bytes)
 
     def step(self, spec: RunSpec, table: LayerTable, cost_model: CostModel) -> StepBreakdown:

@@ -220,8 +220,8 @@ class PipelineRank:
         return self._kept_bytes(chunk, self.micro_batch_sizes[micro_batch], is_recomputed)
 
     def _chunk_kept_bytes(self, chunk: int, samples: int, is_recomputed: bool) -> int:
-        kept = self.boundary_kept_bytes(chunk, samples)
-        return kept if is_recomputed else kept + self.activation_bytes(chunk, samples)
+        boundary_kept = self.boundary_kept_bytes(chunk, samples)
+        return boundary_kept if is_recomputed else boundary_kept + self.activation_bytes(chunk, samples)
 
     def boundary_kept_bytes(self, chunk: int, samples: int) -> int:
         """Return the bytes of a chunk's received input and of its output that are not in its rows.

@@ -48,12 +48,12 @@ def place_subgroups(spec: RunSpec, axis: str, inner: int) -> tuple[GroupPlacemen
 def _place_strided(spec: RunSpec, steps: list[tuple[int, int]]) -> GroupPlacement:
     """The group whose ranks are sums of so many multiples of each stride."""
     here = spec.tasks_per_node * spec.devices_per_task
-    own, ranks = [0], 1
+    members, ranks = [0], 1
     for degree, stride in steps:
         ranks *= degree
         places = range(min(degree, ceil(here / stride)))
-        own = [rank + place * stride for place in places for rank in own if rank + place * stride < here]
-    per_node = len(own)
+        members = [rank + place * stride for place in places for rank in members if rank + place * stride < here]
+    per_node = len(members)
     nodes = ceil(ranks / per_node)
     return GroupPlacement(ranks, nodes, per_node, rivals=max(here // per_node, 1) if nodes > 1 else 1)
 

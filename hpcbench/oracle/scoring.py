@@ -97,7 +97,7 @@ def bootstrap_interval(
     """95 % percentile interval of ``statistic``, drawing whole clusters with replacement. The seed is fixed."""
     source = random.Random(_BOOTSTRAP_SEED)  # noqa: S311 - resampling, not secrecy
     drawn = [source.choices(clusters, k=len(clusters)) for _ in range(_BOOTSTRAP_RESAMPLES)]
-    values = sorted(statistic([value for cluster in one for value in cluster]) for one in drawn)
+    values = sorted(statistic([value for cluster in resample for value in cluster]) for resample in drawn)
     return quantile(values, 0.025), quantile(values, 0.975)
 
 

@@ -117,18 +117,18 @@ class _CommStreams:
 
     def add(self, call: CommCall, now: float) -> float:
         """The end of one more call."""
-        own = (call.lane, call.wire)
-        begin = max(now, self._ends.get(own, 0.0))
+        stream = (call.lane, call.wire)
+        begin = max(now, self._ends.get(stream, 0.0))
         end = begin + call.seconds
         for other, until in list(self._ends.items()):
-            if other != own and other[1] == call.wire and until > begin:
+            if other != stream and other[1] == call.wire and until > begin:
                 # Two that share a wire evenly: the shorter one takes twice its time, the longer one both.
                 both = min(until - begin, call.seconds)
                 end += both
                 self._delay(other, begin, call.seconds)
-        self._ends[own] = end
+        self._ends[stream] = end
         if call.key is not None:
-            self.keys[call.key] = (own, end)
+            self.keys[call.key] = (stream, end)
         return end
 
     def hold_up(self, now: float, seconds: float, slowdown: float) -> None:

@@ -87,13 +87,13 @@ class TensorParallelRank:
 
     def describe_rows(self) -> list[RowCost]:
         """Return every row of the table; the rows of equal blocks are described once."""
-        known: dict[tuple[object, ...], RowCost] = {}
+        cost_by_kind: dict[tuple[object, ...], RowCost] = {}
         costs = []
         for layer in self.table.layers:
             key = self._kind_of(layer)
-            if key not in known:
-                known[key] = self._with_memory(self._operations(layer), layer)
-            costs.append(known[key])
+            if key not in cost_by_kind:
+                cost_by_kind[key] = self._with_memory(self._operations(layer), layer)
+            costs.append(cost_by_kind[key])
         return costs
 
     def _kind_of(self, layer: LayerRow) -> tuple[object, ...]:

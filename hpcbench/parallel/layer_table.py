@@ -254,8 +254,8 @@ def _folded(table: LayerTable) -> StoredLayerTable:
         if others:
             runs[first] = 1 + len(others)
     dropped = {first + number for first, count in runs.items() for number in range(1, count)}
-    kept = {name: [entry for entry in fields[name] if _block_of(entry) not in dropped] for name in _LISTS_BY_BLOCK}
-    return StoredLayerTable(**(fields | kept), repeated_blocks=runs)
+    remaining = {name: [entry for entry in fields[name] if _block_of(entry) not in dropped] for name in _LISTS_BY_BLOCK}
+    return StoredLayerTable(**(fields | remaining), repeated_blocks=runs)
 
 
 def _unfolded(stored: StoredLayerTable) -> LayerTable:

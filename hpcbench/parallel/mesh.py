@@ -46,11 +46,9 @@ class RankMesh(NamedTuple):
 
     def group(self, rank: int, *axes: str) -> list[int]:
         """The ranks that differ from ``rank`` on ``axes`` alone, itself among them, in ascending order."""
-        kept = [index for index, axis in enumerate(MESH_AXES) if axis not in axes]
-        own = self.coordinates(rank)
-        return [
-            other for other in range(self.size) if all(own[index] == self.coordinates(other)[index] for index in kept)
-        ]
+        fixed = [index for index, axis in enumerate(MESH_AXES) if axis not in axes]
+        position = self.coordinates(rank)
+        return [other for other in range(self.size) if all(position[at] == self.coordinates(other)[at] for at in fixed)]
 
     def groups(self, *axes: str) -> list[list[int]]:
         """All groups along ``axes``: together they hold every rank once."""

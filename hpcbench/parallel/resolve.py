@@ -92,12 +92,12 @@ def _drop_foreign_options(point: dict[str, Any]) -> None:
     A user's own model gets all of them.
     """
     entry = get_model(point["model"])
-    for key, known in (("options", get_strategy(point["strategy"]).options), ("model_options", entry.options)):
+    for key, options in (("options", get_strategy(point["strategy"]).options), ("model_options", entry.options)):
         if point.get(key) and not (key == "model_options" and entry.own):
             point[key] = {
-                name: known[name].kind(value)
+                name: options[name].kind(value)
                 for name, value in point[key].items()
-                if name in known and value != known[name].default
+                if name in options and value != options[name].default
             }
 
 

@@ -49,12 +49,12 @@ class CalibrationRun(NamedTuple):
 
 def usable_runs(runs: Iterable[CalibrationRun]) -> list[CalibrationRun]:
     """Those that ended well and timed steps that were computed, not rehearsed."""
-    return [one for one in runs if one.result.status == STATUS_OK and one.step_s > 0 and not one.spec.rehearse]
+    return [run for run in runs if run.result.status == STATUS_OK and run.step_s > 0 and not run.spec.rehearse]
 
 
 def runs_of_strategy(runs: Sequence[CalibrationRun], *keys: str) -> list[CalibrationRun]:
     """Those of one of ``keys``."""
-    return [one for one in runs if one.spec.strategy in keys]
+    return [run for run in runs if run.spec.strategy in keys]
 
 
 def rms_log_error(pairs: Iterable[tuple[float, float]]) -> float:
@@ -97,10 +97,10 @@ class CalibrationWorkload(NamedTuple):
 
     def keys(self, times: int = 1) -> dict[str, Any]:
         """Return the parameters, with ``times`` the batch size."""
-        found: dict[str, Any] = {"model": self.model, "dataset": self.dataset, "batch_size": times * self.batch_size}
+        point: dict[str, Any] = {"model": self.model, "dataset": self.dataset, "batch_size": times * self.batch_size}
         if self.input_size is not None:
-            found["input_size"] = self.input_size
-        return found | ({"precision": self.precision} if self.precision != "fp32" else {})
+            point["input_size"] = self.input_size
+        return point | ({"precision": self.precision} if self.precision != "fp32" else {})
 
 
 class DeviceWorkloads(NamedTuple):
@@ -262,6 +262,6 @@ def _micro_batched_keys(runs: CalibrationRuns, workload: CalibrationWorkload, ti
 def _toml_value(value: Any) -> str:
     """Words, numbers and flat tables of them."""
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_toml_value(one)}" for key, one in value.items()) + " }"
+        return "{ " + ", ".join(f"{key} = {_toml_value(entry)}" for key, entry in value.items()) + " }"
     # JSON's words and numbers are TOML's, too.
     return msgspec.json.encode(value).decode()

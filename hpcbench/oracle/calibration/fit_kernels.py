@@ -57,8 +57,8 @@ def fit_kind_factors(steps: Sequence[tuple[Mapping[str, float], float]]) -> dict
             for parts, whole_s in steps
         ]
 
-    found = find_mode(misses, [_KIND_PRIOR_SPREAD] * len(names))
-    return dict(zip(names, map(exp, found.at), strict=True))
+    mode = find_mode(misses, [_KIND_PRIOR_SPREAD] * len(names))
+    return dict(zip(names, map(exp, mode.at), strict=True))
 
 
 MIN_COMPUTE_SPREAD = 0.03
@@ -86,19 +86,19 @@ def part_share(split: str, parts: int) -> RowShare:
 def kernel_samples(spec: RunSpec, table: LayerTable, probe: ProbeResults) -> list[KernelSample]:
     """Return the measured kernels as predictions request them. Rows that the table lacks are ignored."""
     rows = {(layer.name, layer.kind): layer for layer in reversed(table.layers)}
-    found = []
-    for one in probe.kernels:
-        layer = rows.get((one.row, one.kind))
-        if layer is None:
+    samples = []
+    for probed in probe.kernels:
+        row = rows.get((probed.row, probed.kind))
+        if row is None:
             continue
-        passes = row_kernels(spec, layer, one.samples, probed_share(one))
-        found.append(KernelSample(kernel=passes.forward, seconds=one.forward_s, spread=one.spread))
-        if one.backward_s is not None:
-            found.append(KernelSample(kernel=passes.backward, seconds=one.backward_s, spread=one.spread))
+        passes = row_kernels(spec, row, probed.samples, probed_share(probed))
+        samples.append(KernelSample(kernel=passes.forward, seconds=probed.forward_s, spread=probed.spread))
+        if probed.backward_s is not None:
+            samples.append(KernelSample(kernel=passes.backward, seconds=probed.backward_s, spread=probed.spread))
     for update in probe.updates:
         for kernel in update_kernels(spec, [update.parameter_bytes]):
-            found.append(KernelSample(kernel=kernel, seconds=update.seconds, spread=update.spread))
-    return [one for one in found if one.kernel.moved_bytes + one.kernel.flops + one.kernel.weight_bytes > 0]
+            samples.append(KernelSample(kernel=kernel, seconds=update.seconds, spread=update.spread))
+    return [each for each in samples if each.kernel.moved_bytes + each.kernel.flops + each.kernel.weight_bytes > 0]
 
 
 def fit_kernels(
@@ -108,7 +108,7 @@ def fit_kernels(
 
     ``alone_s`` is what whole steps take.
     """
-    probed = [one for one in runs_of_strategy(runs, PROBE_LAYERS) if one.result.probe and one.result.probe.kernels]
+    probed = [run for run in runs_of_strategy(runs, PROBE_LAYERS) if run.result.probe and run.result.probe.kernels]
     if not probed:
         return machine.compute, [], ["no kernel was measured: a step's computation is the profile's"]
     samples_of = {
@@ -177,7 +177,7 @@ def fit_roofline(compute: DeviceCompute, samples: Sequence[KernelSample]) -> Dev
 
 def _roofline_error(compute: DeviceCompute) -> float:
     judge = RooflineModel(msgspec.structs.replace(compute, samples=[]))
-    return sum(abs(log(judge.roofline_s(one.kernel) / one.seconds)) for one in compute.samples)
+    return sum(abs(log(judge.roofline_s(sample.kernel) / sample.seconds)) for sample in compute.samples)
 
 
 def _single_device_kernels_s(compute: DeviceCompute, run: CalibrationRun) -> float:

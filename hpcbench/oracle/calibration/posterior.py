@@ -173,7 +173,7 @@ def _with_posterior_spreads(machine: Machine, names: Sequence[str], covariance: 
         return sqrt(sum(covariance[row][column] for row in places for column in places))
 
     models = [name for name in names if name.startswith(f"{COMPUTE}.")] or [COMPUTE]
-    compute = min(machine.compute.spread, max(spread({COMPUTE, one}) for one in models))
+    compute = min(machine.compute.spread, max(spread({COMPUTE, model}) for model in models))
     comm = min(machine.comm.spread, spread({BANDWIDTH, f"inter_node.{BANDWIDTH}"}))
     return replace(machine, compute=replace(machine.compute, spread=compute), comm=replace(machine.comm, spread=comm))
 

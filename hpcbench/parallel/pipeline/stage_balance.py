@@ -88,8 +88,8 @@ def block_profile_digest(request: BlockProfileRequest, device_name: str, torch: 
     if request.model_folder is not None and is_custom_model(request.model):
         path = custom_model_file(request.model, Path(request.model_folder))
         source = hashlib.sha256(path.read_bytes()).hexdigest() if path is not None else None
-    known = [request, device_name, torch, threads, hpcbench.__version__, BLOCK_PROFILE_VERSION, source]
-    return hashlib.sha256(msgspec.json.encode(known, order="deterministic")).hexdigest()[:32]
+    inputs = [request, device_name, torch, threads, hpcbench.__version__, BLOCK_PROFILE_VERSION, source]
+    return hashlib.sha256(msgspec.json.encode(inputs, order="deterministic")).hexdigest()[:32]
 
 
 def decode_block_profile(data: bytes, where: str) -> BlockProfile:
