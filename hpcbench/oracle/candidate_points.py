@@ -61,7 +61,7 @@ def divisors(number: int) -> list[int]:
 def model_parallel_sizes(world: DeviceAllocation, most: int = MAX_MODEL_PARALLEL_DEVICES) -> list[int]:
     """Sizes of model-parallel groups: parts of a node, then whole nodes up to ``most`` devices.
 
-    >>> groups(World(4, 4, {}), 8)
+    >>> model_parallel_sizes(DeviceAllocation(4, 4, {}), 8)
     [2, 4, 8]
     """
     inside = [one for one in divisors(world.tasks_per_node) if one > 1]

@@ -25,7 +25,7 @@ def fill_buckets(
     The backward pass ends with the first tensor, so buckets are filled from the last one on. A bucket is closed as
     soon as it holds its cap or more.
 
-    >>> buckets([8, 8, 8, 8], cap_bytes=16, first_cap_bytes=4)
+    >>> fill_buckets([8, 8, 8, 8], cap_bytes=16, first_cap_bytes=4)
     [[3], [2, 1], [0]]
     """
     buckets: list[list[int]] = []
@@ -92,7 +92,7 @@ def assign_owners(elements: Sequence[int], ranks: int, largest_first: bool) -> l
 
     ``largest_first`` as torch's ZeroRedundancyOptimizer does it; in the given order as fairscale's OSS does.
 
-    >>> owners([1, 5, 2, 2], 2, largest_first=True)
+    >>> assign_owners([1, 5, 2, 2], 2, largest_first=True)
     [[1], [2, 3, 0]]
     """
     order = list(range(len(elements)))

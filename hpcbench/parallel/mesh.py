@@ -16,7 +16,7 @@ the group is no larger than it. What communicates most lies innermost; data para
 class RankMesh(NamedTuple):
     """Degrees in the order of ``MESH_AXES``; ranks are numbered row by row.
 
-    >>> mesh = Mesh(dp=2, tp=2)
+    >>> mesh = RankMesh(dp=2, tp=2)
     >>> mesh.group(2, "tp"), mesh.group(2, "dp")
     ([2, 3], [0, 2])
     """

@@ -18,7 +18,7 @@ TRANSFORMER_BLOCK_KIND = "TransformerBlock.other"
 def head_feature_ranges(heads: int, head_width: int, ranks: int) -> list[range]:
     """The features of queries, keys and values that each rank computes: whole heads.
 
-    >>> head_ranges(4, 32, 3)
+    >>> head_feature_ranges(4, 32, 3)
     [range(0, 64), range(64, 96), range(96, 128)]
     """
     return [range(part.start * head_width, part.stop * head_width) for part in even_ranges(heads, ranks)]
