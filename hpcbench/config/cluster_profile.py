@@ -60,7 +60,11 @@ _EMPTY_ENVIRONMENT = tables.EnvironmentConfig()
 
 
 class ClusterProfile(TomlTable):
-    """The description of a cluster: how jobs run on it, and the figures for predictions."""
+    """The description of a cluster: how jobs run on it, and the figures for predictions.
+
+    Figures are in bytes, seconds, FLOP/s and bytes/s, time limits in minutes. A partition overrides the tables of the
+    cluster: `node_of`, `request_of` and `variables` return the values that hold for one.
+    """
 
     name: Annotated[str, Field(pattern=NAME_PATTERN)]
     extends: Annotated[str, Field(pattern=NAME_PATTERN)] | None = None
@@ -196,9 +200,23 @@ def _profile_candidates() -> list[Path]:
 
 
 def load_cluster(name: str) -> tuple[ClusterProfile, TomlSource]:
-    """The profile called ``name``, or in the file ``name``.
+    """Load a cluster profile with the tables of the profile that it extends.
 
-    Raises ``ConfigError`` with the nearest name where there is none.
+    Args:
+        name: The name of a profile of the project, the user or the package; or the path of its file, which contains
+            a ``/`` or ends in ``.toml``.
+
+    Returns:
+        The profile, and the source that locates its keys in the file for messages.
+
+    Raises:
+        ConfigError: There is no such profile (the hint is the nearest name), or the file cannot be read.
+        ConfigErrors: Keys or values of the file are wrong; it contains all of them.
+
+    Example:
+        >>> profile, source = load_cluster("abci-v100")
+        >>> profile.device, source.path.name
+        ('cuda', 'abci-v100.toml')
     """
     if is_profile_path(name):
         path = Path(name).expanduser()

@@ -26,7 +26,15 @@ EnvName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One resolved point of a sweep. Degrees are filled in; ``global_batch_size = batch_size * dp_degree``."""
+    """The specification of one run: a point of a sweep whose degrees are filled in.
+
+    The fields are the parameters of a sweep. The product of the four degrees is the number of devices. ``batch_size``
+    counts the samples of one replica in a step: ``global_batch_size = batch_size * dp_degree``. ``run_id`` and
+    ``config_id`` are hashes of the parameters that differ from their default.
+
+    ``resolve_point`` and decoding raise ``msgspec.ValidationError`` for an unknown field, a wrong type or a value out
+    of its bounds; the constructor checks nothing.
+    """
 
     model: Annotated[str, Meta(description="a shipped model (docs/models.md), or module:function of your own")]
     dataset: Annotated[str, Meta(description="what is fed: images, volumes or tokens, see docs/data.md")]

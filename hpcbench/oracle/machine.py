@@ -17,7 +17,7 @@ MachineSource = Literal["nominal", "calibrated", "fitted"]
 
 
 class CollectiveSample(msgspec.Struct, frozen=True, kw_only=True):
-    """A measured collective, as a correction of its formula in ``oracle.collectives``.
+    """A measured collective, as a correction of its formula in ``oracle.collective_formulas``.
 
     ``latency_s`` replaces the link's, ``beta_ratio`` multiplies its time per byte.
     """
@@ -69,7 +69,7 @@ class StrategyOverhead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FittedParameter(msgspec.Struct, frozen=True, kw_only=True):
-    """One number of a machine that whole runs were fitted with (``oracle.fitting``)."""
+    """One number of a machine that is fitted to whole runs (``oracle.calibration.posterior``)."""
 
     name: str
     log_factor: float
@@ -112,12 +112,23 @@ class Posterior(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """A cluster as the oracle sees it. ``depth`` is the source of its numbers."""
+    """The numbers by which the oracle prices runs on a cluster, in seconds, bytes and FLOP/s.
+
+    ``nominal_machine`` makes one from a profile, ``machine_for`` from the newest calibration. A machine belongs to one
+    partition and one number of ranks per node, which decide its devices and, on CPUs, the memory of a rank.
+
+    Example:
+        >>> from hpcbench.config.cluster_profile import load_cluster
+        >>> machine = nominal_machine(load_cluster("abci-v100")[0], tasks_per_node=4)
+        >>> machine.device, machine.depth, machine.compute.peak_flops_per_s["fp32"]
+        ('cuda', 'nominal', 15700000000000.0)
+    """
 
     cluster: str
     device: str
     """``cpu`` or ``cuda``."""
     depth: MachineSource = "nominal"
+    """Source of the numbers."""
     source: str = ""
     """The profile, or the calibration with its date and hash."""
     compute: DeviceCompute

@@ -26,7 +26,15 @@ LOSS_ROW_NAME = "loss"
 
 
 class LayerRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One call of a leaf module, or what a module computes itself around its children. Per sample, in fp32."""
+    """One call of a leaf module, or the operations of a module outside of its children.
+
+    Shapes exclude the batch. FLOPs and bytes are those of one sample in fp32; other precisions scale the bytes.
+
+    Example:
+        >>> row = table.layers[0]
+        >>> row.name, row.kind, row.input_shape, row.output_shape, row.parameters
+        ('0.0', 'Conv2d', [1, 8, 8], [64, 8, 8], 576)
+    """
 
     name: str
     """Qualified name of the module; ``loss`` for the loss."""
@@ -77,7 +85,17 @@ class LayerTotals(NamedTuple):
 
 
 class LayerTable(msgspec.Struct, frozen=True, kw_only=True):
-    """A model on a data set, layer by layer in the order of execution."""
+    """The calls of a model's layers on one sample of a data set, in the order of execution, with the loss last.
+
+    The table depends on the model, its options, the data set and the input size, and on no strategy: costs and limits
+    of strategies are computed from it. ``read_shipped_table`` returns the table of a shipped model;
+    ``python -m hpcbench.worker.layers`` measures that of any other.
+
+    Example:
+        >>> table = read_shipped_table("resnet18", "cifar10")
+        >>> table.blocks, table.totals().parameters, table.flops_per_sample()
+        (10, 11173962, 3328997376)
+    """
 
     version: int = LAYER_TABLE_VERSION
     model: str

@@ -16,7 +16,15 @@ _EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 class Option(NamedTuple):
-    """One entry of a strategy's or a model's own ``options``."""
+    """The declaration of one key of a strategy's ``options`` or a model's ``model_options``.
+
+    The type of the default is the type of all values: bool, int, float or str.
+
+    Example:
+        >>> form = Option("gathered", "layout of activations", choices=("gathered", "sharded"))
+        >>> form.accepts("sharded"), form.accepts(1), form.expected()
+        (True, False, '"gathered" or "sharded"')
+    """
 
     default: Any
     description: str
