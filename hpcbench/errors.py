@@ -94,7 +94,7 @@ _OTHER_NAMES = {
 }  # fmt: skip
 """Parameters and strategies by their names in other tools; a hint names the first one that is among the choices."""
 _MAX_LISTED = 30
-"""With a near choice, longer lists are left out."""
+"""A hint that names a near choice leaves out a longer list of choices."""
 
 
 def did_you_mean(wrong: str, choices: Iterable[str]) -> str:

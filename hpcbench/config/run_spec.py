@@ -216,7 +216,7 @@ class TaskFileHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One run of a task file."""
+    """A run of a task file."""
 
     run_id: str
     config_id: str

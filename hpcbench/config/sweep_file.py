@@ -101,7 +101,7 @@ StopParameters = str | Annotated[list[str], Field(min_length=1)]
 
 
 class StopTable(TomlTable):
-    """Per status the parameters along which larger runs are skipped once a smaller one has ended so."""
+    """The parameters, by status, along which larger runs are skipped once a smaller run has ended with that status."""
 
     oom: StopParameters | None = None
     """`"batch_size"`: what did not fit into memory does not fit with a larger batch."""

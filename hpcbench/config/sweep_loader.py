@@ -36,7 +36,7 @@ COMPUTED_NAMES = ("ranks", "devices")
 
 @dataclass(frozen=True)
 class SweepAxis:
-    """One axis of the product: its steps set one parameter, or several that move together."""
+    """An axis of the product: its steps set one parameter, or several together."""
 
     place: tuple[str | int, ...]
     """The table in the file."""
@@ -100,7 +100,7 @@ class Sweep:
             yield ("include", number), include
 
     def values(self, *parameter: str) -> list[Any]:
-        """All values that are written for a parameter."""
+        """Return all values of a parameter that the file contains."""
         values = (settings[parameter] for _, settings in self.settings() if parameter in settings)
         # 1, 1.0 and true are equal to Python, not to who wrote them.
         return list({(type(value), value): value for value in values}.values())

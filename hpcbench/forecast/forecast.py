@@ -303,7 +303,7 @@ class PlanForecast:
     """Operators of a step by run, see ``count_operators``: predicted runs on cuda, neither compiled nor graphs."""
 
     def node_hours(self, runs: dict[str, RunSpec]) -> float | None:
-        """Node-hours of those of ``runs`` that are predicted; ``None`` if none is."""
+        """Return the node-hours of the predicted runs among ``runs``; ``None`` if none is predicted."""
         priced = [spec.nodes * self.run_time_s[key] for key, spec in runs.items() if key in self.run_time_s]
         return sum(priced) / 3600 if priced else None
 
@@ -315,11 +315,11 @@ class PlanForecast:
         return max(work / cores, *(self.run_time_s[key] for key in runs))
 
     def not_fitting(self, runs: dict[str, RunSpec]) -> list[str]:
-        """Those of ``runs`` that will probably not fit into memory."""
+        """Return the ids of the runs that are predicted not to fit into memory."""
         return [key for key in runs if key in self.predictions and self.predictions[key].fits is False]
 
     def launch_bound(self, runs: dict[str, RunSpec]) -> list[str]:
-        """Those of ``runs`` whose operators take the host longer to launch than the step is predicted to take."""
+        """Return the ids of the runs whose operators take the host longer to launch than the predicted step."""
         return [
             key
             for key in runs

@@ -71,7 +71,7 @@ _RUNS_PER_JOB = 8
 
 
 class StrategyCheck(msgspec.Struct, kw_only=True):
-    """One strategy's run."""
+    """The run of a strategy, and its outcome."""
 
     strategy: str
     outcome: str

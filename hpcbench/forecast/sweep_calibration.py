@@ -54,13 +54,13 @@ class SweepCalibration:
 
     sweep: SweepPlan
     runs: Mapping[str, RunSpec]
-    """Those of the sweep on the partition."""
+    """Runs of the sweep on the partition, by ``run_id``."""
     partition: str | None
     probes: list[SweepProbe]
     left_out: list[str]
     """Probes that are not run, and why."""
     node_hours: float
-    """Predicted, of the probes."""
+    """Predicted node-hours of the probes."""
     sweep_node_hours: float | None
     limit_node_hours: float
     base: StoredCalibration | None

@@ -10,7 +10,7 @@ from hpcbench.parallel.catalog import STRATEGIES
 SweepPoint = dict[str, Any]
 
 PIPELINES = [key for key, entry in STRATEGIES.items() if entry.schedule and not entry.drives_several_devices]
-"""Those with a rank per stage."""
+"""Pipelines whose stages each have a rank of their own."""
 
 LEADING_SCHEDULE = "1f1b"
 """The pipeline whose degrees and micro-batches are looked at first; those that are best for it are tried with the
@@ -31,7 +31,7 @@ class DeviceAllocation(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """One a task."""
+        """Number of devices: each task has one."""
         return self.nodes * self.tasks_per_node
 
     @property
@@ -49,7 +49,7 @@ class DeviceAllocation(NamedTuple):
 
 
 def divisors(number: int) -> list[int]:
-    """Ascending.
+    """Return the divisors of ``number`` in ascending order.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]

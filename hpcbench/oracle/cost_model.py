@@ -36,7 +36,7 @@ FULL_SHARE = RowShare()
 
 
 class RowKernels(NamedTuple):
-    """Both passes of a row."""
+    """The kernels of a row, one per pass."""
 
     forward: Kernel
     backward: Kernel
@@ -172,7 +172,7 @@ def group_message(operation: str, payload_bytes: float, group: GroupPlacement) -
 
 
 class CostModel:
-    """One machine's times for one run's placement. Remembers what it was asked.
+    """The times of a run's kernels and messages on a machine. Kernels and collectives are cached.
 
     Example:
         >>> from hpcbench.oracle.placement import place_group
@@ -232,7 +232,7 @@ class CostModel:
     def _collective(
         self, operation: str, payload_bytes: float, group: GroupPlacement, key: str | None = None, lane: str = ""
     ) -> stream_simulator.CommCall:
-        """One collective of ``group``, whose payload is counted as ``parallel.traffic.Traffic`` counts it."""
+        """Return a call of ``group``; its payload is counted as in ``parallel.traffic.Traffic``."""
         seconds, latency_s = self._priced(operation, payload_bytes, group)
         traffic = Traffic(operation=operation, group_size=group.ranks, payload_bytes=round(payload_bytes))
         return stream_simulator.CommCall(seconds, latency_s, key, lane, "out" if group.nodes > 1 else "in", traffic)
@@ -298,7 +298,7 @@ def harmonic_number(count: int) -> float:
 
 
 def _interpolated(figures: dict[int, float], at: float) -> float:
-    """Between two figures in proportion, beyond the last one as the last two go on."""
+    """Return ``figures`` interpolated linearly; beyond the last one, on the line through the last two."""
     known = sorted(figures.items())
     if len(known) == 1 or at <= known[0][0]:
         return known[0][1]

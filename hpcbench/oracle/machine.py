@@ -65,19 +65,19 @@ class StrategyOverhead(msgspec.Struct, frozen=True, kw_only=True):
     compute_factor: float = 1.0
     step_s: float = 0.0
     sample_s: float = 0.0
-    """Per sample of a replica: where one rank reads and hands out what its group computes on."""
+    """Seconds per sample of a replica, for a library in which one rank distributes the samples of its group."""
 
 
 class FittedParameter(msgspec.Struct, frozen=True, kw_only=True):
-    """One number of a machine that is fitted to whole runs (``oracle.calibration.posterior``)."""
+    """A number of a machine that is fitted to whole runs (``oracle.calibration.posterior``)."""
 
     name: str
     log_factor: float
-    """Logarithm of the number found over the one before."""
+    """Logarithm of the ratio of the fitted number to the earlier one."""
     prior_spread: float
-    """Standard deviation of its logarithm before any run was seen."""
+    """Standard deviation of its logarithm before the fit."""
     spread: float
-    """And after."""
+    """Standard deviation of its logarithm after the fit."""
 
     @property
     def learned(self) -> float:

@@ -22,7 +22,7 @@ import msgspec
 from hpcbench.config.run_spec import DEGREE_NAMES, RunSpec
 
 MACHINE_SPREAD, MODEL_SPREAD, STRATEGY_SPREAD, CELL_SPREAD = 0.35, 0.15, 0.25, 0.15
-"""One standard deviation of the logarithm. Machine and models as in ``oracle.uncertainty``; a strategy's formulas 0.25,
+"""Standard deviations of the logarithm: of machine and models as in ``oracle.uncertainty``; a strategy's formulas 0.25,
 and 0.15 by how much they differ between models. None of them was fitted to a score."""
 _CONFIGURATION_SPREAD, _LAUNCH_SPREAD, _PRIOR_FREEDOM = 0.10, 0.05, 10
 PRIOR_SPREAD = sqrt(MACHINE_SPREAD**2 + MODEL_SPREAD**2 + STRATEGY_SPREAD**2 + CELL_SPREAD**2)
@@ -129,7 +129,7 @@ class _Cell(NamedTuple):
     """Indices of the machine, the model and the strategy among the unknowns."""
     mean: float
     weight: float
-    """One over the variance of ``mean``, given the cell's own term."""
+    """Reciprocal of the variance of ``mean``, given the cell's own term."""
 
 
 class _FactorFit:

@@ -26,7 +26,7 @@ class KernelConditions(NamedTuple):
     """Conditions under which equal kernels take equal time."""
 
     ranks_per_node: int
-    """That compute side by side."""
+    """Number of ranks that compute at the same time on a node."""
     accumulates: bool = False
     """Whether gradients are added to those of an earlier micro-batch."""
     channels_last: bool = False
@@ -44,7 +44,7 @@ class MeasuredKernel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MeasuredMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """One call, with the time to issue it."""
+    """The measured time of a call, including the time to issue it."""
 
     shape: MessageShape
     tasks_per_node: int

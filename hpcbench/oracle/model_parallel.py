@@ -27,7 +27,7 @@ from hpcbench.parallel.traffic import Traffic, merge_calls
 
 
 class ReductionPlan(NamedTuple):
-    """One ``GradientReducer``: it all_reduces gradients over ``group``, in the order of its buckets."""
+    """The all_reduces of a ``GradientReducer`` over ``group``, in the order of its buckets."""
 
     group: GroupPlacement
     stream: str
@@ -40,7 +40,7 @@ class ReductionPlan(NamedTuple):
 
 
 class RankCost(NamedTuple):
-    """One rank of a model-parallel run."""
+    """The costs of a rank of a model-parallel run."""
 
     rows: Sequence[RowCost]
     """Costs of the table's rows, in their order."""

@@ -32,7 +32,7 @@ class _Moment(NamedTuple):
     activations: int = 0
     gradients: int = 0
     temporaries: int = 0
-    """Of the update."""
+    """Bytes of the temporary tensors of the update."""
     communication: int = 0
 
 

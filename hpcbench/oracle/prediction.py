@@ -218,7 +218,7 @@ class MemoryFit(NamedTuple):
 
 
 def format_need_and_limit(need_bytes: int, limit_bytes: int) -> tuple[str, str]:
-    """Both as text, to the MiB where they would look the same otherwise."""
+    """Return both as text, in MiB where they would be equal otherwise."""
     texts = format_bytes(need_bytes), format_bytes(limit_bytes)
     return texts if texts[0] != texts[1] else (f"{need_bytes / 2**20:.0f} MiB", f"{limit_bytes / 2**20:.0f} MiB")
 
@@ -226,8 +226,8 @@ def format_need_and_limit(need_bytes: int, limit_bytes: int) -> tuple[str, str]:
 class Predictor(Protocol):
     """The protocol of predictions for the runs of one cluster, by which ``recommend`` ranks candidates.
 
-    ``hpcbench.forecast.Forecast`` implements it. All methods take a resolved run. The first two raise nothing: a run
-    without a prediction gets ``NotPredicted`` with the reason.
+    ``hpcbench.forecast.forecast.Forecast`` implements it. All methods take a resolved run. The first two raise nothing:
+    a run without a prediction gets ``NotPredicted`` with the reason.
     """
 
     def predict(self, spec: RunSpec, *, quick: bool = False) -> Prediction | NotPredicted:

@@ -54,7 +54,7 @@ class Candidate(msgspec.Struct, kw_only=True):
     """90 % interval of the ratio; where it includes 1, the difference is inconclusive."""
     ratio_high: float = 1.0
     largest_batch_size: int | None = None
-    """Per replica, that still fits; looked for with the best ones alone."""
+    """Largest batch per replica that fits; it is computed for the best candidates alone."""
 
     @property
     def is_told_apart(self) -> bool:

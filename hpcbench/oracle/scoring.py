@@ -296,7 +296,7 @@ class MemoryFitScore(msgspec.Struct, kw_only=True):
 
 
 class PredictorScore(msgspec.Struct, kw_only=True):
-    """One predictor's."""
+    """The scores of one predictor."""
 
     predictor: str
     total: AccuracySummary | None

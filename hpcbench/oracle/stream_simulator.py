@@ -55,7 +55,7 @@ class StreamTimes(NamedTuple):
     comm_s: float
     """Time in which any call was running: simultaneous calls of two lanes count once."""
     exposed_comm_s: float
-    """While the computing stream waited."""
+    """Time in which the computing stream waited for a call."""
     latency_s: float
     """The part of ``comm_s`` that is latency."""
 
@@ -112,11 +112,11 @@ class _CommStreams:
         """Communication stream and wire of the last call of each name, and its end."""
 
     def last(self) -> float:
-        """When all of it is through."""
+        """Return the end of the last call."""
         return max(self._ends.values(), default=0.0)
 
     def add(self, call: CommCall, now: float) -> float:
-        """The end of one more call."""
+        """Start a call, and return its end."""
         stream = (call.lane, call.wire)
         begin = max(now, self._ends.get(stream, 0.0))
         end = begin + call.seconds

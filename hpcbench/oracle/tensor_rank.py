@@ -1,4 +1,4 @@
-"""One tensor-parallel rank of a transformer: its parameters, and its rows with communication, memory and kernels.
+"""A tensor-parallel rank of a transformer: its parameters, and its rows with communication, memory and kernels.
 
 Shoeybi et al. 2019, figure 3; with ``sequence_parallel`` Korthikanti et al. 2022. An MLP over two ranks, with what
 enters and leaves the split layers in brackets (the operations of the backward pass in lower case)::
@@ -69,7 +69,7 @@ class RowFractions(NamedTuple):
 
 
 class TensorParallelRank:
-    """One rank's view of a layer table."""
+    """The part of a layer table that a tensor-parallel rank computes."""
 
     def __init__(self, spec: RunSpec, table: LayerTable, rank: int) -> None:
         options = options_with_defaults(spec)

@@ -26,7 +26,7 @@ LOSS_ROW_NAME = "loss"
 
 
 class LayerRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One call of a leaf module, or the operations of a module outside of its children.
+    """A call of a leaf module, or the operations of a module outside of its children.
 
     Shapes exclude the batch. FLOPs and bytes are those of one sample in fp32; other precisions scale the bytes.
 
@@ -50,13 +50,13 @@ class LayerRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     forward_flops: int
     """Two per multiply-add of convolutions, matrix products and attention; nothing else is counted."""
     backward_flops: int
-    """Without recomputation; without the gradient of an input that needs none."""
+    """FLOPs of the gradients that the layer computes, without recomputation."""
     activation_bytes: int
     """Bytes that autograd keeps for the backward pass, each storage at its first user; no parameters, no buffers."""
     activation_fixed_bytes: int
     """The part of it that does not grow with the batch (BatchNorm's statistics), for the whole batch."""
     output_bytes: int
-    """Size of what comes out."""
+    """Size of the output tensor."""
     forward_moved_bytes: int
     """Bytes that the operations of the forward pass read and write, as if nothing stayed in a cache; no parameters."""
     backward_moved_bytes: int
@@ -102,7 +102,7 @@ class LayerTable(msgspec.Struct, frozen=True, kw_only=True):
     dataset: str
     input_size: int
     model_options: dict[str, Any] = {}
-    """Those that differ from the model's defaults."""
+    """Options that differ from the model's defaults."""
     blocks: int
     """Length of the model's sequence of blocks: where a pipeline may cut it."""
     parameter_tensors: list[TensorShape]
@@ -138,14 +138,14 @@ class LayerTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredLayerTable(LayerTable, frozen=True, kw_only=True):
-    """A table as its file has it: of equal blocks in succession the first alone."""
+    """The form of a table in its file: of equal blocks in succession the first alone."""
 
     repeated_blocks: dict[int, int] = {}
     """Number of equal blocks in succession, by the number of the first one: ``{1: 80}`` means blocks 1 to 80."""
 
 
 class LayerTableRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Which table is asked for; ``input_size`` is the data set's own where absent."""
+    """The model and data set of a layer table; ``input_size`` is the data set's own where absent."""
 
     model: str
     dataset: str

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from hpcbench.config.run_spec import RunSpec
 
 MESH_AXES = ("dp", "pp", "sp", "tp")
-"""From the outermost axis to the innermost: ranks that differ in the last one alone are neighbours, on one node where
-the group is no larger than it. What communicates most lies innermost; data parallelism crosses nodes."""
+"""The axes from the outermost to the innermost: ranks that differ in the last one alone are neighbours, on one node if
+the group is no larger than it. The axes with most communication are innermost; data parallelism crosses nodes."""
 
 
 class RankMesh(NamedTuple):
@@ -41,7 +41,7 @@ class RankMesh(NamedTuple):
         return RankMesh(*grid_coordinates(self, rank))
 
     def rank(self, coordinates: RankMesh) -> int:
-        """The rank that stands there."""
+        """Return the rank at ``coordinates``."""
         return grid_rank(self, coordinates)
 
     def group(self, rank: int, *axes: str) -> list[int]:
@@ -51,7 +51,7 @@ class RankMesh(NamedTuple):
         return [other for other in range(self.size) if all(position[at] == self.coordinates(other)[at] for at in fixed)]
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """All groups along ``axes``: together they hold every rank once."""
+        """Return the groups along ``axes``; each rank is in one of them."""
         return [group for rank in range(self.size) if (group := self.group(rank, *axes))[0] == rank]
 
 

@@ -23,7 +23,7 @@ COPY_KIND = "copy"
 
 
 class Kernel(NamedTuple):
-    """One computation of one rank. Equal kernels take equal time; sizes are those of the whole micro-batch."""
+    """A computation of a rank. Equal kernels take equal time; sizes are those of the whole micro-batch."""
 
     kind: str
     """The layer's class; of an update the optimizer."""
@@ -46,14 +46,14 @@ class KernelSample(msgspec.Struct, frozen=True, kw_only=True):
     kernel: Kernel
     seconds: float
     spread: float = 0.0
-    """Relative."""
+    """Relative spread."""
 
 
 class DeviceCompute(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's device."""
+    """The rates of the device that a rank computes on."""
 
     peak_flops_per_s: dict[str, float]
-    """Per precision."""
+    """Peak rates by precision."""
     memory_bandwidth_bytes_per_s: float
     launch_s: float
     """Seconds of a kernel's launch, in addition to its computation."""

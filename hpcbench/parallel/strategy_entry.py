@@ -65,7 +65,7 @@ class HybridAlias(NamedTuple):
 
 
 class ParityCase(NamedTuple):
-    """One small training that must give the reference's losses, gradients and weights on real ranks.
+    """A small training that must give the reference's losses, gradients and weights on real ranks.
 
     ``degrees`` replaces the default, which gives all ranks to the strategy's own degree.
     """
@@ -78,7 +78,7 @@ class ParityCase(NamedTuple):
     micro_batches: int = 1
     degrees: Mapping[str, int] = _EMPTY
     devices_per_task: int = 1
-    """Above 1 for a strategy whose one process drives several devices."""
+    """Devices that one process drives; above 1 for strategies that drive several."""
 
 
 class CalibrationRuns(NamedTuple):

@@ -24,7 +24,7 @@ PROBE_LOOPS = "probe_loops"
 
 
 class CalibrationRun(NamedTuple):
-    """One run that ended well."""
+    """The result of a run, with the layer table of its model."""
 
     result: RunResult
     table: LayerTable
@@ -48,12 +48,12 @@ class CalibrationRun(NamedTuple):
 
 
 def usable_runs(runs: Iterable[CalibrationRun]) -> list[CalibrationRun]:
-    """Those that ended well and timed steps that were computed, not rehearsed."""
+    """Return the runs that ended well and whose timed steps were computed, not emulated."""
     return [run for run in runs if run.result.status == STATUS_OK and run.step_s > 0 and not run.spec.rehearse]
 
 
 def runs_of_strategy(runs: Sequence[CalibrationRun], *keys: str) -> list[CalibrationRun]:
-    """Those of one of ``keys``."""
+    """Return the runs of the strategies ``keys``."""
     return [run for run in runs if run.spec.strategy in keys]
 
 
@@ -79,7 +79,7 @@ def fit_residual(part: str, what: str, pairs: Sequence[tuple[float, float]]) -> 
 
 _SEEDS_PER_CALIBRATION = 100
 _MAX_NODES = 4
-"""Beyond them latency and bandwidth are extrapolated by the algorithms' structure."""
+"""Latency and bandwidth between more nodes are extrapolated by the structure of the algorithms."""
 _LAUNCHES = 3
 PROBE_STEPS = {"warmup_steps": 2, "steps": 8, "profile_steps": 0, "learning_rate": 0.001}
 """Steps of a run of a calibration, before its measurements."""
@@ -107,9 +107,9 @@ class DeviceWorkloads(NamedTuple):
     """The workloads for a kind of device: a step is long enough to be timed and short enough to be repeated."""
 
     layers: tuple[CalibrationWorkload, ...]
-    """Between them every kind of layer that a shipped model has, in two and in three dimensions."""
+    """Workloads whose layers are of every kind that a shipped model has, in two and in three dimensions."""
     transformer: CalibrationWorkload
-    """One of ``layers``, for every strategy but those that split channels."""
+    """Workload of the strategies that do not split channels; it is one of ``layers``."""
     convolutional: CalibrationWorkload
 
 
@@ -134,7 +134,7 @@ class CalibrationScale(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """All of them."""
+        """Number of ranks on all nodes."""
         return self.nodes * self.tasks_per_node
 
     def keys(self) -> dict[str, int]:
@@ -211,7 +211,7 @@ def _probe_points(
 
 
 def collective_scales(size: CalibrationScale) -> list[CalibrationScale]:
-    """Inside a node, between nodes, and several groups on the same nodes."""
+    """Return scales for a group inside a node, a group between nodes, and several groups on the same nodes."""
     scales = [(1, 2), (1, 4), (2, 1), (4, 1), (2, max(min(size.tasks_per_node, 4), 2))]
     fitting = [(nodes, tasks) for nodes, tasks in scales if nodes <= size.nodes and tasks <= size.tasks_per_node]
     return [CalibrationScale(nodes, tasks) for nodes, tasks in fitting]

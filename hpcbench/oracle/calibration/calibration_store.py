@@ -95,7 +95,7 @@ def user_calibration_folder(cluster: str) -> Path:
 
 
 def read_calibrations(tree: ClusterTree, cluster: str) -> tuple[list[StoredCalibration], list[str]]:
-    """All that can be read, the newest first, and what is wrong with others, in words."""
+    """Return the readable calibrations, the newest first, and the errors of the unreadable ones as text."""
     calibrations: list[StoredCalibration] = []
     problems: list[str] = []
     for folder in (tree.path("calibrations"), user_calibration_folder(cluster)):

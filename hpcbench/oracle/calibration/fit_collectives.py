@@ -33,12 +33,12 @@ _MIN_POINTS_PER_BAND = 3
 _MEASUREMENT_NOISE = 0.03
 """Standard deviation that the spread within a launch does not contain, as a fraction."""
 _SMALL_MESSAGE_BYTES = 128 * 1024
-"""Four times the burst of a usual shaper: what is smaller runs ahead of the link's rate."""
+"""Four times the burst of a usual traffic shaper: smaller messages exceed the rate of the link."""
 _MAX_ITERATIONS = 8
 
 
 class CollectivePoint(NamedTuple):
-    """One size of one operation."""
+    """The time of an operation at one payload."""
 
     payload_bytes: float
     seconds: float
@@ -91,7 +91,7 @@ def fit_collectives(
 
 
 def collective_points(probes: Sequence[CollectiveProbe], call_s: float) -> list[CollectivePoint]:
-    """One a size: the median over launches; their spread is the larger of that within and that between them."""
+    """Return a point per size: the median over launches, with the larger of the spreads within and between launches."""
     by_size: dict[int, list[CollectiveProbe]] = defaultdict(list)
     for probe in probes:
         by_size[probe.payload_bytes].append(probe)

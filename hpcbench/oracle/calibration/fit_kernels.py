@@ -181,5 +181,5 @@ def _roofline_error(compute: DeviceCompute) -> float:
 
 
 def _single_device_kernels_s(compute: DeviceCompute, run: CalibrationRun) -> float:
-    """All kernels of a step of a lone device."""
+    """Return the time of all kernels of a step on one device."""
     return sum(_seconds_by_kind(compute, run).values())

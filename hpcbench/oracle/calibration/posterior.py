@@ -51,11 +51,11 @@ class Observation(NamedTuple):
     spec: RunSpec
     table: LayerTable
     step_time_s: float
-    """The median: a step that nothing held up."""
+    """The median of the steps, which delayed ones do not move."""
     spread: float = 0.0
-    """Relative, of that median between launches."""
+    """Relative spread of that median between launches."""
     mean_s: float | None = None
-    """With the steps that were held up."""
+    """The mean of the steps, which contains delayed ones."""
 
 
 def fit_posterior(

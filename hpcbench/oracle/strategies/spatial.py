@@ -15,7 +15,7 @@ from hpcbench.parallel.strategies.spatial import spatial_grid, spatial_split_of_
 
 
 class SpatialCost(ModelParallelCost):
-    """One replica's ranks share every sample; with replicas ParaDL's data+spatial."""
+    """The cost of ``spatial``: the ranks of a replica share every sample; with replicas ParaDL's data+spatial."""
 
     def describe(self, spec: RunSpec, table: LayerTable, rank: int) -> RankCost:
         sizes = parameter_bytes(spec, table)

@@ -34,7 +34,7 @@ MAX_MICRO_BATCH = 16
 MAX_CHUNKS = 5
 """Most chunks of an interleaved pipeline: the formulas charge nothing for the messages of further ones."""
 RECOMPUTATION: tuple[Recompute, ...] = ("none", "full")
-"""With fused attention selective recomputation frees nothing that the memory formulas count."""
+"""Selective recomputation is left out: with fused attention it frees nothing that the memory formulas count."""
 _NORMAL_90 = 1.645
 
 
@@ -241,7 +241,7 @@ def _micro_batches(replica_batch: int, most: int) -> Iterator[int]:
 
 
 def _rank_key(candidate: RankedLayout) -> tuple[float, int]:
-    """Time of a sample; of equal ones first the one with less context parallelism, whose messages are not priced."""
+    """Return the time of a sample, then the context degree: its messages are not priced, so fewer rank first."""
     return round(candidate.step_time_s / candidate.layout.global_batch, 12), candidate.layout.context
 
 

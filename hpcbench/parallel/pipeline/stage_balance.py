@@ -28,7 +28,7 @@ BLOCK_PROFILE_VERSION = 1
 
 
 class BlockProfileRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Which model is measured, on what. ``input_size`` is the data set's own where absent."""
+    """The model that is measured, and the device. ``input_size`` is the data set's own where absent."""
 
     model: str
     dataset: str
@@ -43,7 +43,7 @@ class BlockProfileRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
 
 
 class MeasuredBlock(msgspec.Struct, frozen=True, kw_only=True):
-    """One block with a whole micro-batch; times are medians, with the middle half's width beside them."""
+    """The times of a block with a whole micro-batch: medians, with the middle half's width beside them."""
 
     name: str
     forward_s: float

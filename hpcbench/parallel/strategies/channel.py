@@ -190,7 +190,7 @@ class ChannelRow(NamedTuple):
     """Channels of the output that ranks may share; 0 before the first layer and after the last one."""
 
     def split(self, scheme: ChannelScheme, degree: int) -> ChannelLayerSplit | None:
-        """See ``split_of``; ``None`` for what is no layer."""
+        """Return ``channel_split`` of the layer; ``None`` for a row that is no layer."""
         return None if self.layer is None else channel_split(self.layer, scheme, degree)
 
 

@@ -63,7 +63,7 @@ class SlidingWindow(NamedTuple):
 
 
 class HaloLayer(NamedTuple):
-    """One convolution or pool on feature maps of ``extents``.
+    """A convolution or pool on feature maps of ``extents``.
 
     With ``pads_itself`` the layer pads those dims that are not split; their padding is not part of the boxes.
     """
@@ -81,11 +81,12 @@ class HaloMessage(NamedTuple):
 
 
 class Halo(NamedTuple):
-    """One rank's part in a layer. Messages are in the order of ranks, one per pair of ranks."""
+    """The part of a rank in a layer. Messages are in the order of ranks, one per pair of ranks."""
 
     own: Box
+    """The input positions that the rank owns."""
     needed: Box
-    """With padding: may reach beyond the image."""
+    """The input positions of ``outputs``; with padding they may reach beyond the image."""
     outputs: Box
     interior: Box
     """The outputs that need no other rank; empty if any of its ranges is."""
