@@ -46,7 +46,7 @@ class ConfigError(HpcbenchError):
 
 
 class ConfigErrors(HpcbenchError):
-    """All problems that one reading of the input found, so that they can be mended at once."""
+    """All errors of an input together, so that a user can correct them at once."""
 
     def __init__(self, problems: Sequence[HpcbenchError]) -> None:
         assert problems, "an empty list of problems is no error"

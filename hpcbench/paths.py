@@ -81,12 +81,12 @@ def data_folder(folder: str | None = None, of_profile: str | None = None) -> str
 
 
 def expand_path(path: str) -> Path:
-    """``path`` with this process's home and variables; one that is not set stays as it was written."""
+    """Replace the home and the variables of this process in ``path``; an unset variable stays."""
     return Path(os.path.expandvars(path)).expanduser()
 
 
 def results_folder(folder: str | None = None) -> Path:
-    """``--results``, else ``$HPCBENCH_RESULTS``, else ``results`` in the project."""
+    """Return ``folder``, else ``$HPCBENCH_RESULTS``, else ``results`` in the project."""
     chosen = folder or os.environ.get("HPCBENCH_RESULTS")
     return Path(chosen).absolute() if chosen else project_folder() / "results"
 

@@ -171,7 +171,7 @@ def _overlay_table(base: _T, overlay: _T | None) -> _T:
 
 
 class UserConfig(TomlTable):
-    """``~/.config/hpcbench/config.toml``: what is a person's own and belongs into no shared profile."""
+    """The file ``~/.config/hpcbench/config.toml``: settings of one person, which no shared profile contains."""
 
     accounts: dict[str, SingleLineText] = {}
     """A cluster's name and the account that jobs there are charged to."""
@@ -254,7 +254,7 @@ def load_cluster_file(path: Path) -> tuple[ClusterProfile, TomlSource]:
 
 
 def read_profile_data(path: Path, above: Sequence[Path] = ()) -> tuple[dict[str, Any], TomlSource, list[str]]:
-    """The data of a profile over its base's, where to say so when it is wrong, and the names of both, its own first."""
+    """Return the data of a profile over its base's, the source of its messages, and both names, its own first."""
     data, source = read_toml(path)
     folder = data.get("model_folder")
     if isinstance(folder, str) and folder:

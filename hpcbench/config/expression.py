@@ -67,7 +67,7 @@ class Expression:
             raise self._error(f"an expression of {len(text)} characters; at most {MAX_LENGTH} are read")
         try:
             with warnings.catch_warnings():
-                # Python has things to say about its own future; what is wrong here is said by us.
+                # Python's warnings about its future syntax are hidden; errors of the expression are raised below.
                 warnings.simplefilter("ignore")
                 body = ast.parse(text.strip(), mode="eval").body
             self._evaluate = self._compiled(body)

@@ -169,7 +169,7 @@ class ResourceRequest(TomlTable):
     cpus_per_device: PositiveInt | None = None
     """CPUs that come with each accelerator, where the site prescribes a fixed ratio."""
     exclusive: bool = False
-    """Whole nodes."""
+    """Whether jobs get whole nodes."""
     exclude_nodes: list[NonSpaceText] = []
     """Nodes that jobs must not get."""
     drop: list[SingleLineText] = []

@@ -141,7 +141,7 @@ LAUNCH_PARAMETERS = _EXCLUDED_FROM_RUN_ID | {"repeat", "seed", "verify"}
 
 
 def spec_document(spec: RunSpec) -> dict[str, Any]:
-    """``spec`` as plain data, without what stands at its default, with its version."""
+    """Return ``spec`` as plain data with its version, without parameters at their default."""
     # msgspec leaves out what is the default itself, not what equals it, as a word that was read from a file does.
     defaults = PARAMETER_DEFAULTS.items()
     changed = {name: value for name, value in msgspec.to_builtins(spec).items() if (name, value) not in defaults}
@@ -157,7 +157,7 @@ PARAMETER_DEFAULTS = {
 
 
 def run_id(spec: RunSpec) -> str:
-    """16 hex digits that name this run. Parameters at their default are left out, so a later one moves no run."""
+    """Return the 16 hex digits of a run. Parameters at their default are left out, so that a new one changes no run."""
     return _hash_values(spec_document(spec), _EXCLUDED_FROM_RUN_ID)
 
 

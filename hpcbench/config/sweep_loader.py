@@ -70,7 +70,7 @@ class Sweep:
     stops: list[StopRule] = field(default_factory=list)
     submit: SubmitTable = field(default_factory=SubmitTable)
     model_folder: Path | None = None
-    """Absolute."""
+    """Absolute path of the folder of users' own models."""
 
     @property
     def order(self) -> str:
@@ -106,7 +106,7 @@ class Sweep:
         return list({(type(value), value): value for value in values}.values())
 
     def where(self, *parameter: str) -> str:
-        """``file:line`` of the first place that sets a parameter."""
+        """Return ``file:line`` of the first place that sets a parameter."""
         for place, settings in self.settings():
             if parameter in settings:
                 return self.source.where((*place, *parameter))
@@ -325,7 +325,7 @@ def _set_parameters(point: SweepPoint, settings: ParameterSettings) -> None:
 
 
 def _convert_derived(parameter: ParameterPath, value: Any, where: str | None) -> Any:
-    """``value`` as the parameter's type wants it: a whole float is an integer where one is needed."""
+    """Return ``value`` in the parameter's type: a whole float becomes an integer."""
     name = parameter[0]
     if len(parameter) > 1:
         return value

@@ -165,7 +165,7 @@ class TomlSource:
         return next((self._lines[prefix] for prefix in prefixes if prefix in self._lines), None)
 
     def where(self, key_path: Sequence[str | int]) -> str:
-        """``file:line`` of a key, or its origin outside the file."""
+        """Return ``file:line`` of a key, or its origin outside the file."""
         prefixes = (tuple(key_path[:length]) for length in range(len(key_path), 0, -1))
         if origin := next((self.origins[prefix] for prefix in prefixes if prefix in self.origins), None):
             return origin
@@ -178,7 +178,7 @@ class TomlSource:
 
 
 def validate_table(model: type[_M], data: dict[str, Any], source: TomlSource) -> _M:
-    """``data`` as ``model``, or ``ConfigErrors`` with everything that is wrong."""
+    """Convert ``data`` to ``model``; ``ConfigErrors`` with all wrong keys and values."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -191,7 +191,7 @@ def validate_table(model: type[_M], data: dict[str, Any], source: TomlSource) ->
 
 
 def strip_union_steps(data: Any, location: Sequence[str | int], kind: str) -> KeyPath:
-    """``location`` without the steps that pydantic adds for unions: only what stands in the data (or is missing)."""
+    """Return ``location`` without the steps that pydantic adds for unions: keys of the data, or the missing key."""
     path: list[str | int] = []
     node = data
     for step in location:

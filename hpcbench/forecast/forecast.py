@@ -147,7 +147,7 @@ class Forecast:
         except HpcbenchError as error:
             return NotPredicted(error.message)
         if quick and machine.posterior is not None:
-            # Cost models know machines by identity: one copy of each is enough.
+            # Cost models are cached by the identity of the machine: one copy of each is enough.
             if id(machine) not in self._without_posterior:
                 self._without_posterior[id(machine)] = msgspec.structs.replace(machine, posterior=None)
             machine = self._without_posterior[id(machine)]
@@ -269,7 +269,7 @@ def _invalid_reason(spec: RunSpec) -> str | None:
 
 
 def _with_local_hardware(profile: ClusterProfile) -> ClusterProfile:
-    """``profile`` with this machine's cores and memory if jobs run here and it does not set them."""
+    """Return ``profile`` with this machine's cores and memory if jobs run here and it does not set them."""
     if profile.scheduler.kind != "local":
         return profile
     node = profile.node
@@ -422,7 +422,7 @@ def learn_factors(
     partition: str | None,
     predict: Callable[[RunSpec], Prediction | NotPredicted],
 ) -> MeasuredFactors:
-    """Return what the newest results of a partition say of predictions by ``predict``.
+    """Learn factors on the predictions by ``predict`` from the newest results of a partition.
 
     Left out: runs that a calibration was fitted to, rehearsed ones, probes, results whose spec is not that of their
     id, and all that did not end well.

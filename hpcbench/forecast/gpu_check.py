@@ -77,13 +77,13 @@ class StrategyCheck(msgspec.Struct, kw_only=True):
     outcome: str
     """``ok``; ``differs``: it does not train as one device does; ``infeasible``; else the run's status or state."""
     reason: str | None = None
-    """Absent for ``ok``."""
+    """Reason of the outcome; absent for ``ok``."""
     run_id: str | None = None
     spec: RunSpec | None = None
-    """Absent for ``infeasible``."""
+    """Specification of the run; absent for ``infeasible``."""
     verification: VerificationResult | None = None
     step_time_s: float | None = None
-    """The median."""
+    """Median of the timed steps."""
     predicted_step_time_s: float | None = None
     peak_memory_bytes: int | None = None
     """Peak of the rank that uses most, over the timed steps; on a cpu of its whole process."""

@@ -116,7 +116,7 @@ def micro_batch_choices(samples: int, stages: int) -> list[int]:
 
 
 def reduced_memory_points(point: SweepPoint, samples: int) -> Iterator[SweepPoint]:
-    """``point`` with less memory, the fastest first: recomputation, then ever smaller micro-batches with it."""
+    """Yield ``point`` with less memory, the fastest first: recomputation, then smaller micro-batches too."""
     if point["strategy"] in PIPELINES:
         yield {**point, "options": {**point.get("options", {}), "recompute": "always"}}
         return

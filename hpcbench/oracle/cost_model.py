@@ -94,7 +94,7 @@ def update_kernels(spec: RunSpec, parameter_bytes: Iterable[float]) -> Iterator[
 def apply_measured_collectives(
     span: GroupLinks, operation: str, samples: Sequence[CollectiveSample], payload_bytes: float = float("inf")
 ) -> GroupLinks:
-    """``span`` with the latency and the time per byte that were measured for ``operation`` on links of that kind.
+    """Return ``span`` with the latency and the time per byte measured for ``operation`` on links of that kind.
 
     Of several measured for the same ranks, each for its own sizes, the one for ``payload_bytes`` counts.
 
@@ -290,7 +290,7 @@ def expected_normal_maximum(count: int) -> float:
 
 
 def harmonic_number(count: int) -> float:
-    """1 + 1/2 + ... + 1/count: of so many draws from an exponential distribution of mean 1 the expected largest."""
+    """Return 1 + 1/2 + ... + 1/count: the expected maximum of ``count`` exponential draws with mean 1."""
     if count <= 100:
         return sum(1.0 / number for number in range(1, count + 1))
     # Euler's expansion, to 1e-10.

@@ -81,7 +81,7 @@ class FittedParameter(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def learned(self) -> float:
-        """0: the runs do not determine it, it keeps its earlier value. Near 1: the runs alone determine it."""
+        """Share of its variance that the runs removed: 0 if they do not determine it, near 1 if they alone do."""
         return 1.0 - (self.spread / self.prior_spread) ** 2
 
 
@@ -92,7 +92,7 @@ class RunResidual(msgspec.Struct, frozen=True, kw_only=True):
     measured_s: float
     predicted_s: float
     weight: float
-    """1 where it counts fully; less for one that lies far off (Student's t)."""
+    """Weight in the fit: 1, and less for an outlier (Student's t)."""
 
 
 class Posterior(msgspec.Struct, frozen=True, kw_only=True):

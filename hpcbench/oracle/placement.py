@@ -38,7 +38,7 @@ def place_group(spec: RunSpec, *axes: str) -> GroupPlacement:
 
 
 def place_subgroups(spec: RunSpec, axis: str, inner: int) -> tuple[GroupPlacement, GroupPlacement]:
-    """``axis`` cut into neighbours, ``inner`` at a time: such a part, and the group of equal positions across parts."""
+    """Return a part of ``inner`` neighbours of ``axis``, and the group of equal positions across such parts."""
     mesh = RankMesh.of(spec)
     place = MESH_AXES.index(axis)
     stride = prod(mesh[place + 1 :])

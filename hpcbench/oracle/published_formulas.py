@@ -148,7 +148,7 @@ def paradl_pipeline(
 def paradl_data_filter(
     job: ParadlJob, p1: int, p2: int, inner: HockneyLink, outer: HockneyLink, phi: float = 1.0
 ) -> ParadlEstimate:
-    """``p1`` replicas of ``p2`` devices each, which split filters; ``phi`` flows share a link between replicas.
+    """Estimate ``p1`` replicas of ``p2`` devices, which split filters; ``phi`` flows share a link between replicas.
 
     Forward an all_gather of every layer's output but the last one's, backward an all_reduce. Input channels split are
     an all_reduce forward and an all_gather backward, which costs as much.
@@ -166,7 +166,7 @@ def paradl_data_filter(
 def paradl_data_spatial(
     job: ParadlJob, p1: int, p2: int, inner: HockneyLink, outer: HockneyLink, phi: float = 1.0
 ) -> ParadlEstimate:
-    """``p1`` replicas of ``p2`` devices each, which split the extent. Read from the authors' program.
+    """Estimate ``p1`` replicas of ``p2`` devices each, which split the extent, as in the authors' program.
 
     Gradients are reduced inside a replica first, then between replicas; the table has no row for it.
     """

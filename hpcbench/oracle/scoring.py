@@ -122,7 +122,7 @@ class PredictedBest(NamedTuple):
 
     best: ValidationCase
     chosen: ValidationCase | None
-    """``None`` where it says something of fewer than two, and for a baseline that chooses, of none."""
+    """``None`` if the predictor has fewer than two predictions of the group (none, for a baseline that chooses)."""
     regret: float | None
     """Relative difference between the step times per sample of the chosen and the best one; ``None`` where the chosen
     one did not run."""

@@ -37,7 +37,7 @@ class WaitEvent(NamedTuple):
 
 
 class RepeatEvent(NamedTuple):
-    """``events`` so many times, one after another. No call is running at the beginning and between two repetitions."""
+    """Repetitions of ``events``, one after another. No call is running at the beginning and between two of them."""
 
     times: int
     events: Sequence[StreamEvent]

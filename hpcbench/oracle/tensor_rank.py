@@ -47,7 +47,7 @@ _AUTOCAST_KINDS = ("Linear", "Conv2d", "Attention", "Mlp")
 
 
 class Fraction(NamedTuple):
-    """``part`` of ``total``, both integers, so that bytes are rounded once."""
+    """The fraction ``part`` of ``total``, both integers, so that bytes are rounded once."""
 
     part: int
     total: int

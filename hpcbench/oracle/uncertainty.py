@@ -70,7 +70,7 @@ def parameter_affects(name: str, spec: RunSpec) -> bool:
 
 
 def apply_parameters(machine: Machine, names: Sequence[str], logs: Sequence[float]) -> Machine:
-    """``machine`` with the named numbers multiplied by the exponentials of ``logs``."""
+    """Return ``machine`` with the named numbers multiplied by the exponentials of ``logs``."""
     factors = {name: exp(value) for name, value in zip(names, logs, strict=True)}
     fitted_factors, common = machine.compute.factors, factors.get(COMPUTE, 1.0)
     any_model = fitted_factors.get("", 1.0)

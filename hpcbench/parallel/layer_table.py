@@ -219,7 +219,7 @@ def _read_shipped_file(path: Path, _: tuple[int, int]) -> LayerTable:
 
 
 def decode_layer_table(data: bytes, where: str) -> LayerTable:
-    """``data`` as a table; ``ConfigError`` where it is none of this version."""
+    """Decode a table; ``ConfigError`` if ``data`` is none of this version."""
     try:
         table = msgspec.json.decode(data, type=StoredLayerTable)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -232,7 +232,7 @@ def decode_layer_table(data: bytes, where: str) -> LayerTable:
 
 
 def encode_layer_table(table: LayerTable) -> bytes:
-    """``table`` as JSON with one line a layer, so that a change shows as the layers that it changed."""
+    """Encode ``table`` as JSON with one line per layer, so that a diff shows the changed layers."""
     encode = msgspec.json.encode
     lines: list[bytes] = []
     stored = _folded(table)
@@ -304,9 +304,9 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def memoized(size: int, key: Callable[..., tuple[Any, Hashable]]) -> Callable[[FunctionT], FunctionT]:
-    """Remember the last ``size`` answers of a function by what ``key`` returns for its arguments.
+    """Cache the last ``size`` results of a function by the value of ``key`` for its arguments.
 
-    That is an object, told from others by its identity, and something hashable.
+    ``key`` returns an object, distinguished by its identity, and a hashable value.
     """
 
     def decorate(function: FunctionT) -> FunctionT:

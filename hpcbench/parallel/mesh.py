@@ -78,7 +78,7 @@ MIN_SAMPLES_PER_REPLICA = 2
 
 
 def even_ranges(total: int, parts: int) -> list[range]:
-    """``total`` things over ``parts`` takers, the first ``total % parts`` of them one more.
+    """Divide ``total`` positions into ``parts`` ranges; the first ``total % parts`` have one more.
 
     >>> even_ranges(7, 3)
     [range(0, 3), range(3, 5), range(5, 7)]

@@ -87,7 +87,7 @@ _NEIGHBOURS = 6
 _NEAR_DISTANCE = 0.25
 """Distance (of the logarithms) below which two kernels are as good as equal."""
 _FAR_DISTANCE = 1.5
-"""Distance at which a measured kernel says half of what it says of itself, and its kind the other half."""
+"""Distance at which a measured kernel and the mean of its kind have equal weight in a prediction."""
 _ANY_KIND = "*"
 _MATRIX_PRODUCT_KINDS = ("Linear", "Product")
 _TILE_ELEMENTS = 256 * 128

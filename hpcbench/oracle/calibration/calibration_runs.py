@@ -200,7 +200,7 @@ def _probe_points(
 ) -> Iterator[dict[str, Any]]:
     for workload in workloads.layers:
         yield {"strategy": "probe_layers", **workload.keys(), "options": {"budget_s": budget_s}}
-        # Launches differ by more than steps do, and everything else is told from what a lone rank takes.
+        # Launches differ by more than steps do, and all other figures are fitted relative to the time of a lone rank.
         for launch in range(1, _LAUNCHES):
             yield {"strategy": "single", **workload.keys(), "seed": seed + launch}
     for world in collective_scales(size):

@@ -109,7 +109,7 @@ def read_calibrations(tree: ClusterTree, cluster: str) -> tuple[list[StoredCalib
 
 
 def read_calibration(path: Path) -> Calibration:
-    """The calibration in ``path``; ``StorageError`` where it cannot be read or is not what its name says."""
+    """Read a calibration; ``StorageError`` if it is unreadable or its content differs from the hash in its name."""
     try:
         data = read_regular(path)
     except OSError as error:
@@ -139,9 +139,9 @@ _SOURCE_NAMES = {"calibrated": "calibration", "fitted": "fit of whole runs", "no
 def machine_for(
     profile: ClusterProfile, tree: ClusterTree | None, partition: str | None = None, tasks_per_node: int = 1
 ) -> Machine:
-    """The newest calibration of the cluster, or the profile's numbers where there is none.
+    """Return the machine of the cluster's newest calibration, or the nominal one if there is none.
 
-    ``tree`` is the cluster's. ``notes`` of the machine say what was chosen against what, and what has changed since.
+    ``tree`` is the cluster's. ``notes`` of the machine contain the choice and the changes of the profile since then.
     """
     nominal = nominal_machine(profile, partition, tasks_per_node)
     if tree is None:

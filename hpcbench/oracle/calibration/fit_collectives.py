@@ -56,9 +56,9 @@ class SizeBandFit(NamedTuple):
 def fit_collectives(
     comm: CommParameters, probes: Sequence[CollectiveProbe], call_s: float, trees: bool
 ) -> tuple[list[CollectiveSample], list[FitResidual], list[str]]:
-    """Corrections of the links of ``comm``; ``call_s`` of every reading is the computing thread's.
+    """Return corrections of the links of ``comm``, their residuals and notes.
 
-    ``trees``: see ``Span``.
+    ``call_s`` seconds of every measured call are those of the computing thread. ``trees``: see ``GroupLinks``.
     """
     groups: dict[tuple[str, int, int], list[CollectiveProbe]] = defaultdict(list)
     for probe in probes:
@@ -141,9 +141,9 @@ def _split_bands(bands: Sequence[list[CollectivePoint]]) -> list[list[list[Colle
 
 
 def fit_link(operation: str, span: GroupLinks, points: Sequence[CollectivePoint], start: HockneyLink) -> HockneyLink:
-    """Latency and time per byte, both 0 or more, that lie nearest to ``points``.
+    """Return the latency and the time per byte, both 0 or more, that fit ``points`` best.
 
-    Which of several algorithms is the faster depends on what is looked for, so that it is looked for anew a few times.
+    The faster one of several algorithms depends on the fitted link, so that the fit is repeated a few times.
     """
     wire = start
     for _ in range(_MAX_ITERATIONS):
@@ -175,9 +175,9 @@ def link_coefficients(operation: str, span: GroupLinks, payload_bytes: float, wi
 
 
 def non_negative_least_squares(rows: Sequence[tuple[float, float, float, float]]) -> tuple[float, float]:
-    """x, y >= 0 that make the sum of w (a x + b y - t)^2 least, of rows (a, b, t, w).
+    """Return x, y >= 0 that minimise the sum of w (a x + b y - t)^2 over rows (a, b, t, w).
 
-    With two unknowns the least is inside, or on one of the two edges.
+    With two unknowns the minimum is inside, or on one of the two edges.
     """
     aa = sum(w * a * a for a, _, _, w in rows)
     ab = sum(w * a * b for a, b, _, w in rows)

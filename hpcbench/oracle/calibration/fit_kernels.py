@@ -32,7 +32,7 @@ _KIND_PRIOR_SPREAD = 0.3
 
 
 def _seconds_by_kind(compute: DeviceCompute, run: CalibrationRun) -> dict[str, float]:
-    """Return what the kernels of a lone device's step take, by kind of layer; those of the update by its optimizer."""
+    """Return the time of the kernels of a step on one device, by kind of layer, for the update by its optimizer."""
     spec, roofline = msgspec.structs.replace(run.spec, strategy="single", options={}), RooflineModel.of(compute)
     updates = update_kernels(spec, parameter_bytes(spec, run.table))
     seconds: dict[str, float] = defaultdict(float)
@@ -44,7 +44,7 @@ def _seconds_by_kind(compute: DeviceCompute, run: CalibrationRun) -> dict[str, f
 def fit_kind_factors(steps: Sequence[tuple[Mapping[str, float], float]]) -> dict[str, float]:
     """Return a factor for each kind of layer, after which the kernels of all steps are too short by the same ratio.
 
-    ``steps``: seconds by kind, and what the whole step takes. Robust ridge regression of the logarithms; kinds that no
+    ``steps``: seconds by kind, and the time of the whole step. Robust ridge regression of the logarithms; kinds that no
     two models distinguish are drawn to 1, as all are where one model alone was measured.
     """
     names = sorted({name for parts, _ in steps for name in parts})
@@ -62,7 +62,7 @@ def fit_kind_factors(steps: Sequence[tuple[Mapping[str, float], float]]) -> dict
 
 
 MIN_COMPUTE_SPREAD = 0.03
-"""Nobody knows a step's computation better than that before it has run."""
+"""Smallest relative uncertainty of the computation of a step that has not run."""
 _ONE_MODEL_SPREAD = 0.2
 """Standard deviation with a single measured model: there is no other to test the fit on."""
 
@@ -104,9 +104,11 @@ def kernel_samples(spec: RunSpec, table: LayerTable, probe: ProbeResults) -> lis
 def fit_kernels(
     machine: Machine, runs: Sequence[CalibrationRun], alone_s: Mapping[WorkloadKey, float]
 ) -> tuple[DeviceCompute, list[FitResidual], list[str]]:
-    """The device with measured kernels and every model's factor; without a measured layer as it was.
+    """Return the device with measured kernels and every model's factor, its residuals and notes.
 
-    ``alone_s`` is what whole steps take.
+    Without a measured layer the device is returned unchanged.
+
+    ``alone_s`` are the times of whole steps on one device.
     """
     probed = [run for run in runs_of_strategy(runs, PROBE_LAYERS) if run.result.probe and run.result.probe.kernels]
     if not probed:
@@ -155,10 +157,10 @@ def fit_kernels(
 
 
 def fit_roofline(compute: DeviceCompute, samples: Sequence[KernelSample]) -> DeviceCompute:
-    """``compute`` with ``samples``, and with those efficiencies and that launch that lie nearest to them.
+    """Return ``compute`` with ``samples``, and with the efficiencies and the launch time that fit them best.
 
-    What is unlike every measured kernel is judged by these alone. Nearest is the least mean of absolute logarithms,
-    which a few odd kernels do not move, looked for along one number after another in ever smaller steps.
+    Kernels unlike every measured one are priced by these alone. The best fit has the least mean of absolute logarithms,
+    which a few outliers do not move; it is searched along one number after another in ever smaller steps.
     """
     best = msgspec.structs.replace(compute, samples=list(samples))
     least = _roofline_error(best)

@@ -38,17 +38,17 @@ WorkloadKey = tuple[str, str, int, str]
 
 
 def fit_call_overhead(overlaps: Sequence[OverlapProbe]) -> float:
-    """Return what issuing a collective takes: the median of all placements."""
+    """Return the time to issue a collective: the median of all placements."""
     return median(probe.issue_s for probe in overlaps) if overlaps else 0.0
 
 
 def fit_overlap(overlaps: Sequence[OverlapProbe]) -> float:
-    """kappa: computation under an all_reduce over computation alone, at least 1."""
+    """Return kappa: the time of computation under an all_reduce over its time alone, at least 1."""
     return max(1.0, median(probe.compute_under_comm_s / probe.compute_s for probe in overlaps)) if overlaps else 1.0
 
 
 def fit_comm_slowdown(overlaps: Sequence[OverlapProbe]) -> float:
-    """lambda: how much slower an all_reduce is while its rank computes, at least 1 and at most 20.
+    """Return lambda: the slow-down of an all_reduce while its rank computes, at least 1 and at most 20.
 
     Of an all_reduce of m seconds that lasts until ``both_s`` beside c seconds of computation, c / lambda are hidden:
     both = c + m - c / lambda.
@@ -62,7 +62,7 @@ def fit_comm_slowdown(overlaps: Sequence[OverlapProbe]) -> float:
 
 
 def fit_contention(probes: Iterable[CollectiveProbe]) -> dict[int, float]:
-    """phi: by groups that send at the same time, how much longer each takes than alone (ParaDL)."""
+    """Return phi by the number of groups that send at the same time: the time of each over its time alone (ParaDL)."""
     alone: dict[tuple[int, int, int], float] = {}
     together: dict[int, list[float]] = defaultdict(list)
     large_probes = [probe for probe in probes if probe.nodes > 1 and probe.payload_bytes >= _MIN_CONTENDED_BYTES]
@@ -107,7 +107,7 @@ def fit_lone_ranks(runs: Sequence[CalibrationRun]) -> LoneRankTimes:
 
 
 def _least_absolute_deviations_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """a > 0 and b >= 0 of the line a + b x from which the points (x, y) lie off least, in absolute logarithms of y.
+    """Return a > 0 and b >= 0 of the line a + b x with the least absolute deviations of log y over the points (x, y).
 
     Such a line goes through two of the points, or is level and goes through one.
     """

@@ -32,7 +32,10 @@ class PosteriorMode(NamedTuple):
 def find_mode(
     residuals: Callable[[Vector], Vector], widths: Sequence[float], start: Sequence[float] = ()
 ) -> PosteriorMode:
-    """``residuals`` are in units of their scale; ``widths`` are the priors' standard deviations."""
+    """Return the mode of the posterior.
+
+    ``residuals`` are in units of their scale; ``widths`` are the standard deviations of the priors.
+    """
     at, damping = list(start) or [0.0] * len(widths), 1e-3
     now = residuals(at)
     for _ in range(_MAX_ITERATIONS):
@@ -61,7 +64,7 @@ def student_t_weight(residual: float) -> float:
 
 
 def cholesky_factor(matrix: Matrix) -> Matrix:
-    """Cholesky's: lower triangular, its product with its transpose is ``matrix``, which is positive definite."""
+    """Return the lower triangular matrix whose product with its transpose is the positive definite ``matrix``."""
     lower = [[0.0] * len(matrix) for _ in matrix]
     for row in range(len(matrix)):
         for column in range(row + 1):
@@ -71,7 +74,7 @@ def cholesky_factor(matrix: Matrix) -> Matrix:
 
 
 def solve_positive_definite(matrix: Matrix, right: Vector) -> Vector:
-    """x with ``matrix`` x = ``right``; ``matrix`` is positive definite."""
+    """Return x with ``matrix`` x = ``right``; ``matrix`` is positive definite."""
     lower, count = cholesky_factor(matrix), len(right)
     x = list(right)
     for row in range(count):

@@ -39,7 +39,7 @@ from hpcbench.results.schema import STATUS_OK, RunResult, StepTimeStatistics
 EXPECTED_RUN_SPREAD = 0.03
 """Expected relative deviation of a run from a fitted model: launches differ by 1 to 3 % on quiet machines."""
 _RUN_SPREAD_WEIGHT = 4
-"""``EXPECTED_RUN_SPREAD`` counts as much as so many runs."""
+"""Number of runs that ``EXPECTED_RUN_SPREAD`` counts for."""
 _DOUBLING_SPREAD = 0.03
 _MAX_ITERATIONS = 4
 _SPREAD_TOLERANCE = 0.1
@@ -71,7 +71,7 @@ def fit_posterior(
         clock_of: prices runs of another library.
 
     Returns:
-        The fitted machine; its ``posterior`` says how sure the numbers are.
+        The fitted machine; its ``posterior`` is the uncertainty of the numbers.
 
     Raises:
         ConfigError: there is no observation.
@@ -166,7 +166,7 @@ def _estimate_run_spread(observations: Sequence[Observation], residuals: Vector,
 
 
 def _with_posterior_spreads(machine: Machine, names: Sequence[str], covariance: Sequence[Sequence[float]]) -> Machine:
-    """``machine`` with its parts' spreads as the runs left them, for who does not ask its posterior."""
+    """Return ``machine`` with the spreads after the fit, for predictions without its posterior."""
 
     def spread(wanted: set[str]) -> float:
         places = [place for place, name in enumerate(names) if name in wanted]

@@ -93,7 +93,7 @@ def block_profile_digest(request: BlockProfileRequest, device_name: str, torch: 
 
 
 def decode_block_profile(data: bytes, where: str) -> BlockProfile:
-    """``data`` as a measured chain; ``ConfigError`` where it is none of this version."""
+    """Decode measured blocks; ``ConfigError`` if ``data`` is of no profile of this version."""
     try:
         chain = msgspec.json.decode(data, type=BlockProfile)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

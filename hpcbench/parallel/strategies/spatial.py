@@ -75,7 +75,7 @@ def spatial_extents(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def parse_spatial_grid(text: str, degree: int, dims: int) -> tuple[int, ...]:
-    """``"2x2"`` as numbers, one for each of ``dims``; by default the first dim takes all of ``degree``.
+    """Parse ``"2x2"`` as numbers, one for each of ``dims``; by default the first dim takes all of ``degree``.
 
     Raises ``ConfigError`` where it is no such text, or does not go with ``degree`` and ``dims``.
     """
