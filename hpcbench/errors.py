@@ -46,7 +46,7 @@ class ConfigError(HpcbenchError):
 
 
 class ConfigErrors(HpcbenchError):
-    """All problems that one reading of the input found, so that they can be mended at once."""
+    """All errors of an input together, so that a user can correct them at once."""
 
     def __init__(self, problems: Sequence[HpcbenchError]) -> None:
         assert problems, "an empty list of problems is no error"
@@ -94,7 +94,7 @@ _OTHER_NAMES = {
 }  # fmt: skip
 """Parameters and strategies by their names in other tools; a hint names the first one that is among the choices."""
 _MAX_LISTED = 30
-"""With a near choice, longer lists are left out."""
+"""A hint that names a near choice leaves out a longer list of choices."""
 
 
 def did_you_mean(wrong: str, choices: Iterable[str]) -> str:
@@ -103,8 +103,8 @@ def did_you_mean(wrong: str, choices: Iterable[str]) -> str:
     import difflib
 
     ordered = sorted(choices)
-    known = [name for name in _OTHER_NAMES.get(wrong.lower(), ()) if name in ordered]
-    near = known or difflib.get_close_matches(wrong, ordered, n=1)
+    equivalents = [name for name in _OTHER_NAMES.get(wrong.lower(), ()) if name in ordered]
+    near = equivalents or difflib.get_close_matches(wrong, ordered, n=1)
     if near and len(ordered) > _MAX_LISTED:
         return f"did you mean {near[0]!r}?"
     listed = f"choices: {', '.join(ordered)}" if ordered else "there are none to choose from"

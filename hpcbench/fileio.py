@@ -132,7 +132,7 @@ def share_with_group(folder: Path) -> None:
 
 
 def write_error(error: OSError, path: Path) -> StorageError:
-    """``error`` in the user's words: the path, the reason, and who owns the nearest folder that exists."""
+    """Describe ``error``: the path, the reason, and the owner of the nearest folder that exists."""
     reason = error.strerror or str(error)
     return StorageError(f"cannot write {path}: {reason}", hint=_owner_hint(path))
 
@@ -210,7 +210,7 @@ def _open_regular(path: Path | str) -> tuple[int, os.stat_result]:
 
 
 def join_without_links(root: Path, *parts: str) -> Path:
-    """``root`` joined with ``parts``; ``StorageError`` where one of the parts is there and is a link.
+    """Join ``root`` with ``parts``; ``StorageError`` if one of the parts is a link.
 
     ``root`` itself may be a link: that is its owner's choice. What lies below can be written by others.
     """
@@ -233,12 +233,12 @@ def join_without_links(root: Path, *parts: str) -> Path:
 
 
 def printable_text(text: str) -> str:
-    """``text`` without characters that could steer a terminal or hide what stands there."""
+    """Return ``text`` without characters that control a terminal or hide text."""
     return _CONTROL_CHARACTERS.sub("\ufffd", text)
 
 
 def printable_excerpt(text: str) -> str:
-    """``text`` as ``printable`` gives it, cut to a readable length."""
+    """Return ``printable_text(text)``, cut to a readable length."""
     cut = len(text) - _MAX_EXCERPT_CHARACTERS
     return (
         printable_text(text)
@@ -248,7 +248,7 @@ def printable_excerpt(text: str) -> str:
 
 
 def escape_control_characters(text: str) -> str:
-    """JSON with such characters as ``\\uXXXX``: the same document, safe to show."""
+    """Return JSON with control characters as ``\\uXXXX``: the same document, safe to print."""
     return _CONTROL_CHARACTERS.sub(_escape_as_json, text)
 
 

@@ -69,25 +69,25 @@ def _is_readable(folder: Path) -> bool:
         return False
 
 
-def data_folder(given: str | None = None, of_profile: str | None = None) -> str:
-    """``given``, else ``$HPCBENCH_DATA``, else the profile's, else ``data`` in the project.
+def data_folder(folder: str | None = None, of_profile: str | None = None) -> str:
+    """Return ``folder``, else ``$HPCBENCH_DATA``, else the profile's, else ``data`` in the project.
 
     ``~`` and variables are left for ``expanded``: a profile's are those of the node that reads the files.
     """
-    chosen = given or os.environ.get("HPCBENCH_DATA") or of_profile
+    chosen = folder or os.environ.get("HPCBENCH_DATA") or of_profile
     if chosen and chosen.startswith(("~", "$")):
         return chosen
-    return str((Path.cwd() if given else project_folder()) / (chosen or "data"))
+    return str((Path.cwd() if folder else project_folder()) / (chosen or "data"))
 
 
 def expand_path(path: str) -> Path:
-    """``path`` with this process's home and variables; one that is not set stays as it was written."""
+    """Replace the home and the variables of this process in ``path``; an unset variable stays."""
     return Path(os.path.expandvars(path)).expanduser()
 
 
-def results_folder(given: str | None = None) -> Path:
-    """``--results``, else ``$HPCBENCH_RESULTS``, else ``results`` in the project."""
-    chosen = given or os.environ.get("HPCBENCH_RESULTS")
+def results_folder(folder: str | None = None) -> Path:
+    """Return ``folder``, else ``$HPCBENCH_RESULTS``, else ``results`` in the project."""
+    chosen = folder or os.environ.get("HPCBENCH_RESULTS")
     return Path(chosen).absolute() if chosen else project_folder() / "results"
 
 

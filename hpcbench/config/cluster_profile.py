@@ -60,7 +60,11 @@ _EMPTY_ENVIRONMENT = tables.EnvironmentConfig()
 
 
 class ClusterProfile(TomlTable):
-    """The description of a cluster: how jobs run on it, and the figures for predictions."""
+    """The description of a cluster: how jobs run on it, and the figures for predictions.
+
+    Figures are in bytes, seconds, FLOP/s and bytes/s, time limits in minutes. A partition overrides the tables of the
+    cluster: `node_of`, `request_of` and `variables` return the values that hold for one.
+    """
 
     name: Annotated[str, Field(pattern=NAME_PATTERN)]
     extends: Annotated[str, Field(pattern=NAME_PATTERN)] | None = None
@@ -116,9 +120,9 @@ class ClusterProfile(TomlTable):
     @model_validator(mode="after")
     def _names_exist(self) -> ClusterProfile:
         for key, table in (("default_partition", "partitions"), ("default_environment", "environments")):
-            chosen, known = getattr(self, key), getattr(self, table)
-            if chosen is not None and chosen not in known:
-                raise ValueError(f"{key} = {chosen!r} is not among the {table}: {', '.join(sorted(known)) or 'none'}")
+            chosen, names = getattr(self, key), getattr(self, table)
+            if chosen is not None and chosen not in names:
+                raise ValueError(f"{key} = {chosen!r} is not among the {table}: {', '.join(sorted(names)) or 'none'}")
         return self
 
     @model_validator(mode="after")
@@ -159,15 +163,15 @@ class ClusterProfile(TomlTable):
         return {**self.network.variables, **self.env, **self.environment(key).env}
 
 
-def _overlay_table(base: _T, own: _T | None) -> _T:
-    if own is None:
+def _overlay_table(base: _T, overlay: _T | None) -> _T:
+    if overlay is None:
         return base
-    set_there: dict[str, Any] = {name: getattr(own, name) for name in own.model_fields_set}
-    return base.model_copy(update=set_there)
+    set_values: dict[str, Any] = {name: getattr(overlay, name) for name in overlay.model_fields_set}
+    return base.model_copy(update=set_values)
 
 
 class UserConfig(TomlTable):
-    """``~/.config/hpcbench/config.toml``: what is a person's own and belongs into no shared profile."""
+    """The file ``~/.config/hpcbench/config.toml``: settings of one person, which no shared profile contains."""
 
     accounts: dict[str, SingleLineText] = {}
     """A cluster's name and the account that jobs there are charged to."""
@@ -180,10 +184,10 @@ def find_cluster_profiles() -> dict[str, Path]:
 
     Profiles may lie in folders one below (``historic``); they are named without it.
     """
-    found: dict[str, Path] = {}
+    path_by_name: dict[str, Path] = {}
     for path in _profile_candidates():
-        found.setdefault(path.stem, path)
-    return found
+        path_by_name.setdefault(path.stem, path)
+    return path_by_name
 
 
 def _profile_candidates() -> list[Path]:
@@ -196,9 +200,23 @@ def _profile_candidates() -> list[Path]:
 
 
 def load_cluster(name: str) -> tuple[ClusterProfile, TomlSource]:
-    """The profile called ``name``, or in the file ``name``.
+    """Load a cluster profile with the tables of the profile that it extends.
 
-    Raises ``ConfigError`` with the nearest name where there is none.
+    Args:
+        name: The name of a profile of the project, the user or the package; or the path of its file, which contains
+            a ``/`` or ends in ``.toml``.
+
+    Returns:
+        The profile, and the source that locates its keys in the file for messages.
+
+    Raises:
+        ConfigError: There is no such profile (the hint is the nearest name), or the file cannot be read.
+        ConfigErrors: Keys or values of the file are wrong; it contains all of them.
+
+    Example:
+        >>> profile, source = load_cluster("abci-v100")
+        >>> profile.device, source.path.name
+        ('cuda', 'abci-v100.toml')
     """
     if is_profile_path(name):
         path = Path(name).expanduser()
@@ -206,11 +224,11 @@ def load_cluster(name: str) -> tuple[ClusterProfile, TomlSource]:
             near = sorted(str(other) for other in path.parent.glob("*.toml")) if path.parent.is_dir() else []
             raise ConfigError(f"no cluster profile {name!r}", hint=did_you_mean(name, near))
         return load_cluster_file(path)
-    known = find_cluster_profiles()
-    if not re.match(NAME_PATTERN, name) or name not in known:
+    paths = find_cluster_profiles()
+    if not re.match(NAME_PATTERN, name) or name not in paths:
         folders = ", ".join(str(folder) for folder in search_folders("clusters"))
-        raise ConfigError(f"unknown cluster {name!r}", hint=f"{did_you_mean(name, known)} (looked in {folders})")
-    return load_cluster_file(known[name])
+        raise ConfigError(f"unknown cluster {name!r}", hint=f"{did_you_mean(name, paths)} (looked in {folders})")
+    return load_cluster_file(paths[name])
 
 
 def is_profile_path(name: str) -> bool:
@@ -236,7 +254,7 @@ def load_cluster_file(path: Path) -> tuple[ClusterProfile, TomlSource]:
 
 
 def read_profile_data(path: Path, above: Sequence[Path] = ()) -> tuple[dict[str, Any], TomlSource, list[str]]:
-    """The data of a profile over its base's, where to say so when it is wrong, and the names of both, its own first."""
+    """Return the data of a profile over its base's, the source of its messages, and both names, its own first."""
     data, source = read_toml(path)
     folder = data.get("model_folder")
     if isinstance(folder, str) and folder:
@@ -262,10 +280,10 @@ def _find_base_profile(name: str, path: Path, chain: Sequence[Path], source: Tom
     return base
 
 
-def merge_tables(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """``own`` over ``base``: tables key by key, everything else whole."""
+def merge_tables(base: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
+    """Return ``base`` with the values of ``overlay``; tables are merged key by key, lists are replaced."""
     result = dict(base)
-    for key, value in own.items():
+    for key, value in overlay.items():
         below = result.get(key)
         result[key] = merge_tables(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
     return result

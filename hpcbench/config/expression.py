@@ -33,7 +33,7 @@ _ARITHMETIC_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 _COMPARISON_OPERATORS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
-    ast.GtE: operator.ge, ast.In: lambda one, many: one in many, ast.NotIn: lambda one, many: one not in many,
+    ast.GtE: operator.ge, ast.In: lambda value, many: value in many, ast.NotIn: lambda value, many: value not in many,
 }  # fmt: skip
 _ORDERING_OPERATORS = frozenset({ast.Lt, ast.LtE, ast.Gt, ast.GtE})
 _UNARY_OPERATORS: dict[type[ast.unaryop], Callable[[Any], Any]] = {
@@ -57,17 +57,17 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 class Expression:
     """A parsed expression. ``names`` are the parameters it reads, with dots for those in tables (``options.x``)."""
 
-    def __init__(self, text: str, known: Collection[str] | None = None, where: str | None = None) -> None:
-        """Parse ``text``. Raises ``ConfigError`` for what is no expression, and for names outside ``known``."""
+    def __init__(self, text: str, allowed_names: Collection[str] | None = None, where: str | None = None) -> None:
+        """Parse ``text``. Raises ``ConfigError`` for what is no expression, and for names outside ``allowed_names``."""
         self.text = text
         self.where = where
-        self._known = known
+        self._allowed_names = allowed_names
         self.names: set[str] = set()
         if len(text) > MAX_LENGTH:
             raise self._error(f"an expression of {len(text)} characters; at most {MAX_LENGTH} are read")
         try:
             with warnings.catch_warnings():
-                # Python has things to say about its own future; what is wrong here is said by us.
+                # Python's warnings about its future syntax are hidden; errors of the expression are raised below.
                 warnings.simplefilter("ignore")
                 body = ast.parse(text.strip(), mode="eval").body
             self._evaluate = self._compiled(body)
@@ -118,8 +118,8 @@ class Expression:
             ):
                 return _make_comparison([type(kind) for kind in kinds], self._all([left, *others]))
             case ast.IfExp(test=test, body=body, orelse=orelse):
-                condition, one, other = self._all([test, body, orelse])
-                return lambda values: one(values) if condition(values) else other(values)
+                condition, if_true, if_false = self._all([test, body, orelse])
+                return lambda values: if_true(values) if condition(values) else if_false(values)
             case ast.List(elts=parts) | ast.Tuple(elts=parts):
                 elements = self._all(parts)
                 return lambda values: [element(values) for element in elements]
@@ -136,8 +136,8 @@ class Expression:
         name = ast.unparse(node)
         if "__" in name or not all(map(str.isidentifier, name.split("."))):
             raise self._error(f"{name!r:.60} is not part of the language")
-        if self._known is not None and name.partition(".")[0] not in self._known:
-            raise self._error(f"unknown name {name!r}", hint=did_you_mean(name, self._known))
+        if self._allowed_names is not None and name.partition(".")[0] not in self._allowed_names:
+            raise self._error(f"unknown name {name!r}", hint=did_you_mean(name, self._allowed_names))
         self.names.add(name)
         if "." not in name:
             return lambda values: values.get(name)
@@ -187,12 +187,12 @@ def _make_comparison(kinds: list[type[ast.cmpop]], parts: list[_Evaluator]) -> _
     ]
 
     def evaluate(values: ParameterValues) -> bool:
-        one = first(values)
+        left = first(values)
         for compare, is_order, other in links:
-            two = other(values)
-            if (is_order and (one is None or two is None)) or not compare(one, two):
+            right = other(values)
+            if (is_order and (left is None or right is None)) or not compare(left, right):
                 return False
-            one = two
+            left = right
         return True
 
     return evaluate

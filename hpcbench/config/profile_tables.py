@@ -29,7 +29,7 @@ ValueSource = Literal["nominal", "measured"]
 
 
 class NodeConfig(TomlTable):
-    """One node, as jobs see it."""
+    """A node, as jobs see it."""
 
     cores: PositiveInt | None = None
     """CPUs that jobs may use, as the scheduler counts them (threads where it counts those); this machine's for
@@ -57,12 +57,12 @@ class NodeConfig(TomlTable):
 
 
 class DeviceConfig(TomlTable):
-    """One accelerator, or one core set, for the oracle and for MFU."""
+    """The figures of an accelerator, or of a set of cores, for the oracle and for MFU."""
 
     memory_bytes: Bytes | None = None
     memory_bandwidth_bytes_per_s: BytesPerSecond | None = None
     peak_flops_per_s: dict[Precision, FlopsPerSecond] = {}
-    """Per precision, dense; MFU is left out where it is absent."""
+    """Peak rates of dense arithmetic by precision; without the run's precision MFU is left out."""
     flops_efficiency: Annotated[float, Field(gt=0, le=1)] | None = None
     """Fraction of the peak that large matrix products reach where all multiprocessors are busy, for the oracle; a usual
     fraction when absent."""
@@ -88,7 +88,7 @@ class LinkConfig(TomlTable):
 
 
 class LinksConfig(TomlTable):
-    """Inside a node and between nodes."""
+    """The links inside a node and between nodes."""
 
     intra_node: LinkConfig | None = None
     inter_node: LinkConfig | None = None
@@ -103,7 +103,7 @@ class NetworkConfig(TomlTable):
     host_suffix: SingleLineText = ""
     """Appended to rank 0's host name to reach it over the fast network."""
     meet_by: Literal["interface", "host-name"] = "interface"
-    """Which address of rank 0 the others get: the interface's, or the one that its host name stands for."""
+    """Address of rank 0 that the other ranks connect to: the interface's, or the one that its host name resolves to."""
     nccl_interfaces: list[NonSpaceText] = []
     """Interfaces of NCCL's sockets (NCCL_SOCKET_IFNAME), where they differ from `interface`: names, prefixes, or
     `=name`."""
@@ -169,7 +169,7 @@ class ResourceRequest(TomlTable):
     cpus_per_device: PositiveInt | None = None
     """CPUs that come with each accelerator, where the site prescribes a fixed ratio."""
     exclusive: bool = False
-    """Whole nodes."""
+    """Whether jobs get whole nodes."""
     exclude_nodes: list[NonSpaceText] = []
     """Nodes that jobs must not get."""
     drop: list[SingleLineText] = []
@@ -177,7 +177,7 @@ class ResourceRequest(TomlTable):
 
 
 class BindingConfig(TomlTable):
-    """Which cores and devices each rank gets, as far as srun has to be told."""
+    """The assignment of cores and devices to ranks, as far as srun needs options for it."""
 
     cpu_bind: NonSpaceText | None = None
     """srun's --cpu-bind: "cores", "sockets", "none", ..."""
@@ -205,7 +205,7 @@ class TimeLimitStep(TomlTable):
 
 
 class PartitionConfig(TomlTable):
-    """One queue. The key is its name here; `name` its name at the scheduler if that differs."""
+    """A queue. The key is its name here; `name` its name at the scheduler if that differs."""
 
     name: SingleLineText | None = None
     qos: SingleLineText | None = None

@@ -26,7 +26,15 @@ EnvName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One resolved point of a sweep. Degrees are filled in; ``global_batch_size = batch_size * dp_degree``."""
+    """The specification of one run: a point of a sweep whose degrees are filled in.
+
+    The fields are the parameters of a sweep. The product of the four degrees is the number of devices. ``batch_size``
+    counts the samples of one replica in a step: ``global_batch_size = batch_size * dp_degree``. ``run_id`` and
+    ``config_id`` are hashes of the parameters that differ from their default.
+
+    ``resolve_point`` and decoding raise ``msgspec.ValidationError`` for an unknown field, a wrong type or a value out
+    of its bounds; the constructor checks nothing.
+    """
 
     model: Annotated[str, Meta(description="a shipped model (docs/models.md), or module:function of your own")]
     dataset: Annotated[str, Meta(description="what is fed: images, volumes or tokens, see docs/data.md")]
@@ -133,7 +141,7 @@ LAUNCH_PARAMETERS = _EXCLUDED_FROM_RUN_ID | {"repeat", "seed", "verify"}
 
 
 def spec_document(spec: RunSpec) -> dict[str, Any]:
-    """``spec`` as plain data, without what stands at its default, with its version."""
+    """Return ``spec`` as plain data with its version, without parameters at their default."""
     # msgspec leaves out what is the default itself, not what equals it, as a word that was read from a file does.
     defaults = PARAMETER_DEFAULTS.items()
     changed = {name: value for name, value in msgspec.to_builtins(spec).items() if (name, value) not in defaults}
@@ -141,15 +149,15 @@ def spec_document(spec: RunSpec) -> dict[str, Any]:
 
 
 PARAMETER_DEFAULTS = {
-    one.name: one.default if one.default is not msgspec.NODEFAULT else one.default_factory()
-    for one in msgspec.structs.fields(RunSpec)
-    if not one.required
+    field.name: field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+    for field in msgspec.structs.fields(RunSpec)
+    if not field.required
 }
 """Default of every parameter that has one; it must not be changed in place."""
 
 
 def run_id(spec: RunSpec) -> str:
-    """16 hex digits that name this run. Parameters at their default are left out, so a later one moves no run."""
+    """Return the 16 hex digits of a run. Parameters at their default are left out, so that a new one changes no run."""
     return _hash_values(spec_document(spec), _EXCLUDED_FROM_RUN_ID)
 
 
@@ -208,7 +216,7 @@ class TaskFileHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One run of a task file."""
+    """A run of a task file."""
 
     run_id: str
     config_id: str

@@ -101,7 +101,7 @@ StopParameters = str | Annotated[list[str], Field(min_length=1)]
 
 
 class StopTable(TomlTable):
-    """Per status the parameters along which larger runs are skipped once a smaller one has ended so."""
+    """The parameters, by status, along which larger runs are skipped once a smaller run has ended with that status."""
 
     oom: StopParameters | None = None
     """`"batch_size"`: what did not fit into memory does not fit with a larger batch."""
@@ -298,13 +298,13 @@ def _apply(data: dict[str, Any], text: str) -> KeyPath:
 def _key_path(key: str, where: str) -> tuple[str, ...]:
     """The place of ``key`` in the file: parameters without a table stand in ``[fixed]``."""
     first, _, rest = key.partition(".")
-    known = parameter_types()
-    if first in known:
+    parameters = parameter_types()
+    if first in parameters:
         first, rest = "fixed", key
     if first in ("fixed", "grid"):
         name, _, option = rest.partition(".")
-        if name not in known:
-            raise ConfigError(f"unknown parameter {name!r}", where=where, hint=did_you_mean(name, known))
+        if name not in parameters:
+            raise ConfigError(f"unknown parameter {name!r}", where=where, hint=did_you_mean(name, parameters))
         return (first, name, option) if name in TABLE_PARAMETERS and option else (first, rest)
     if first in _SETTABLE_TABLES and rest:
         return (first, rest)
@@ -312,7 +312,7 @@ def _key_path(key: str, where: str) -> tuple[str, ...]:
         return (key,)
     if first in (field.alias or name for name, field in SweepFile.model_fields.items()):
         raise ConfigError(f"[{first}] cannot be set here", where=where, hint="change it in the sweep's file")
-    raise ConfigError(f"unknown key {key!r}", where=where, hint=did_you_mean(key, [*known, *_SETTABLE_KEYS]))
+    raise ConfigError(f"unknown key {key!r}", where=where, hint=did_you_mean(key, [*parameters, *_SETTABLE_KEYS]))
 
 
 def _parse_list(text: str) -> list[Any]:
@@ -347,8 +347,8 @@ def _remove_parameter(data: dict[str, Any], parameter: tuple[str, ...], *, with_
         # What has one value is no size along which runs can be stopped.
         stops = _table(data, "stop")
         for status, names in list(stops.items()):
-            kept = [name for name in ([names] if isinstance(names, str) else names) if name != dotted]
-            if kept:
-                stops[status] = kept
+            sizes = [name for name in ([names] if isinstance(names, str) else names) if name != dotted]
+            if sizes:
+                stops[status] = sizes
             else:
                 del stops[status]

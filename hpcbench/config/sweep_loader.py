@@ -36,7 +36,7 @@ COMPUTED_NAMES = ("ranks", "devices")
 
 @dataclass(frozen=True)
 class SweepAxis:
-    """One axis of the product: its steps set one parameter, or several that move together."""
+    """An axis of the product: its steps set one parameter, or several together."""
 
     place: tuple[str | int, ...]
     """The table in the file."""
@@ -70,7 +70,7 @@ class Sweep:
     stops: list[StopRule] = field(default_factory=list)
     submit: SubmitTable = field(default_factory=SubmitTable)
     model_folder: Path | None = None
-    """Absolute."""
+    """Absolute path of the folder of users' own models."""
 
     @property
     def order(self) -> str:
@@ -100,13 +100,13 @@ class Sweep:
             yield ("include", number), include
 
     def values(self, *parameter: str) -> list[Any]:
-        """All values that are written for a parameter."""
+        """Return all values of a parameter that the file contains."""
         values = (settings[parameter] for _, settings in self.settings() if parameter in settings)
         # 1, 1.0 and true are equal to Python, not to who wrote them.
         return list({(type(value), value): value for value in values}.values())
 
     def where(self, *parameter: str) -> str:
-        """``file:line`` of the first place that sets a parameter."""
+        """Return ``file:line`` of the first place that sets a parameter."""
         for place, settings in self.settings():
             if parameter in settings:
                 return self.source.where((*place, *parameter))
@@ -122,9 +122,22 @@ class Sweep:
 
 
 def load_sweep(path: Path, overrides: Iterable[str] = ()) -> Sweep:
-    """Read a sweep, changed by ``overrides`` (``key=value``).
+    """Read the TOML file of a sweep, and check its keys, types, axes and expressions.
 
-    Raises ``ConfigErrors`` with everything that is wrong in it.
+    Names of models, data sets, strategies and their options are not checked: ``check_names`` does that.
+
+    Args:
+        path: The file.
+        overrides: Replacements of values, ``"key=value"`` each (``apply_overrides``).
+
+    Raises:
+        ConfigError: The file cannot be read or is not TOML.
+        ConfigErrors: Overrides, or keys or values of the file are wrong; it contains all of them.
+
+    Example:
+        >>> sweep = load_sweep(Path("sweeps/quickstart.toml"), ["steps=5", "repeats=3"])
+        >>> sweep.repeats, sweep.fixed["steps",], [len(axis.steps) for axis in sweep.axes]
+        (3, 5, [2, 2, 2])
     """
     data, source = read_toml(path)
     source.origins = apply_overrides(data, overrides)
@@ -206,12 +219,12 @@ def _parse_derived(
     file: SweepFile, source: TomlSource, problems: list[HpcbenchError]
 ) -> dict[ParameterPath, Expression]:
     derived: dict[ParameterPath, Expression] = {}
-    known = parameter_types()
+    parameters = parameter_types()
     for name, text in file.derive.items():
         parameter = tuple(name.split(".", 1)) if name.partition(".")[0] in TABLE_PARAMETERS else (name,)
-        if parameter[0] not in known or (parameter[0] in TABLE_PARAMETERS and len(parameter) == 1):
+        if parameter[0] not in parameters or (parameter[0] in TABLE_PARAMETERS and len(parameter) == 1):
             message = f"derive: unknown parameter {name!r}"
-            problems.append(source.error(message, "derive", name, hint=did_you_mean(name, known)))
+            problems.append(source.error(message, "derive", name, hint=did_you_mean(name, parameters)))
             continue
         expression = _parse_expression(text, source.where(("derive", name)), problems)
         if expression is not None:
@@ -258,10 +271,25 @@ class ExcludedPoint:
 
 
 def expand_sweep(sweep: Sweep) -> Iterator[SweepPoint | ExcludedPoint]:
-    """The points of a sweep: the last axis moves fastest, includes follow the product, repeats are fastest of all.
+    """Yield the points of a sweep, ``count_points(sweep)`` in number, each repeat as a point of its own.
 
-    A sweep without axes is its includes, or else the one point of its fixed parameters. Points share the tables that
-    they have in common; they are not changed in place.
+    The product of the axes comes first, its last axis changing fastest, then the includes; the repeats of a point
+    follow each other. A sweep without axes and includes is the one point of its fixed parameters.
+
+    Args:
+        sweep: The sweep, as ``load_sweep`` returns it.
+
+    Yields:
+        Parameters by name, those of tables in dictionaries, with ``repeat`` from 0; or an excluded point with its rule.
+        Points share dictionaries: do not change one in place.
+
+    Raises:
+        ConfigError: A derived parameter or a condition cannot be computed, or its value has a wrong type.
+
+    Example:
+        >>> first, *others = expand_sweep(load_sweep(Path("sweeps/quickstart.toml")))
+        >>> first["strategy"], first["batch_size"], first["repeat"], len(others)
+        ('single', 16, 0, 7)
     """
     fixed: SweepPoint = {}
     _set_parameters(fixed, sweep.fixed)
@@ -283,7 +311,7 @@ def expand_sweep(sweep: Sweep) -> Iterator[SweepPoint | ExcludedPoint]:
 
 
 def count_points(sweep: Sweep) -> int:
-    """Return the number of points that ``expand`` yields, excluded ones included."""
+    """Return the number of points that ``expand_sweep`` yields, excluded ones included."""
     product = int(sweep.has_product)
     for axis in sweep.axes:
         product *= len(axis.steps)
@@ -297,7 +325,7 @@ def _set_parameters(point: SweepPoint, settings: ParameterSettings) -> None:
 
 
 def _convert_derived(parameter: ParameterPath, value: Any, where: str | None) -> Any:
-    """``value`` as the parameter's type wants it: a whole float is an integer where one is needed."""
+    """Return ``value`` in the parameter's type: a whole float becomes an integer."""
     name = parameter[0]
     if len(parameter) > 1:
         return value

@@ -165,7 +165,7 @@ class TomlSource:
         return next((self._lines[prefix] for prefix in prefixes if prefix in self._lines), None)
 
     def where(self, key_path: Sequence[str | int]) -> str:
-        """``file:line`` of a key, or its origin outside the file."""
+        """Return ``file:line`` of a key, or its origin outside the file."""
         prefixes = (tuple(key_path[:length]) for length in range(len(key_path), 0, -1))
         if origin := next((self.origins[prefix] for prefix in prefixes if prefix in self.origins), None):
             return origin
@@ -178,7 +178,7 @@ class TomlSource:
 
 
 def validate_table(model: type[_M], data: dict[str, Any], source: TomlSource) -> _M:
-    """``data`` as ``model``, or ``ConfigErrors`` with everything that is wrong."""
+    """Convert ``data`` to ``model``; ``ConfigErrors`` with all wrong keys and values."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -191,7 +191,7 @@ def validate_table(model: type[_M], data: dict[str, Any], source: TomlSource) ->
 
 
 def strip_union_steps(data: Any, location: Sequence[str | int], kind: str) -> KeyPath:
-    """``location`` without the steps that pydantic adds for unions: only what stands in the data (or is missing)."""
+    """Return ``location`` without the steps that pydantic adds for unions: keys of the data, or the missing key."""
     path: list[str | int] = []
     node = data
     for step in location:
@@ -215,9 +215,9 @@ def _describe_problem(model: type[BaseModel], key_path: KeyPath, detail: Any, so
         parent, wrong = key_path[:-1], str(key_path[-1])
         table = ".".join(str(step) for step in parent)
         message = f"unknown key {wrong!r}" + (f" in [{table}]" if table else "")
-        known = known_keys(model, parent)
-        hint = did_you_mean(wrong, known)
-        if "options" in known and not hint.startswith("did"):
+        keys = known_keys(model, parent)
+        hint = did_you_mean(wrong, keys)
+        if "options" in keys and not hint.startswith("did"):
             hint += "; parameters of a single strategy belong in options = { ... }"
         return source.error(message, *key_path, hint=hint)
     if detail["type"] == "missing":
@@ -247,7 +247,7 @@ def _type_at_step(kind: Any, step: str | int) -> Any:
     if get_origin(kind) in (dict, list):
         return arguments[-1]
     inner = (_type_at_step(argument, step) for argument in arguments)
-    return next((found for found in inner if found is not None), None)
+    return next((annotation for annotation in inner if annotation is not None), None)
 
 
 def _is_model(kind: Any) -> bool:

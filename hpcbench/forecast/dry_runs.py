@@ -33,7 +33,7 @@ _INSTALL_HINT = (
     "  the build for CPUs is enough; or run the command where torch is installed, for instance in a job"
 )
 _PIECES_PER_PROCESS = 4
-"""At least: processes are busy for about as long as each other."""
+"""Smallest number of pieces of work per process: with several, all processes end at about the same time."""
 _OOM_HINT = "a smaller batch_size or more micro_batches need less memory"
 _FIGURES = (
     "peak_memory_bytes", "peak_layer", "operators", "collectives", "host_syncs", "host_sync_sites", "modelled",

@@ -70,8 +70,10 @@ class Forecast:
     """Predictions for runs on one cluster; each configuration is computed once.
 
     Example:
-        >>> profile, _ = load_cluster("abci-v100")  # doctest: +SKIP
-        >>> Forecast(profile).predict(spec).step_time_s  # doctest: +SKIP
+        >>> from hpcbench.config.cluster_profile import load_cluster
+        >>> profile, _ = load_cluster("abci-v100")
+        >>> Forecast(profile).predict(spec).step_time_s > 0
+        True
     """
 
     def __init__(
@@ -145,7 +147,7 @@ class Forecast:
         except HpcbenchError as error:
             return NotPredicted(error.message)
         if quick and machine.posterior is not None:
-            # Cost models know machines by identity: one copy of each is enough.
+            # Cost models are cached by the identity of the machine: one copy of each is enough.
             if id(machine) not in self._without_posterior:
                 self._without_posterior[id(machine)] = msgspec.structs.replace(machine, posterior=None)
             machine = self._without_posterior[id(machine)]
@@ -253,11 +255,11 @@ class Forecast:
 
 def _invalid_reason(spec: RunSpec) -> str | None:
     """The reason why no sweep can contain the run; ``None`` if one can."""
-    known = dict(STRATEGIES[spec.strategy].options)
+    options = dict(STRATEGIES[spec.strategy].options)
     if spec.model in shipped_model_entries():
-        known |= shipped_model_entries()[spec.model].options
+        options |= shipped_model_entries()[spec.model].options
     for name, value in (*spec.options.items(), *spec.model_options.items()):
-        option = known.get(name)
+        option = options.get(name)
         if option is not None and not (type(value) is option.kind or (option.kind is float and type(value) is int)):
             return f"option {name} = {value!r:.60}: not of type {option.kind.__name__}"
         if option is not None and option.choices and value not in option.choices:
@@ -267,7 +269,7 @@ def _invalid_reason(spec: RunSpec) -> str | None:
 
 
 def _with_local_hardware(profile: ClusterProfile) -> ClusterProfile:
-    """``profile`` with this machine's cores and memory if jobs run here and it does not set them."""
+    """Return ``profile`` with this machine's cores and memory if jobs run here and it does not set them."""
     if profile.scheduler.kind != "local":
         return profile
     node = profile.node
@@ -301,7 +303,7 @@ class PlanForecast:
     """Operators of a step by run, see ``count_operators``: predicted runs on cuda, neither compiled nor graphs."""
 
     def node_hours(self, runs: dict[str, RunSpec]) -> float | None:
-        """Node-hours of those of ``runs`` that are predicted; ``None`` if none is."""
+        """Return the node-hours of the predicted runs among ``runs``; ``None`` if none is predicted."""
         priced = [spec.nodes * self.run_time_s[key] for key, spec in runs.items() if key in self.run_time_s]
         return sum(priced) / 3600 if priced else None
 
@@ -313,11 +315,11 @@ class PlanForecast:
         return max(work / cores, *(self.run_time_s[key] for key in runs))
 
     def not_fitting(self, runs: dict[str, RunSpec]) -> list[str]:
-        """Those of ``runs`` that will probably not fit into memory."""
+        """Return the ids of the runs that are predicted not to fit into memory."""
         return [key for key in runs if key in self.predictions and self.predictions[key].fits is False]
 
     def launch_bound(self, runs: dict[str, RunSpec]) -> list[str]:
-        """Those of ``runs`` whose operators take the host longer to launch than the step is predicted to take."""
+        """Return the ids of the runs whose operators take the host longer to launch than the predicted step."""
         return [
             key
             for key in runs
@@ -420,7 +422,7 @@ def learn_factors(
     partition: str | None,
     predict: Callable[[RunSpec], Prediction | NotPredicted],
 ) -> MeasuredFactors:
-    """Return what the newest results of a partition say of predictions by ``predict``.
+    """Learn factors on the predictions by ``predict`` from the newest results of a partition.
 
     Left out: runs that a calibration was fitted to, rehearsed ones, probes, results whose spec is not that of their
     id, and all that did not end well.

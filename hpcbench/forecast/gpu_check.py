@@ -71,19 +71,19 @@ _RUNS_PER_JOB = 8
 
 
 class StrategyCheck(msgspec.Struct, kw_only=True):
-    """One strategy's run."""
+    """The run of a strategy, and its outcome."""
 
     strategy: str
     outcome: str
     """``ok``; ``differs``: it does not train as one device does; ``infeasible``; else the run's status or state."""
     reason: str | None = None
-    """Absent for ``ok``."""
+    """Reason of the outcome; absent for ``ok``."""
     run_id: str | None = None
     spec: RunSpec | None = None
-    """Absent for ``infeasible``."""
+    """Specification of the run; absent for ``infeasible``."""
     verification: VerificationResult | None = None
     step_time_s: float | None = None
-    """The median."""
+    """Median of the timed steps."""
     predicted_step_time_s: float | None = None
     peak_memory_bytes: int | None = None
     """Peak of the rank that uses most, over the timed steps; on a cpu of its whole process."""
@@ -255,7 +255,7 @@ def _check_strategy(
         check.step_time_s = metrics.step_time_s.median if metrics.step_time_s is not None else None
         check.peak_memory_bytes = metrics.steady_peak_memory_bytes or metrics.peak_memory_bytes
         syncs = [msgspec.convert(rank["host_syncs"], HostSyncs) for rank in result.ranks if rank.get("host_syncs")]
-        check.host_syncs = max(syncs, key=lambda one: (one.per_step, one.pageable_copies), default=None)
+        check.host_syncs = max(syncs, key=lambda counts: (counts.per_step, counts.pageable_copies), default=None)
     return check
 
 

@@ -49,12 +49,12 @@ def load_layer_table(
 
 def _request_digest(request: layer_table.LayerTableRequest) -> str:
     """Return the digest of a table's request; for a custom model with the text of its file."""
-    known = {
+    content = {
         "request": request,
         "version": (hpcbench.__version__, layer_table.LAYER_TABLE_VERSION),
         "source": _model_source_digest(request),
     }
-    return hashlib.sha256(msgspec.json.encode(known, order="deterministic")).hexdigest()[:32]
+    return hashlib.sha256(msgspec.json.encode(content, order="deterministic")).hexdigest()[:32]
 
 
 def _model_source_digest(request: layer_table.LayerTableRequest) -> str | None:

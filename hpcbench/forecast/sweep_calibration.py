@@ -59,13 +59,13 @@ class SweepCalibration:
 
     sweep: SweepPlan
     runs: Mapping[str, RunSpec]
-    """Those of the sweep on the partition."""
+    """Runs of the sweep on the partition, by ``run_id``."""
     partition: str | None
     probes: list[SweepProbe]
     left_out: list[str]
     """Probes that are not run, and why."""
     node_hours: float
-    """Predicted, of the probes."""
+    """Predicted node-hours of the probes."""
     sweep_node_hours: float | None
     limit_node_hours: float
     base: StoredCalibration | None
@@ -83,10 +83,10 @@ class SweepCalibration:
     def lines(self) -> list[str]:
         """State for a person what is measured, what it costs and what is left out."""
         name, nodes = self.sweep.sweep.name, max(spec.nodes for spec in self.runs.values())
-        own = "unknown" if self.sweep_node_hours is None else f"{self.sweep_node_hours:.3g}"
+        hours = "unknown" if self.sweep_node_hours is None else f"{self.sweep_node_hours:.3g}"
         lines = [
             f"calibration for {name}: {len(self.probes)} probe runs, predicted {self.node_hours:.3g} node-hours; at "
-            f"most {self.limit_node_hours:.3g}: the larger of a tenth of the sweep's {own} and 15 minutes of {nodes} "
+            f"most {self.limit_node_hours:.3g}: the larger of a tenth of the sweep's {hours} and 15 minutes of {nodes} "
             f"node{'s' * (nodes > 1)}"
         ]
         lines += [f"  {probe.what}: for {probe.runs} configurations" for probe in self.probes]
@@ -130,10 +130,10 @@ def prepare_sweep_calibration(
     limit = max(SWEEP_SHARE * (sweep_hours or 0.0), MIN_LIMIT_H * max(spec.nodes for spec in runs.values()))
     fitting, oversized = _without_oversized(block_probes(priced, budget_s), forecast)
     probes = [*fitting, *message_probes(priced, budget_s)]
-    kept, left_out, hours = _within_limit(probes, limit, STARTUP_S[profile.device])
+    affordable, left_out, hours = _within_limit(probes, limit, STARTUP_S[profile.device])
     left_out = [*oversized, *left_out]
     return SweepCalibration(
-        plan, runs, partition, kept, left_out, hours, sweep_hours, limit, base, shapes, environment, notes
+        plan, runs, partition, affordable, left_out, hours, sweep_hours, limit, base, shapes, environment, notes
     )
 
 
@@ -223,7 +223,7 @@ def _link_notes(profile: ClusterProfile, partition: str | None, specs: Iterable[
 
 def _without_oversized(probes: Sequence[SweepProbe], forecast: Forecast) -> tuple[list[SweepProbe], list[str]]:
     """Return the probes of blocks whose whole model fits on a device, and why others are left out."""
-    kept: list[SweepProbe] = []
+    usable: list[SweepProbe] = []
     left_out: list[str] = []
     for probe in probes:
         point = {key: value for key, value in probe.point.items() if key not in ("options", "tasks_per_node")}
@@ -236,25 +236,25 @@ def _without_oversized(probes: Sequence[SweepProbe], forecast: Forecast) -> tupl
             need, has = format_need_and_limit(fit.peak_memory_bytes, limit // ranks)
             left_out.append(f"{LEFT_OUT}{probe.what}: the whole model needs {need} on a rank, there is {has}")
         else:
-            kept.append(probe)
-    return kept, left_out
+            usable.append(probe)
+    return usable, left_out
 
 
 def _within_limit(
     probes: Sequence[SweepProbe], limit: float, startup_s: float
 ) -> tuple[list[SweepProbe], list[str], float]:
     """Return the probes that fit into ``limit`` node-hours, those for most of the sweep's time first."""
-    kept: list[SweepProbe] = []
+    affordable: list[SweepProbe] = []
     left_out: list[str] = []
-    hours = 0.0
-    for probe in sorted(probes, key=lambda one: one.runs * one.seconds, reverse=True):
-        own = probe.nodes * _run_time_s(probe, startup_s) / 3600
-        if hours + own > limit:
-            left_out.append(f"{LEFT_OUT}{probe.what}: {own:.3g} node-hours are more than what is left of {limit:.3g}")
+    total_hours = 0.0
+    for probe in sorted(probes, key=lambda probe: probe.runs * probe.seconds, reverse=True):
+        hours = probe.nodes * _run_time_s(probe, startup_s) / 3600
+        if total_hours + hours > limit:
+            left_out.append(f"{LEFT_OUT}{probe.what}: {hours:.3g} node-hours are more than what is left of {limit:.3g}")
             continue
-        kept.append(probe)
-        hours += own
-    return kept, left_out, hours
+        affordable.append(probe)
+        total_hours += hours
+    return affordable, left_out, total_hours
 
 
 def _run_time_s(probe: SweepProbe, startup_s: float) -> float:
@@ -311,22 +311,20 @@ def extend_calibration(
     then = f"nothing was kept, predictions rest on {stays}"
     disturbed = check_disturbed([run.result.warnings for run in good], what, then, takes_disturbed=takes_disturbed)
     nominal = nominal_machine(profile, prepared.partition)
-    found = fit_shapes(nominal, good, name, is_disturbed=bool(disturbed))
-    found = msgspec.structs.replace(
-        found,
-        environment=prepared.environment,
-        environment_keys=[prepared.sweep.environment_key(prepared.environment)],
+    new_shapes, environment = fit_shapes(nominal, good, name, is_disturbed=bool(disturbed)), prepared.environment
+    new_shapes = msgspec.structs.replace(
+        new_shapes, environment=environment, environment_keys=[prepared.sweep.environment_key(environment)]
     )
     # A later call may measure what this one leaves out.
     notes = [*prepared.notes, *busy_notes(good)]
     notes += [note.replace("runs", "probes") + ": the intervals are wider" for note in disturbed]
-    earlier, differences = _comparable_shapes(prepared, found)
+    earlier, differences = _comparable_shapes(prepared, new_shapes)
     notes += differences
     machine = nominal if base is None else base.calibration.machine
-    shapes = found if earlier is None else earlier.joined(found)
+    shapes = new_shapes if earlier is None else earlier.joined(new_shapes)
     made_at = _made_after(None if base is None else base.calibration)
     run_ids = sorted(run.result.run_id for run in good)
-    digests = found.environment_digests
+    digests = new_shapes.environment_digests
     if base is None:
         return Calibration(
             cluster=profile.name, made_at=made_at, partition=prepared.partition,
@@ -343,21 +341,21 @@ def extend_calibration(
     )  # fmt: skip
 
 
-def _comparable_shapes(prepared: SweepCalibration, found: MeasuredShapes) -> tuple[MeasuredShapes | None, list[str]]:
+def _comparable_shapes(prepared: SweepCalibration, shapes: MeasuredShapes) -> tuple[MeasuredShapes | None, list[str]]:
     """Return the earlier shapes of the same machine and software, and notes on numbers of other ones."""
     base, earlier, notes = prepared.base, prepared.shapes, list[str]()
-    own = set(found.environment_digests)
-    if earlier is not None and own and not own & set(earlier.environment_digests):
+    new_digests = set(shapes.environment_digests)
+    if earlier is not None and new_digests and not new_digests & set(earlier.environment_digests):
         notes.append(
             f"the shapes measured before ({', '.join(earlier.sweeps)}) are of another machine or software "
-            f"({', '.join(earlier.environment_digests)}, now {', '.join(sorted(own))}): they are left out"
+            f"({', '.join(earlier.environment_digests)}, now {', '.join(sorted(new_digests))}): they are left out"
         )
         earlier = None
     digests = set() if base is None else set(base.calibration.environment_digests)
-    if base is not None and own and digests and not own & digests:
+    if base is not None and new_digests and digests and not new_digests & digests:
         notes.append(
             f"calibration {base.digest} is of another machine or software ({', '.join(sorted(digests))}, now "
-            f"{', '.join(sorted(own))}): what was not measured for the sweep still rests on it, until "
+            f"{', '.join(sorted(new_digests))}): what was not measured for the sweep still rests on it, until "
             f"hpcbench cluster calibrate {prepared.sweep.profile.name} measures it again"
         )
     return earlier, notes
@@ -385,8 +383,8 @@ def carry_shapes(calibration: Calibration, newest: Calibration | None) -> tuple[
     shapes = None if newest is None else newest.machine.measured
     if shapes is None:
         return calibration, None
-    own = set(calibration.environment_digests)
-    if own and not own & set(shapes.environment_digests):
+    digests = set(calibration.environment_digests)
+    if digests and not digests & set(shapes.environment_digests):
         return calibration, (
             f"the shapes measured for {', '.join(shapes.sweeps)} are of another machine or software: they are left out"
         )

@@ -72,7 +72,7 @@ class BaselineRequest(NamedTuple):
 
 
 def single_device_spec(spec: RunSpec) -> RunSpec:
-    """One replica's samples on one device."""
+    """Return the run of one replica's samples on one device."""
     degrees = dict.fromkeys(DEGREE_NAMES, 1)
     return msgspec.structs.replace(
         spec, strategy="single", options={}, nodes=1, tasks_per_node=1, devices_per_task=1, **degrees

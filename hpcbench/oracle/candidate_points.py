@@ -10,7 +10,7 @@ from hpcbench.parallel.catalog import STRATEGIES
 SweepPoint = dict[str, Any]
 
 PIPELINES = [key for key, entry in STRATEGIES.items() if entry.schedule and not entry.drives_several_devices]
-"""Those with a rank per stage."""
+"""Pipelines whose stages each have a rank of their own."""
 
 LEADING_SCHEDULE = "1f1b"
 """The pipeline whose degrees and micro-batches are looked at first; those that are best for it are tried with the
@@ -31,7 +31,7 @@ class DeviceAllocation(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """One a task."""
+        """Number of devices: each task has one."""
         return self.nodes * self.tasks_per_node
 
     @property
@@ -49,7 +49,7 @@ class DeviceAllocation(NamedTuple):
 
 
 def divisors(number: int) -> list[int]:
-    """Ascending.
+    """Return the divisors of ``number`` in ascending order.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
@@ -61,7 +61,7 @@ def divisors(number: int) -> list[int]:
 def model_parallel_sizes(world: DeviceAllocation, most: int = MAX_MODEL_PARALLEL_DEVICES) -> list[int]:
     """Sizes of model-parallel groups: parts of a node, then whole nodes up to ``most`` devices.
 
-    >>> groups(World(4, 4, {}), 8)
+    >>> model_parallel_sizes(DeviceAllocation(4, 4, {}), 8)
     [2, 4, 8]
     """
     inside = [one for one in divisors(world.tasks_per_node) if one > 1]
@@ -116,7 +116,7 @@ def micro_batch_choices(samples: int, stages: int) -> list[int]:
 
 
 def reduced_memory_points(point: SweepPoint, samples: int) -> Iterator[SweepPoint]:
-    """``point`` with less memory, the fastest first: recomputation, then ever smaller micro-batches with it."""
+    """Yield ``point`` with less memory, the fastest first: recomputation, then smaller micro-batches too."""
     if point["strategy"] in PIPELINES:
         yield {**point, "options": {**point.get("options", {}), "recompute": "always"}}
         return

@@ -17,7 +17,7 @@ class HockneyLink(NamedTuple):
     beta_s_per_byte: float
 
     def message_s(self, size_bytes: float) -> float:
-        """One message."""
+        """Return the time of one message."""
         return self.latency_s + size_bytes * self.beta_s_per_byte
 
     def shared(self, flows: float) -> HockneyLink:
@@ -49,7 +49,7 @@ class GroupLinks(NamedTuple):
         return ceil(self.ranks / self.nodes)
 
     def ring_step_s(self, size_bytes: float) -> float:
-        """One of the p - 1 steps of a ring, in which every rank passes on that much."""
+        """Return the time of one of the p - 1 steps of a ring, in which every rank passes on ``size_bytes``."""
         if not self.by_hop or self.nodes == 1:
             return self.slowest.message_s(size_bytes)
         inner, outer = self.ranks - self.nodes, self.nodes
@@ -97,12 +97,12 @@ def broadcast_s(span: GroupLinks, size_bytes: float) -> float:
 
 
 def all_to_all_s(span: GroupLinks, size_bytes: float) -> float:
-    """Direct: p - 1 messages of m / p bytes."""
+    """Return the time of a direct exchange: p - 1 messages of m / p bytes."""
     return (span.ranks - 1) * span.slowest.message_s(size_bytes / span.ranks)
 
 
 def send_s(span: GroupLinks, size_bytes: float) -> float:
-    """One message."""
+    """Return the time of one message between two ranks of the group."""
     return span.slowest.message_s(size_bytes)
 
 
@@ -118,5 +118,5 @@ COLLECTIVE_FORMULAS = {
 
 
 def collective_s(operation: str, span: GroupLinks, payload_bytes: float) -> float:
-    """One call with that payload."""
+    """Return the time of one call of ``operation``."""
     return COLLECTIVE_FORMULAS[operation](span, payload_bytes)

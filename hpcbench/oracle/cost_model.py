@@ -37,7 +37,7 @@ FULL_SHARE = RowShare()
 
 
 class RowKernels(NamedTuple):
-    """Both passes of a row."""
+    """The kernels of a row, one per pass."""
 
     forward: Kernel
     backward: Kernel
@@ -95,7 +95,7 @@ def update_kernels(spec: RunSpec, parameter_bytes: Iterable[float]) -> Iterator[
 def apply_measured_collectives(
     span: GroupLinks, operation: str, samples: Sequence[CollectiveSample], payload_bytes: float = float("inf")
 ) -> GroupLinks:
-    """``span`` with the latency and the time per byte that were measured for ``operation`` on links of that kind.
+    """Return ``span`` with the latency and the time per byte measured for ``operation`` on links of that kind.
 
     Of several measured for the same ranks, each for its own sizes, the one for ``payload_bytes`` counts.
 
@@ -173,11 +173,13 @@ def group_message(operation: str, payload_bytes: float, group: GroupPlacement) -
 
 
 class CostModel:
-    """One machine's times for one run's placement. Remembers what it was asked.
+    """The times of a run's kernels and messages on a machine. Kernels and collectives are cached.
 
     Example:
+        >>> from hpcbench.oracle.placement import place_group
         >>> cost_model = CostModel(machine, spec)
-        >>> cost_model.collective("all_reduce", 4e6, place_group(spec, "dp")).seconds
+        >>> cost_model.collective("all_reduce", 4e6, place_group(spec, "dp")).seconds > 0
+        True
     """
 
     def __init__(self, machine: Machine, spec: RunSpec) -> None:
@@ -231,7 +233,7 @@ class CostModel:
     def _collective(
         self, operation: str, payload_bytes: float, group: GroupPlacement, key: str | None = None, lane: str = ""
     ) -> stream_simulator.CommCall:
-        """One collective of ``group``, whose payload is counted as ``parallel.traffic.Traffic`` counts it."""
+        """Return a call of ``group``; its payload is counted as in ``parallel.traffic.Traffic``."""
         seconds, latency_s = self._priced(operation, payload_bytes, group)
         traffic = Traffic(operation=operation, group_size=group.ranks, payload_bytes=round(payload_bytes))
         return stream_simulator.CommCall(seconds, latency_s, key, lane, "out" if group.nodes > 1 else "in", traffic)
@@ -289,7 +291,7 @@ def expected_normal_maximum(count: int) -> float:
 
 
 def harmonic_number(count: int) -> float:
-    """1 + 1/2 + ... + 1/count: of so many draws from an exponential distribution of mean 1 the expected largest."""
+    """Return 1 + 1/2 + ... + 1/count: the expected maximum of ``count`` exponential draws with mean 1."""
     if count <= 100:
         return sum(1.0 / number for number in range(1, count + 1))
     # Euler's expansion, to 1e-10.
@@ -297,7 +299,7 @@ def harmonic_number(count: int) -> float:
 
 
 def _interpolated(figures: dict[int, float], at: float) -> float:
-    """Between two figures in proportion, beyond the last one as the last two go on."""
+    """Return ``figures`` interpolated linearly; beyond the last one, on the line through the last two."""
     known = sorted(figures.items())
     if len(known) == 1 or at <= known[0][0]:
         return known[0][1]

@@ -17,7 +17,7 @@ MachineSource = Literal["nominal", "calibrated", "fitted"]
 
 
 class CollectiveSample(msgspec.Struct, frozen=True, kw_only=True):
-    """A measured collective, as a correction of its formula in ``oracle.collectives``.
+    """A measured collective, as a correction of its formula in ``oracle.collective_formulas``.
 
     ``latency_s`` replaces the link's, ``beta_ratio`` multiplies its time per byte.
     """
@@ -65,23 +65,23 @@ class StrategyOverhead(msgspec.Struct, frozen=True, kw_only=True):
     compute_factor: float = 1.0
     step_s: float = 0.0
     sample_s: float = 0.0
-    """Per sample of a replica: where one rank reads and hands out what its group computes on."""
+    """Seconds per sample of a replica, for a library in which one rank distributes the samples of its group."""
 
 
 class FittedParameter(msgspec.Struct, frozen=True, kw_only=True):
-    """One number of a machine that whole runs were fitted with (``oracle.fitting``)."""
+    """A number of a machine that is fitted to whole runs (``oracle.calibration.posterior``)."""
 
     name: str
     log_factor: float
-    """Logarithm of the number found over the one before."""
+    """Logarithm of the ratio of the fitted number to the earlier one."""
     prior_spread: float
-    """Standard deviation of its logarithm before any run was seen."""
+    """Standard deviation of its logarithm before the fit."""
     spread: float
-    """And after."""
+    """Standard deviation of its logarithm after the fit."""
 
     @property
     def learned(self) -> float:
-        """0: the runs do not determine it, it keeps its earlier value. Near 1: the runs alone determine it."""
+        """Share of its variance that the runs removed: 0 if they do not determine it, near 1 if they alone do."""
         return 1.0 - (self.spread / self.prior_spread) ** 2
 
 
@@ -92,7 +92,7 @@ class RunResidual(msgspec.Struct, frozen=True, kw_only=True):
     measured_s: float
     predicted_s: float
     weight: float
-    """1 where it counts fully; less for one that lies far off (Student's t)."""
+    """Weight in the fit: 1, and less for an outlier (Student's t)."""
 
 
 class Posterior(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,12 +112,23 @@ class Posterior(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """A cluster as the oracle sees it. ``depth`` is the source of its numbers."""
+    """The numbers by which the oracle prices runs on a cluster, in seconds, bytes and FLOP/s.
+
+    ``nominal_machine`` makes one from a profile, ``machine_for`` from the newest calibration. A machine belongs to one
+    partition and one number of ranks per node, which decide its devices and, on CPUs, the memory of a rank.
+
+    Example:
+        >>> from hpcbench.config.cluster_profile import load_cluster
+        >>> machine = nominal_machine(load_cluster("abci-v100")[0], tasks_per_node=4)
+        >>> machine.device, machine.depth, machine.compute.peak_flops_per_s["fp32"]
+        ('cuda', 'nominal', 15700000000000.0)
+    """
 
     cluster: str
     device: str
     """``cpu`` or ``cuda``."""
     depth: MachineSource = "nominal"
+    """Source of the numbers."""
     source: str = ""
     """The profile, or the calibration with its date and hash."""
     compute: DeviceCompute
@@ -195,14 +206,14 @@ def _nominal_compute(
     if profile.device == "cpu" and node.cores and tasks_per_node > node.cores:
         crowding |= {node.cores: 1.0, tasks_per_node: tasks_per_node / node.cores}
     usual_peaks, usual_bandwidth = _USUAL_RATES[profile.device]
-    known = {name: getattr(device, name, None) for name in ("flops_efficiency", "processors")}
+    measured = {name: getattr(device, name, None) for name in ("flops_efficiency", "processors")}
     return DeviceCompute(
         peak_flops_per_s=peaks or usual_peaks,
         memory_bandwidth_bytes_per_s=bandwidth or usual_bandwidth,
         launch_s=_KERNEL_LAUNCH_S[profile.device],
         crowding=crowding,
         spread=_DEFAULTS_SPREAD if is_guess else 0.35,
-        **{name: value for name, value in known.items() if value is not None},
+        **{name: value for name, value in measured.items() if value is not None},
     )
 
 
@@ -234,25 +245,25 @@ def nominal_link(link: LinkConfig) -> HockneyLink:
     return HockneyLink(link.latency_s, 1.0 / link.bandwidth_bytes_per_s)
 
 
-def emulating_machine(here: Machine, there: Machine) -> Machine:
-    """Return the machine that emulates ``there`` on ``here``; its memory is unknown."""
+def emulating_machine(here: Machine, emulated: Machine) -> Machine:
+    """Return the machine that emulates ``emulated`` on ``here``; its memory is unknown."""
     return msgspec.structs.replace(
         here,
-        compute=_device_only_compute(there),
+        compute=_device_only_compute(emulated),
         strategies={},
         straggling=0.0,
         memory_bytes=None,
         measured=None,
-        source=f"{here.source}; computation rehearsed: {there.source}",
-        notes=[*here.notes, *there.notes],
+        source=f"{here.source}; computation rehearsed: {emulated.source}",
+        notes=[*here.notes, *emulated.notes],
     )
 
 
-def emulated_compute(there: Machine) -> EmulatedDevice:
+def emulated_compute(emulated: Machine) -> EmulatedDevice:
     """Return the description of the emulated device for the worker."""
-    return EmulatedDevice(cluster=there.cluster, source=there.source, compute=_device_only_compute(there))
+    return EmulatedDevice(cluster=emulated.cluster, source=emulated.source, compute=_device_only_compute(emulated))
 
 
-def _device_only_compute(there: Machine) -> DeviceCompute:
-    """Return the device of ``there`` without its ranks' crowding and its overheads: those are real here."""
-    return msgspec.structs.replace(there.compute, crowding={}, step_s=0.0)
+def _device_only_compute(emulated: Machine) -> DeviceCompute:
+    """Return the device of ``emulated`` without its ranks' crowding and its overheads: those are real here."""
+    return msgspec.structs.replace(emulated.compute, crowding={}, step_s=0.0)

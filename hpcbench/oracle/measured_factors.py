@@ -22,7 +22,7 @@ import msgspec
 from hpcbench.config.run_spec import DEGREE_NAMES, RunSpec
 
 MACHINE_SPREAD, MODEL_SPREAD, STRATEGY_SPREAD, CELL_SPREAD = 0.35, 0.15, 0.25, 0.15
-"""One standard deviation of the logarithm. Machine and models as in ``oracle.uncertainty``; a strategy's formulas 0.25,
+"""Standard deviations of the logarithm: of machine and models as in ``oracle.uncertainty``; a strategy's formulas 0.25,
 and 0.15 by how much they differ between models. None of them was fitted to a score."""
 _CONFIGURATION_SPREAD, _LAUNCH_SPREAD, _PRIOR_FREEDOM = 0.10, 0.05, 10
 PRIOR_SPREAD = sqrt(MACHINE_SPREAD**2 + MODEL_SPREAD**2 + STRATEGY_SPREAD**2 + CELL_SPREAD**2)
@@ -129,7 +129,7 @@ class _Cell(NamedTuple):
     """Indices of the machine, the model and the strategy among the unknowns."""
     mean: float
     weight: float
-    """One over the variance of ``mean``, given the cell's own term."""
+    """Reciprocal of the variance of ``mean``, given the cell's own term."""
 
 
 class _FactorFit:
@@ -146,7 +146,7 @@ class _FactorFit:
         first = 1 + len(self._models)
         strategies = dict.fromkeys(strategy for _, strategy in by_cell)
         self._strategies = {key: first + place for place, key in enumerate(strategies)}
-        self._cells = {key: self._cell(key, own) for key, own in by_cell.items()}
+        self._cells = {key: self._cell(key, ratios) for key, ratios in by_cell.items()}
         self._solve()
 
     def _cell(self, key: tuple[Hashable, Hashable], ratios: Sequence[MeasuredRatio]) -> _Cell:
@@ -178,9 +178,9 @@ class _FactorFit:
         """Return the posterior of a configuration's factor."""
         keys = model_key(spec), strategy_key(spec)
         places = [0, self._models.get(keys[0]), self._strategies.get(keys[1])]
-        known = [place for place in places if place is not None]
-        mean = sum(self._means[place] for place in known)
-        spread = sum(self._covariance[row][column] for row in known for column in known)
+        fitted_places = [place for place in places if place is not None]
+        mean = sum(self._means[place] for place in fitted_places)
+        spread = sum(self._covariance[row][column] for row in fitted_places for column in fitted_places)
         spread += sum(
             width**2 for place, width in zip(places[1:], (MODEL_SPREAD, STRATEGY_SPREAD), strict=True) if place is None
         )
@@ -190,10 +190,10 @@ class _FactorFit:
         spread = (1 - gain) ** 2 * spread + CELL_SPREAD**2 * (1 - gain)
         strategy = STRATEGY_SPREAD**2 if places[2] is None else self._covariance[places[2]][places[2]]
         distinct = (1 - gain) ** 2 * strategy + CELL_SPREAD**2 * (1 - gain)
-        own = next((row.ratio for row in self._rows if row.ratio.config_id == config_id), None)
-        own_gain = 0.0 if own is None else self._own_variance / self._variance_of(own)
-        if own is not None:
-            mean = (1 - own_gain) * mean + own_gain * own.log_ratio
+        own_ratio = next((row.ratio for row in self._rows if row.ratio.config_id == config_id), None)
+        own_gain = 0.0 if own_ratio is None else self._own_variance / self._variance_of(own_ratio)
+        if own_ratio is not None:
+            mean = (1 - own_gain) * mean + own_gain * own_ratio.log_ratio
         likes = sorted((_likeness(row, config_id, *keys), row.ratio.config_id) for row in self._rows)
         return LearnedFactor(
             log_factor=mean,
@@ -259,7 +259,7 @@ def _inverse(matrix: Sequence[Sequence[float]]) -> list[list[float]]:
         for number, row in enumerate(rows):
             share = row[pivot]
             if number != pivot and share:
-                rows[number] = [value - share * there for value, there in zip(row, leading, strict=True)]
+                rows[number] = [value - share * pivot_value for value, pivot_value in zip(row, leading, strict=True)]
     return [row[size:] for row in rows]
 
 

@@ -26,7 +26,7 @@ class KernelConditions(NamedTuple):
     """Conditions under which equal kernels take equal time."""
 
     ranks_per_node: int
-    """That compute side by side."""
+    """Number of ranks that compute at the same time on a node."""
     accumulates: bool = False
     """Whether gradients are added to those of an earlier micro-batch."""
     channels_last: bool = False
@@ -44,7 +44,7 @@ class MeasuredKernel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MeasuredMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """One call, with the time to issue it."""
+    """The measured time of a call, including the time to issue it."""
 
     shape: MessageShape
     tasks_per_node: int
@@ -70,11 +70,11 @@ class MeasuredShapes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def over_links(self, links: tuple[HockneyLink, HockneyLink]) -> MeasuredShapes:
         """Return the shapes without messages over a link that the profile has changed since."""
-        then = self.links or links
-        kept = [message for message in self.messages if self._link(then, message) == self._link(links, message)]
-        if len(kept) == len(self.messages):
+        before = self.links or links
+        messages = [message for message in self.messages if self._link(before, message) == self._link(links, message)]
+        if len(messages) == len(self.messages):
             return self
-        return msgspec.structs.replace(self, messages=kept)
+        return msgspec.structs.replace(self, messages=messages)
 
     @staticmethod
     def _link(links: tuple[HockneyLink, HockneyLink], message: MeasuredMessage) -> HockneyLink:
@@ -83,8 +83,8 @@ class MeasuredShapes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def joined(self, later: MeasuredShapes) -> MeasuredShapes:
         """Return both; of equal shapes the later measurement."""
         earlier = self if later.links is None else self.over_links(later.links)
-        kernels = {(one.kernel, one.samples, one.conditions): one for one in (*self.kernels, *later.kernels)}
-        messages = {(one.shape, one.tasks_per_node): one for one in (*earlier.messages, *later.messages)}
+        kernels = {(each.kernel, each.samples, each.conditions): each for each in (*self.kernels, *later.kernels)}
+        messages = {(each.shape, each.tasks_per_node): each for each in (*earlier.messages, *later.messages)}
         return MeasuredShapes(
             kernels=list(kernels.values()),
             messages=list(messages.values()),
@@ -154,11 +154,11 @@ class MeasuredTimes:
         by_samples: dict[object, list[tuple[float, float]]] = defaultdict(list)
         by_bytes: dict[object, list[tuple[float, float]]] = defaultdict(list)
         by_payload: dict[object, list[tuple[float, float]]] = defaultdict(list)
-        for one in shapes.kernels:
-            key = one.conditions, per_sample_sizes(one.kernel, one.samples)
-            by_samples[key].append((one.samples, one.seconds))
-            if (plain := _per_byte_sizes(one.kernel)) is not None:
-                by_bytes[one.conditions, plain].append((one.kernel.output_bytes, one.seconds))
+        for measured in shapes.kernels:
+            key = measured.conditions, per_sample_sizes(measured.kernel, measured.samples)
+            by_samples[key].append((measured.samples, measured.seconds))
+            if (per_byte_key := _per_byte_sizes(measured.kernel)) is not None:
+                by_bytes[measured.conditions, per_byte_key].append((measured.kernel.output_bytes, measured.seconds))
         for message in shapes.messages:
             group = message.shape[:-1]
             by_payload[group, message.tasks_per_node].append((message.shape.payload_bytes, message.seconds))

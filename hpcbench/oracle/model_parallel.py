@@ -26,7 +26,7 @@ from hpcbench.parallel.traffic import Traffic, merge_calls
 
 
 class ReductionPlan(NamedTuple):
-    """One ``GradientReducer``: it all_reduces gradients over ``group``, in the order of its buckets."""
+    """The all_reduces of a ``GradientReducer`` over ``group``, in the order of its buckets."""
 
     group: GroupPlacement
     stream: str
@@ -39,7 +39,7 @@ class ReductionPlan(NamedTuple):
 
 
 class RankCost(NamedTuple):
-    """One rank of a model-parallel run."""
+    """The costs of a rank of a model-parallel run."""
 
     rows: Sequence[RowCost]
     """Costs of the table's rows, in their order."""
@@ -76,7 +76,7 @@ class ModelParallelCost(Cost):
         in_flight = [0] * len(table.layers)
         for reduction in description.reductions:
             filled = filled_bucket_bytes(table, sizes, reduction.buckets)
-            in_flight = [max(one, other) for one, other in zip(in_flight, filled, strict=True)]
+            in_flight = [max(before, added) for before, added in zip(in_flight, filled, strict=True)]
         return peak_memory(spec, table, persistent, in_flight, description.rows, description.buffer_bytes)
 
     def step(self, spec: RunSpec, table: LayerTable, cost_model: CostModel) -> StepBreakdown:

@@ -29,7 +29,7 @@ class MemoryBreakdown(msgspec.Struct, frozen=True, kw_only=True):
     activations_bytes: int
     """Kept by autograd for the backward pass, of all micro-batches that are alive together."""
     buffers_bytes: int = 0
-    """BatchNorm's statistics."""
+    """Bytes of BatchNorm's statistics."""
     communication_bytes: int = 0
     """Buckets, gathered parameters, halos: copies that exist to be sent or were received."""
     stashed_bytes: int = 0

@@ -32,7 +32,7 @@ class _Moment(NamedTuple):
     activations: int = 0
     gradients: int = 0
     temporaries: int = 0
-    """Of the update."""
+    """Bytes of the temporary tensors of the update."""
     communication: int = 0
 
 
@@ -94,15 +94,15 @@ class _StageWalk:
                 summed, gradients = dict.fromkeys(summed, 0), tied
                 continue
             micro_batch = number % len(pipeline.micro_batch_sizes)
-            kept = pipeline.kept_bytes(chunk, micro_batch)
+            kept_bytes = pipeline.kept_bytes(chunk, micro_batch)
             samples = pipeline.micro_batch_sizes[micro_batch]
             deferred = self.deferred_bytes(chunk, samples) if is_split else 0
             if kind == FORWARD:
-                alive += kept
+                alive += kept_bytes
                 yield _Moment(alive, gradients)
                 continue
             if kind == BACKWARD_INPUT:
-                alive -= kept
+                alive -= kept_bytes
                 moment = self.largest_moment(chunk, samples, False, False, True)
                 yield _Moment(alive + moment.activations, gradients, 0, moment.communication)
                 alive += deferred
@@ -112,7 +112,7 @@ class _StageWalk:
                 yield _Moment(alive, gradients + added)
                 alive -= deferred
             else:
-                alive -= kept
+                alive -= kept_bytes
                 sends = pipeline.replicas > 1 and (updates or last[chunk] == place)
                 others = gradients - summed[chunk]
                 moment = self.largest_moment(chunk, samples, bool(summed[chunk]), sends, False)
@@ -163,7 +163,7 @@ class _StageWalk:
         for place in pipeline.parameter_places[chunk]:
             created[first_uses[place]] += sizes[place]
         filled = filled_bucket_bytes(table, sizes, self._buckets(chunk)) if sends else [0] * len(table.layers)
-        kept, gradients = pipeline.boundary_kept_bytes(chunk, samples), self.chunk_bytes[chunk] if adds else 0
+        boundary_kept, gradients = pipeline.boundary_kept_bytes(chunk, samples), self.chunk_bytes[chunk] if adds else 0
         moments, saved, deferred = [], pipeline.activation_bytes(chunk, samples), 0
         # The gradient of the output has been received, and is counted there.
         received = 0 if chunk == pipeline.layout.chunks - 1 else samples * pipeline.boundary_bytes(chunk)
@@ -173,7 +173,7 @@ class _StageWalk:
             gradients += 0 if adds or is_split else created[row]
             working = cost.working_bytes * samples // pipeline.row_samples
             added = created[row] if adds else 0
-            activations = kept + saved + deferred + max(working - received, 0)
+            activations = boundary_kept + saved + deferred + max(working - received, 0)
             moments.append(_Moment(activations, gradients + added, 0, filled[row]))
             received = 0
             saved -= cost.saved_bytes * samples // pipeline.row_samples

@@ -1,4 +1,4 @@
-"""One rank of one pipeline: its chunks of the layer table, its messages and its memory.
+"""A rank of a pipeline: its chunks of the layer table, its messages and its memory.
 
 Four blocks on two ranks; with two chunks a rank (interleaved) every other block is on the same rank::
 
@@ -44,7 +44,7 @@ from hpcbench.parallel.traffic import Traffic
 
 BUCKET_CAP_BYTES = int(DEFAULT_BUCKET_CAP_MB * MIB)
 _PREFETCHED_MESSAGES = 2
-"""The same as ``worker.strategies.pipeline.mail.PREFETCH``."""
+"""Equal to ``worker.strategies.pipeline.p2p.PREFETCHED_RECEIVES``."""
 
 
 class TiedWeight(NamedTuple):
@@ -52,7 +52,7 @@ class TiedWeight(NamedTuple):
 
     size_bytes: int
     ranks: tuple[int, ...]
-    """Along ``pp``; the first one sums the gradients."""
+    """Ranks along ``pp``; the first one sums the gradients."""
 
     def sends(self, rank: int) -> int:
         """Return the messages of ``rank`` with the weight or its gradient in a step."""
@@ -113,7 +113,7 @@ def _tensor_rows(view: TensorParallelRank) -> list[RowCost]:
 
 
 class PipelineRank:
-    """One rank of one run, by the table."""
+    """A rank of a pipeline run: its chunks, messages and bytes, computed from the layer table."""
 
     def __init__(self, spec: RunSpec, table: LayerTable, rank: int) -> None:
         self.spec, self.table = spec, table
@@ -220,8 +220,8 @@ class PipelineRank:
         return self._kept_bytes(chunk, self.micro_batch_sizes[micro_batch], is_recomputed)
 
     def _chunk_kept_bytes(self, chunk: int, samples: int, is_recomputed: bool) -> int:
-        kept = self.boundary_kept_bytes(chunk, samples)
-        return kept if is_recomputed else kept + self.activation_bytes(chunk, samples)
+        boundary_kept = self.boundary_kept_bytes(chunk, samples)
+        return boundary_kept if is_recomputed else boundary_kept + self.activation_bytes(chunk, samples)
 
     def boundary_kept_bytes(self, chunk: int, samples: int) -> int:
         """Return the bytes of a chunk's received input and of its output that are not in its rows.

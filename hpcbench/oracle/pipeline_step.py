@@ -50,7 +50,7 @@ class ChunkPassTimes(NamedTuple):
 
     forward_s: float
     backward_s: float
-    """With the forward pass before it where that is done again."""
+    """The backward pass, with the forward pass before it where activations are recomputed."""
     weights_s: float
     """The part of ``backward_s`` that computes gradients of weights and can be deferred."""
     forward_calls: Sequence[CommCall]
@@ -69,7 +69,7 @@ def weight_gradient_fraction(layer: LayerRow) -> float:
 
 
 class RankStepTimes(NamedTuple):
-    """One rank's own seconds in a step."""
+    """The seconds that a rank computes and communicates in a step."""
 
     compute_s: float
     comm_s: float
@@ -106,7 +106,7 @@ def step_from_schedule(
 
 
 class PipelineStep:
-    """One pipeline of a run, with its replicas around it. Ranks are counted along ``pp``; ``pipeline`` is of any rank.
+    """A pipeline of a run with its replicas. Ranks are counted along ``pp``; ``pipeline`` is that of any rank.
 
     Durations and messages are computed once for each chunk, number of samples and kind of action.
     """

@@ -38,7 +38,7 @@ def place_group(spec: RunSpec, *axes: str) -> GroupPlacement:
 
 
 def place_subgroups(spec: RunSpec, axis: str, inner: int) -> tuple[GroupPlacement, GroupPlacement]:
-    """``axis`` cut into neighbours, ``inner`` at a time: such a part, and the group of equal positions across parts."""
+    """Return a part of ``inner`` neighbours of ``axis``, and the group of equal positions across such parts."""
     mesh = RankMesh.of(spec)
     place = MESH_AXES.index(axis)
     stride = prod(mesh[place + 1 :])
@@ -48,12 +48,12 @@ def place_subgroups(spec: RunSpec, axis: str, inner: int) -> tuple[GroupPlacemen
 def _place_strided(spec: RunSpec, steps: list[tuple[int, int]]) -> GroupPlacement:
     """The group whose ranks are sums of so many multiples of each stride."""
     here = spec.tasks_per_node * spec.devices_per_task
-    own, ranks = [0], 1
+    members, ranks = [0], 1
     for degree, stride in steps:
         ranks *= degree
         places = range(min(degree, ceil(here / stride)))
-        own = [rank + place * stride for place in places for rank in own if rank + place * stride < here]
-    per_node = len(own)
+        members = [rank + place * stride for place in places for rank in members if rank + place * stride < here]
+    per_node = len(members)
     nodes = ceil(ranks / per_node)
     return GroupPlacement(ranks, nodes, per_node, rivals=max(here // per_node, 1) if nodes > 1 else 1)
 

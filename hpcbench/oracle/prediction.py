@@ -217,19 +217,32 @@ class MemoryFit(NamedTuple):
 
 
 def format_need_and_limit(need_bytes: int, limit_bytes: int) -> tuple[str, str]:
-    """Both as text, to the MiB where they would look the same otherwise."""
+    """Return both as text, in MiB where they would be equal otherwise."""
     texts = format_bytes(need_bytes), format_bytes(limit_bytes)
     return texts if texts[0] != texts[1] else (f"{need_bytes / 2**20:.0f} MiB", f"{limit_bytes / 2**20:.0f} MiB")
 
 
 class Predictor(Protocol):
-    """Predictions for runs on one cluster."""
+    """The protocol of predictions for the runs of one cluster, by which ``recommend`` ranks candidates.
+
+    ``hpcbench.forecast.forecast.Forecast`` implements it. All methods take a resolved run. The first two raise nothing:
+    a run without a prediction gets ``NotPredicted`` with the reason.
+    """
 
     def predict(self, spec: RunSpec, *, quick: bool = False) -> Prediction | NotPredicted:
-        """Return the prediction, or why there is none; ``quick`` may be less exact about its interval."""
+        """Return step time (s), its parts and its 90 % interval, and peak memory (bytes).
+
+        Args:
+            spec: The run.
+            quick: The interval may be computed without the posterior of a fitted machine.
+        """
 
     def memory_fit(self, spec: RunSpec) -> MemoryFit | NotPredicted:
-        """Return the memory alone, which is quick."""
+        """Return peak memory and memory limit of a rank (bytes), without computing a step time."""
 
     def machine(self, spec: RunSpec) -> Machine:
-        """Return the machine that prices the run."""
+        """Return the machine that prices the run.
+
+        Raises:
+            HpcbenchError: The profile or the calibration of the run's partition cannot be read.
+        """

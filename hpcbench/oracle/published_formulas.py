@@ -50,7 +50,7 @@ def ddlbench_gpipe_comm_s(transfers_s: Sequence[float], micro_batches: int) -> f
 
 
 class ParadlLayer(NamedTuple):
-    """One layer as the table sums over it."""
+    """The quantities of a layer that the table sums over."""
 
     input_items: float
     output_items: float
@@ -75,7 +75,7 @@ class ParadlJob(NamedTuple):
 
     @property
     def iterations(self) -> int:
-        """Per epoch. The table writes D/B, the authors' program rounds it up."""
+        """Number of iterations per epoch. The table has D/B; the authors' program rounds it up."""
         return ceil(self.samples / self.batch)
 
     def sample_s(self, p: int = 1) -> float:
@@ -91,13 +91,13 @@ class ParadlJob(NamedTuple):
         return self.item_bytes * sum(layer.weight_items / (p if layer.is_split else 1) for layer in self.layers)
 
     def memory_bytes(self, activations: float = 1.0, weights_over: int = 1) -> float:
-        """Twice, for gradients: ``activations`` of all activations, and the weights split over so many devices."""
+        """Return the bytes of the share ``activations`` of activations and of split weights, doubled for gradients."""
         items = sum(layer.input_items + layer.output_items for layer in self.layers) * self.batch
         return 2 * (self.item_bytes * items * activations + self.weight_bytes(weights_over))
 
 
 class ParadlEstimate(NamedTuple):
-    """Per epoch, and per device."""
+    """Seconds per epoch, and bytes per device."""
 
     compute_s: float
     comm_s: float
@@ -148,7 +148,7 @@ def paradl_pipeline(
 def paradl_data_filter(
     job: ParadlJob, p1: int, p2: int, inner: HockneyLink, outer: HockneyLink, phi: float = 1.0
 ) -> ParadlEstimate:
-    """``p1`` replicas of ``p2`` devices each, which split filters; ``phi`` flows share a link between replicas.
+    """Estimate ``p1`` replicas of ``p2`` devices, which split filters; ``phi`` flows share a link between replicas.
 
     Forward an all_gather of every layer's output but the last one's, backward an all_reduce. Input channels split are
     an all_reduce forward and an all_gather backward, which costs as much.
@@ -166,7 +166,7 @@ def paradl_data_filter(
 def paradl_data_spatial(
     job: ParadlJob, p1: int, p2: int, inner: HockneyLink, outer: HockneyLink, phi: float = 1.0
 ) -> ParadlEstimate:
-    """``p1`` replicas of ``p2`` devices each, which split the extent. Read from the authors' program.
+    """Estimate ``p1`` replicas of ``p2`` devices each, which split the extent, as in the authors' program.
 
     Gradients are reduced inside a replica first, then between replicas; the table has no row for it.
     """

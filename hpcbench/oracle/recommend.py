@@ -54,11 +54,11 @@ class Candidate(msgspec.Struct, kw_only=True):
     """90 % interval of the ratio; where it includes 1, the difference is inconclusive."""
     ratio_high: float = 1.0
     largest_batch_size: int | None = None
-    """Per replica, that still fits; looked for with the best ones alone."""
+    """Largest batch per replica that fits; it is computed for the best candidates alone."""
 
     @property
     def is_told_apart(self) -> bool:
-        """Whether it is slower than the best for all that is known."""
+        """Whether it is significantly slower than the best candidate."""
         return self.ratio_low > 1.0
 
 
@@ -90,7 +90,32 @@ def recommend(
     predictor: Predictor,
     objective: str = "samples_per_s",
 ) -> Recommendation:
-    """Rank the ways to run a model on ``world``. ``base``: model, data set and all else that the candidates share."""
+    """Rank the ways to run a model on a number of devices.
+
+    Args:
+        base: Parameters that all candidates share, by name: model, data set, precision, optimizer.
+        world: Nodes, ranks per node, and the batch size of a replica or of all replicas.
+        limits: The limits of the partition; a point that violates one becomes infeasible.
+        predictor: Predictions for the cluster.
+        objective: A key of ``OBJECTIVES``.
+
+    Returns:
+        The candidates that fit into memory, the best first, with ratios to the best and their 90 % intervals; and the
+        infeasible points, counted by strategy and kind of limit. ``candidates`` is empty if nothing fits.
+
+    Raises:
+        KeyError: ``objective`` is no key of ``OBJECTIVES``.
+        ConfigError: ``base`` names an unknown model.
+
+    Example:
+        >>> from hpcbench.config.cluster_profile import load_cluster
+        >>> from hpcbench.forecast.forecast import Forecast
+        >>> base, world = {"model": "vgg11", "dataset": "cifar10"}, DeviceAllocation(1, 2, {"batch_size": 8})
+        >>> forecast = Forecast(load_cluster("abci-v100")[0])
+        >>> best, *others = recommend(base, world, PartitionLimits("any"), forecast).candidates
+        >>> best.ratio, best.spec.ranks, len(others) > 3
+        (1.0, 2, True)
+    """
     search = _CandidateSearch(limits, predictor, OBJECTIVES[objective])
     search.add(non_pipeline_points(base, world))
     leaders = search.add(leading_pipeline_points(base, world, shared=not search.is_excluded("tensor")))

@@ -39,7 +39,7 @@ class ComputeOp(NamedTuple):
 
 
 class CollectiveOp(NamedTuple):
-    """One call of a process group."""
+    """A call of a process group."""
 
     operation: str
     payload_bytes: int
@@ -60,7 +60,7 @@ RowOp = ComputeOp | CollectiveOp | WaitEvent
 
 
 class RowCost(NamedTuple):
-    """One row of the table on one rank, for one micro-batch. All sizes are bytes on the rank."""
+    """The cost of a row of the table on a rank, for one micro-batch. All sizes are bytes on the rank."""
 
     forward: Sequence[RowOp]
     backward: Sequence[RowOp]

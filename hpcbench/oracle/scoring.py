@@ -97,7 +97,7 @@ def bootstrap_interval(
     """95 % percentile interval of ``statistic``, drawing whole clusters with replacement. The seed is fixed."""
     source = random.Random(_BOOTSTRAP_SEED)  # noqa: S311 - resampling, not secrecy
     drawn = [source.choices(clusters, k=len(clusters)) for _ in range(_BOOTSTRAP_RESAMPLES)]
-    values = sorted(statistic([value for cluster in one for value in cluster]) for one in drawn)
+    values = sorted(statistic([value for cluster in resample for value in cluster]) for resample in drawn)
     return quantile(values, 0.025), quantile(values, 0.975)
 
 
@@ -122,7 +122,7 @@ class PredictedBest(NamedTuple):
 
     best: ValidationCase
     chosen: ValidationCase | None
-    """``None`` where it says something of fewer than two, and for a baseline that chooses, of none."""
+    """``None`` if the predictor has fewer than two predictions of the group (none, for a baseline that chooses)."""
     regret: float | None
     """Relative difference between the step times per sample of the chosen and the best one; ``None`` where the chosen
     one did not run."""
@@ -296,7 +296,7 @@ class MemoryFitScore(msgspec.Struct, kw_only=True):
 
 
 class PredictorScore(msgspec.Struct, kw_only=True):
-    """One predictor's."""
+    """The scores of one predictor."""
 
     predictor: str
     total: AccuracySummary | None

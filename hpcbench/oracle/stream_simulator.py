@@ -37,7 +37,7 @@ class WaitEvent(NamedTuple):
 
 
 class RepeatEvent(NamedTuple):
-    """``events`` so many times, one after another. No call is running at the beginning and between two repetitions."""
+    """Repetitions of ``events``, one after another. No call is running at the beginning and between two of them."""
 
     times: int
     events: Sequence[StreamEvent]
@@ -55,7 +55,7 @@ class StreamTimes(NamedTuple):
     comm_s: float
     """Time in which any call was running: simultaneous calls of two lanes count once."""
     exposed_comm_s: float
-    """While the computing stream waited."""
+    """Time in which the computing stream waited for a call."""
     latency_s: float
     """The part of ``comm_s`` that is latency."""
 
@@ -112,23 +112,23 @@ class _CommStreams:
         """Communication stream and wire of the last call of each name, and its end."""
 
     def last(self) -> float:
-        """When all of it is through."""
+        """Return the end of the last call."""
         return max(self._ends.values(), default=0.0)
 
     def add(self, call: CommCall, now: float) -> float:
-        """The end of one more call."""
-        own = (call.lane, call.wire)
-        begin = max(now, self._ends.get(own, 0.0))
+        """Start a call, and return its end."""
+        stream = (call.lane, call.wire)
+        begin = max(now, self._ends.get(stream, 0.0))
         end = begin + call.seconds
         for other, until in list(self._ends.items()):
-            if other != own and other[1] == call.wire and until > begin:
+            if other != stream and other[1] == call.wire and until > begin:
                 # Two that share a wire evenly: the shorter one takes twice its time, the longer one both.
                 both = min(until - begin, call.seconds)
                 end += both
                 self._delay(other, begin, call.seconds)
-        self._ends[own] = end
+        self._ends[stream] = end
         if call.key is not None:
-            self.keys[call.key] = (own, end)
+            self.keys[call.key] = (stream, end)
         return end
 
     def hold_up(self, now: float, seconds: float, slowdown: float) -> None:

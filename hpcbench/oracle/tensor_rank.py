@@ -1,4 +1,4 @@
-"""One tensor-parallel rank of a transformer: its parameters, and its rows with communication, memory and kernels.
+"""A tensor-parallel rank of a transformer: its parameters, and its rows with communication, memory and kernels.
 
 Shoeybi et al. 2019, figure 3; with ``sequence_parallel`` Korthikanti et al. 2022. An MLP over two ranks, with what
 enters and leaves the split layers in brackets (the operations of the backward pass in lower case)::
@@ -47,7 +47,7 @@ _AUTOCAST_KINDS = ("Linear", "Conv2d", "Attention", "Mlp")
 
 
 class Fraction(NamedTuple):
-    """``part`` of ``total``, both integers, so that bytes are rounded once."""
+    """The fraction ``part`` of ``total``, both integers, so that bytes are rounded once."""
 
     part: int
     total: int
@@ -69,7 +69,7 @@ class RowFractions(NamedTuple):
 
 
 class TensorParallelRank:
-    """One rank's view of a layer table."""
+    """The part of a layer table that a tensor-parallel rank computes."""
 
     def __init__(self, spec: RunSpec, table: LayerTable, rank: int) -> None:
         options = options_with_defaults(spec)
@@ -87,13 +87,13 @@ class TensorParallelRank:
 
     def describe_rows(self) -> list[RowCost]:
         """Return every row of the table; the rows of equal blocks are described once."""
-        known: dict[tuple[object, ...], RowCost] = {}
+        cost_by_kind: dict[tuple[object, ...], RowCost] = {}
         costs = []
         for layer in self.table.layers:
             key = self._kind_of(layer)
-            if key not in known:
-                known[key] = self._with_memory(self._operations(layer), layer)
-            costs.append(known[key])
+            if key not in cost_by_kind:
+                cost_by_kind[key] = self._with_memory(self._operations(layer), layer)
+            costs.append(cost_by_kind[key])
         return costs
 
     def _kind_of(self, layer: LayerRow) -> tuple[object, ...]:

@@ -116,8 +116,8 @@ def saved_sample_bytes(spec: RunSpec, table: LayerTable) -> int:
     is_cast = spec.precision in ("bf16", "fp16") and DATASETS[spec.dataset].kind != "tokens"
     if is_cast or spec.sp_degree > 1:
         return 0
-    kept = next((layer.activation_bytes for layer in table.layers if layer.activation_bytes), 0)
-    return min(kept * parameter_number_bytes(spec) // FP32_BYTES, _sample_bytes(spec, table))
+    input_bytes = next((layer.activation_bytes for layer in table.layers if layer.activation_bytes), 0)
+    return min(input_bytes * parameter_number_bytes(spec) // FP32_BYTES, _sample_bytes(spec, table))
 
 
 def _sample_bytes(spec: RunSpec, table: LayerTable) -> int:

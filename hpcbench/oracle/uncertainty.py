@@ -70,16 +70,16 @@ def parameter_affects(name: str, spec: RunSpec) -> bool:
 
 
 def apply_parameters(machine: Machine, names: Sequence[str], logs: Sequence[float]) -> Machine:
-    """``machine`` with the named numbers multiplied by the exponentials of ``logs``."""
+    """Return ``machine`` with the named numbers multiplied by the exponentials of ``logs``."""
     factors = {name: exp(value) for name, value in zip(names, logs, strict=True)}
-    known, common = machine.compute.factors, factors.get(COMPUTE, 1.0)
-    any_model = known.get("", 1.0)
-    model_factors = {"": any_model * common} | {model: factor * common for model, factor in known.items()}
+    fitted_factors, common = machine.compute.factors, factors.get(COMPUTE, 1.0)
+    any_model = fitted_factors.get("", 1.0)
+    model_factors = {"": any_model * common} | {model: factor * common for model, factor in fitted_factors.items()}
     overheads = dict(machine.strategies)
     for name, factor in factors.items():
         scope, _, rest = name.partition(".")
         if scope == COMPUTE and rest:
-            model_factors[rest] = known.get(rest, any_model) * common * factor
+            model_factors[rest] = fitted_factors.get(rest, any_model) * common * factor
         elif scope == "strategy":
             strategy, _, number = rest.rpartition(".")
             overhead, field = overheads.get(strategy, StrategyOverhead()), _STRATEGY_FIELDS[number]
@@ -140,7 +140,7 @@ def log_step_spreads(
     for direction in zip(*posterior.roots, strict=True):
         ends = [0.0]
         for side in (-_DIRECTION_DEVIATIONS, _DIRECTION_DEVIATIONS):
-            there = apply_parameters(machine, names, [side * value for value in direction])
-            ends.append(log(predicted_step_s(there, spec, table, clock_of) / middle_s) / _DIRECTION_DEVIATIONS)
+            moved = apply_parameters(machine, names, [side * value for value in direction])
+            ends.append(log(predicted_step_s(moved, spec, table, clock_of) / middle_s) / _DIRECTION_DEVIATIONS)
         below, above = hypot(below, min(ends)), hypot(above, max(ends))
     return below, above

@@ -43,16 +43,24 @@ def selectable_strategies() -> dict[str, StrategyEntry]:
 
 
 class ModelEntry(NamedTuple):
-    """``builder`` is ``module:function``; ``min_size`` is the smallest edge length that it takes."""
+    """The registry entry of a model.
+
+    Example:
+        >>> entry = get_model("resnet18")
+        >>> entry.kind, entry.min_size
+        ('images', 8)
+    """
 
     builder: str
+    """``"module:function"`` of the function that builds the model; the worker imports it."""
     kind: str | None
     """The kind of data set that it takes: ``images``, ``volumes`` or ``tokens``; ``None`` is left to the model."""
     min_size: int
+    """The smallest input that it accepts: edge length in pixels or voxels, or tokens."""
     description: str
     options: dict[str, Option]
     own: bool = False
-    """A user's own strategy, which checks its options itself."""
+    """Whether it is a user's own model, which checks its options itself."""
     input_size: int | None = None
     """Default input size, in tokens or as an edge length; ``None`` for the data set's own."""
 

@@ -18,17 +18,17 @@ BATCH_SIZE_PARAMETERS = ("batch_size", "global_batch_size")
 
 def check_names(sweep: Sweep, profile: ClusterProfile | None = None) -> None:
     """Raise ``ConfigErrors`` with every name in ``sweep`` that does not exist and every parameter that is missing."""
-    known: dict[str, Iterable[str]] = {
+    choices_by_name: dict[str, Iterable[str]] = {
         "model": shipped_model_entries(),
         "dataset": DATASETS,
         "strategy": selectable_strategies(),
     }
     if sweep.values("rehearse"):
-        known["rehearse"] = find_cluster_profiles()
+        choices_by_name["rehearse"] = find_cluster_profiles()
     if profile is not None:
-        known |= {"partition": profile.partitions, "environment": profile.environments}
+        choices_by_name |= {"partition": profile.partitions, "environment": profile.environments}
     problems = [*_missing_parameter_problems(sweep), *_custom_model_problems(sweep, profile)]
-    for name, choices in known.items():
+    for name, choices in choices_by_name.items():
         for value in sweep.values(name):
             if value not in choices and not (name == "model" and is_custom_model(value)):
                 where = f" of cluster {profile.name}" if profile and name in ("partition", "environment") else ""
@@ -42,19 +42,19 @@ def check_names(sweep: Sweep, profile: ClusterProfile | None = None) -> None:
         check_names(sweep.reference, profile)
 
 
-def _custom_model_problems(sweep: Sweep, profile: ClusterProfile | None) -> list[HpcbenchError]:
+def _custom_model_problems(sweep: Sweep, profile: ClusterProfile | None) -> list[ConfigError]:
     """Users' own models and the folder that they are in; a sweep without a profile may leave that to the profile."""
-    own = [value for value in sweep.values("model") if is_custom_model(value)]
+    custom = [value for value in sweep.values("model") if is_custom_model(value)]
     folder = custom_model_folder(sweep, profile)
-    if folder is not None and not folder.is_dir() and (own or sweep.model_folder):
+    if folder is not None and not folder.is_dir() and (custom or sweep.model_folder):
         where = sweep.source.where(("model_folder",)) if sweep.model_folder else f"cluster {profile and profile.name}"
         return [ConfigError(f"model_folder: there is no folder {folder}", where=where)]
     where = sweep.where("model")
-    found: list[HpcbenchError] = [problem for value in own if (problem := check_custom_model(value, folder, where))]
-    if own and folder is None and profile is not None and not found:
-        message = f"model {own[0]!r} is your own, but neither the sweep nor cluster {profile.name} says where it is"
-        found.append(ConfigError(message, where=where, hint='set model_folder = "." at the top of the sweep'))
-    return found
+    problems = [problem for value in custom if (problem := check_custom_model(value, folder, where)) is not None]
+    if custom and folder is None and profile is not None and not problems:
+        message = f"model {custom[0]!r} is your own, but neither the sweep nor cluster {profile.name} says where it is"
+        problems.append(ConfigError(message, where=where, hint='set model_folder = "." at the top of the sweep'))
+    return problems
 
 
 def custom_model_folder(sweep: Sweep, profile: ClusterProfile | None) -> Path | None:
@@ -82,19 +82,19 @@ def _option_problems(
     sweep: Sweep, table: str, owner: str, entries: Mapping[str, StrategyEntry | ModelEntry]
 ) -> list[HpcbenchError]:
     owners = [entries[key] for key in sweep.values(owner) if key in entries]
-    known = {name: option for entry in owners for name, option in entry.options.items()}
+    options = {name: option for entry in owners for name, option in entry.options.items()}
     names = {parameter[1] for _, settings in sweep.settings() for parameter in settings if parameter[0] == table}
     problems: list[HpcbenchError] = []
     for name in sorted(names):
         where = sweep.where(table, name)
-        if name not in known:
+        if name not in options:
             if owner == "model" and any(is_custom_model(key) for key in sweep.values(owner)):
                 continue
             message = f"no {owner} of this sweep has the option {name!r}"
-            problems.append(ConfigError(message, where=where, hint=did_you_mean(name, known)))
+            problems.append(ConfigError(message, where=where, hint=did_you_mean(name, options)))
             continue
         for value in sweep.values(table, name):
-            if not known[name].accepts(value):
-                message = f"{table}.{name}: {known[name].expected()} expected, not {toml_literal(value)}"
+            if not options[name].accepts(value):
+                message = f"{table}.{name}: {options[name].expected()} expected, not {toml_literal(value)}"
                 problems.append(ConfigError(message, where=where))
     return problems

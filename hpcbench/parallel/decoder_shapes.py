@@ -76,7 +76,7 @@ class DecoderShape:
 
     @property
     def parameters(self) -> int:
-        """All parameters, tied embeddings counted once."""
+        """Number of parameters, with tied embeddings counted once."""
         embeddings = self.embedding_parameters * (1 if self.tied else 2) + self.learned_positions * self.hidden
         return self.layers * self.layer_parameters + embeddings + self.norm_vectors * self.hidden
 

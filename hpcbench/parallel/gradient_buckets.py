@@ -25,19 +25,19 @@ def fill_buckets(
     The backward pass ends with the first tensor, so buckets are filled from the last one on. A bucket is closed as
     soon as it holds its cap or more.
 
-    >>> buckets([8, 8, 8, 8], cap_bytes=16, first_cap_bytes=4)
+    >>> fill_buckets([8, 8, 8, 8], cap_bytes=16, first_cap_bytes=4)
     [[3], [2, 1], [0]]
     """
-    found: list[list[int]] = []
+    buckets: list[list[int]] = []
     current: list[int] = []
     held = 0
-    for place in range(len(tensor_bytes) - 1, -1, -1):
-        current.append(place)
-        held += tensor_bytes[place]
-        if held >= (cap_bytes if found else min(first_cap_bytes, cap_bytes)):
-            found.append(current)
+    for index in range(len(tensor_bytes) - 1, -1, -1):
+        current.append(index)
+        held += tensor_bytes[index]
+        if held >= (cap_bytes if buckets else min(first_cap_bytes, cap_bytes)):
+            buckets.append(current)
             current, held = [], 0
-    return [*found, current] if current else found
+    return [*buckets, current] if current else buckets
 
 
 def bucket_payload_bytes(tensor_bytes: Sequence[int], cap_bytes: int) -> list[int]:
@@ -92,7 +92,7 @@ def assign_owners(elements: Sequence[int], ranks: int, largest_first: bool) -> l
 
     ``largest_first`` as torch's ZeroRedundancyOptimizer does it; in the given order as fairscale's OSS does.
 
-    >>> owners([1, 5, 2, 2], 2, largest_first=True)
+    >>> assign_owners([1, 5, 2, 2], 2, largest_first=True)
     [[1], [2, 3, 0]]
     """
     order = list(range(len(elements)))

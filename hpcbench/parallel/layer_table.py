@@ -26,7 +26,15 @@ LOSS_ROW_NAME = "loss"
 
 
 class LayerRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One call of a leaf module, or what a module computes itself around its children. Per sample, in fp32."""
+    """A call of a leaf module, or the operations of a module outside of its children.
+
+    Shapes exclude the batch. FLOPs and bytes are those of one sample in fp32; other precisions scale the bytes.
+
+    Example:
+        >>> row = table.layers[0]
+        >>> row.name, row.kind, row.input_shape, row.output_shape, row.parameters
+        ('0.0', 'Conv2d', [1, 8, 8], [64, 8, 8], 576)
+    """
 
     name: str
     """Qualified name of the module; ``loss`` for the loss."""
@@ -42,13 +50,13 @@ class LayerRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     forward_flops: int
     """Two per multiply-add of convolutions, matrix products and attention; nothing else is counted."""
     backward_flops: int
-    """Without recomputation; without the gradient of an input that needs none."""
+    """FLOPs of the gradients that the layer computes, without recomputation."""
     activation_bytes: int
     """Bytes that autograd keeps for the backward pass, each storage at its first user; no parameters, no buffers."""
     activation_fixed_bytes: int
     """The part of it that does not grow with the batch (BatchNorm's statistics), for the whole batch."""
     output_bytes: int
-    """Size of what comes out."""
+    """Size of the output tensor."""
     forward_moved_bytes: int
     """Bytes that the operations of the forward pass read and write, as if nothing stayed in a cache; no parameters."""
     backward_moved_bytes: int
@@ -77,14 +85,24 @@ class LayerTotals(NamedTuple):
 
 
 class LayerTable(msgspec.Struct, frozen=True, kw_only=True):
-    """A model on a data set, layer by layer in the order of execution."""
+    """The calls of a model's layers on one sample of a data set, in the order of execution, with the loss last.
+
+    The table depends on the model, its options, the data set and the input size, and on no strategy: costs and limits
+    of strategies are computed from it. ``read_shipped_table`` returns the table of a shipped model;
+    ``python -m hpcbench.worker.layers`` measures that of any other.
+
+    Example:
+        >>> table = read_shipped_table("resnet18", "cifar10")
+        >>> table.blocks, table.totals().parameters, table.flops_per_sample()
+        (10, 11173962, 3328997376)
+    """
 
     version: int = LAYER_TABLE_VERSION
     model: str
     dataset: str
     input_size: int
     model_options: dict[str, Any] = {}
-    """Those that differ from the model's defaults."""
+    """Options that differ from the model's defaults."""
     blocks: int
     """Length of the model's sequence of blocks: where a pipeline may cut it."""
     parameter_tensors: list[TensorShape]
@@ -120,14 +138,14 @@ class LayerTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredLayerTable(LayerTable, frozen=True, kw_only=True):
-    """A table as its file has it: of equal blocks in succession the first alone."""
+    """The form of a table in its file: of equal blocks in succession the first alone."""
 
     repeated_blocks: dict[int, int] = {}
     """Number of equal blocks in succession, by the number of the first one: ``{1: 80}`` means blocks 1 to 80."""
 
 
 class LayerTableRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Which table is asked for; ``input_size`` is the data set's own where absent."""
+    """The model and data set of a layer table; ``input_size`` is the data set's own where absent."""
 
     model: str
     dataset: str
@@ -201,7 +219,7 @@ def _read_shipped_file(path: Path, _: tuple[int, int]) -> LayerTable:
 
 
 def decode_layer_table(data: bytes, where: str) -> LayerTable:
-    """``data`` as a table; ``ConfigError`` where it is none of this version."""
+    """Decode a table; ``ConfigError`` if ``data`` is none of this version."""
     try:
         table = msgspec.json.decode(data, type=StoredLayerTable)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -214,7 +232,7 @@ def decode_layer_table(data: bytes, where: str) -> LayerTable:
 
 
 def encode_layer_table(table: LayerTable) -> bytes:
-    """``table`` as JSON with one line a layer, so that a change shows as the layers that it changed."""
+    """Encode ``table`` as JSON with one line per layer, so that a diff shows the changed layers."""
     encode = msgspec.json.encode
     lines: list[bytes] = []
     stored = _folded(table)
@@ -254,8 +272,8 @@ def _folded(table: LayerTable) -> StoredLayerTable:
         if others:
             runs[first] = 1 + len(others)
     dropped = {first + number for first, count in runs.items() for number in range(1, count)}
-    kept = {name: [entry for entry in fields[name] if _block_of(entry) not in dropped] for name in _LISTS_BY_BLOCK}
-    return StoredLayerTable(**(fields | kept), repeated_blocks=runs)
+    remaining = {name: [entry for entry in fields[name] if _block_of(entry) not in dropped] for name in _LISTS_BY_BLOCK}
+    return StoredLayerTable(**(fields | remaining), repeated_blocks=runs)
 
 
 def _unfolded(stored: StoredLayerTable) -> LayerTable:
@@ -286,9 +304,9 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def memoized(size: int, key: Callable[..., tuple[Any, Hashable]]) -> Callable[[FunctionT], FunctionT]:
-    """Remember the last ``size`` answers of a function by what ``key`` returns for its arguments.
+    """Cache the last ``size`` results of a function by the value of ``key`` for its arguments.
 
-    That is an object, told from others by its identity, and something hashable.
+    ``key`` returns an object, distinguished by its identity, and a hashable value.
     """
 
     def decorate(function: FunctionT) -> FunctionT:

@@ -9,14 +9,14 @@ from typing import NamedTuple
 from hpcbench.config.run_spec import RunSpec
 
 MESH_AXES = ("dp", "pp", "sp", "tp")
-"""From the outermost axis to the innermost: ranks that differ in the last one alone are neighbours, on one node where
-the group is no larger than it. What communicates most lies innermost; data parallelism crosses nodes."""
+"""The axes from the outermost to the innermost: ranks that differ in the last one alone are neighbours, on one node if
+the group is no larger than it. The axes with most communication are innermost; data parallelism crosses nodes."""
 
 
 class RankMesh(NamedTuple):
     """Degrees in the order of ``MESH_AXES``; ranks are numbered row by row.
 
-    >>> mesh = Mesh(dp=2, tp=2)
+    >>> mesh = RankMesh(dp=2, tp=2)
     >>> mesh.group(2, "tp"), mesh.group(2, "dp")
     ([2, 3], [0, 2])
     """
@@ -41,19 +41,17 @@ class RankMesh(NamedTuple):
         return RankMesh(*grid_coordinates(self, rank))
 
     def rank(self, coordinates: RankMesh) -> int:
-        """The rank that stands there."""
+        """Return the rank at ``coordinates``."""
         return grid_rank(self, coordinates)
 
     def group(self, rank: int, *axes: str) -> list[int]:
         """The ranks that differ from ``rank`` on ``axes`` alone, itself among them, in ascending order."""
-        kept = [index for index, axis in enumerate(MESH_AXES) if axis not in axes]
-        own = self.coordinates(rank)
-        return [
-            other for other in range(self.size) if all(own[index] == self.coordinates(other)[index] for index in kept)
-        ]
+        fixed = [index for index, axis in enumerate(MESH_AXES) if axis not in axes]
+        position = self.coordinates(rank)
+        return [other for other in range(self.size) if all(position[at] == self.coordinates(other)[at] for at in fixed)]
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """All groups along ``axes``: together they hold every rank once."""
+        """Return the groups along ``axes``; each rank is in one of them."""
         return [group for rank in range(self.size) if (group := self.group(rank, *axes))[0] == rank]
 
 
@@ -80,7 +78,7 @@ MIN_SAMPLES_PER_REPLICA = 2
 
 
 def even_ranges(total: int, parts: int) -> list[range]:
-    """``total`` things over ``parts`` takers, the first ``total % parts`` of them one more.
+    """Divide ``total`` positions into ``parts`` ranges; the first ``total % parts`` have one more.
 
     >>> even_ranges(7, 3)
     [range(0, 3), range(3, 5), range(5, 7)]

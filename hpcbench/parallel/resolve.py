@@ -46,9 +46,29 @@ class InfeasiblePoint:
 
 
 def resolve_point(point: dict[str, Any], limits: PartitionLimits) -> RunSpec | InfeasiblePoint:
-    """The run that ``point`` means on a partition with ``limits``.
+    """Resolve a point of a sweep to a run: fill in its degrees, and check it against all limits.
 
-    ``point`` holds valid names and types (``hpcbench.config`` and ``check_names`` saw to that).
+    A strategy's own degree takes the devices that the other degrees leave. Options that belong to other strategies or
+    models of the sweep are dropped, and options at their default left out.
+
+    Args:
+        point: Parameters by name, those of ``options``, ``model_options`` and ``env`` in dictionaries. Names and types
+            must be valid: ``load_sweep`` and ``check_names`` check them.
+        limits: The limits of the partition that the run is for.
+
+    Returns:
+        The run, or the point with the reason why it is infeasible.
+
+    Raises:
+        ConfigError: The strategy or the model is unknown.
+        msgspec.ValidationError: A parameter is unknown, of a wrong type, or out of its bounds.
+
+    Example:
+        >>> point = {"strategy": "1f1b", "model": "vgg11", "dataset": "cifar10", "batch_size": 8, "tasks_per_node": 2}
+        >>> resolve_point(point | {"micro_batches": 4}, PartitionLimits("any")).pp_degree
+        2
+        >>> resolve_point(point | {"micro_batches": 3}, PartitionLimits("any")).reason
+        'batch_size 8 cannot be cut into 3 equal micro_batches'
     """
     values = dict(point)
     _drop_foreign_options(values)
@@ -92,12 +112,12 @@ def _drop_foreign_options(point: dict[str, Any]) -> None:
     A user's own model gets all of them.
     """
     entry = get_model(point["model"])
-    for key, known in (("options", get_strategy(point["strategy"]).options), ("model_options", entry.options)):
+    for key, options in (("options", get_strategy(point["strategy"]).options), ("model_options", entry.options)):
         if point.get(key) and not (key == "model_options" and entry.own):
             point[key] = {
-                name: known[name].kind(value)
+                name: options[name].kind(value)
                 for name, value in point[key].items()
-                if name in known and value != known[name].default
+                if name in options and value != options[name].default
             }
 
 

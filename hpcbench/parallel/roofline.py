@@ -23,7 +23,7 @@ COPY_KIND = "copy"
 
 
 class Kernel(NamedTuple):
-    """One computation of one rank. Equal kernels take equal time; sizes are those of the whole micro-batch."""
+    """A computation of a rank. Equal kernels take equal time; sizes are those of the whole micro-batch."""
 
     kind: str
     """The layer's class; of an update the optimizer."""
@@ -46,14 +46,14 @@ class KernelSample(msgspec.Struct, frozen=True, kw_only=True):
     kernel: Kernel
     seconds: float
     spread: float = 0.0
-    """Relative."""
+    """Relative spread."""
 
 
 class DeviceCompute(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's device."""
+    """The rates of the device that a rank computes on."""
 
     peak_flops_per_s: dict[str, float]
-    """Per precision."""
+    """Peak rates by precision."""
     memory_bandwidth_bytes_per_s: float
     launch_s: float
     """Seconds of a kernel's launch, in addition to its computation."""
@@ -87,7 +87,7 @@ _NEIGHBOURS = 6
 _NEAR_DISTANCE = 0.25
 """Distance (of the logarithms) below which two kernels are as good as equal."""
 _FAR_DISTANCE = 1.5
-"""Distance at which a measured kernel says half of what it says of itself, and its kind the other half."""
+"""Distance at which a measured kernel and the mean of its kind have equal weight in a prediction."""
 _ANY_KIND = "*"
 _MATRIX_PRODUCT_KINDS = ("Linear", "Product")
 _TILE_ELEMENTS = 256 * 128
@@ -189,9 +189,9 @@ def _kernel_features(kernel: Kernel) -> _FeatureVector:
     )
 
 
-def _log_correction(at: _FeatureVector, known: Sequence[_CorrectionSample], typical: float) -> float:
+def _log_correction(features: _FeatureVector, samples: Sequence[_CorrectionSample], typical: float) -> float:
     """Weighted mean of the nearest kernels' logarithms of measured over roofline; far from all of them ``typical``."""
-    distances = _nearest_samples(at, known)
+    distances = _nearest_samples(features, samples)
     if not distances:
         return 0.0
     weighted = [
@@ -201,27 +201,27 @@ def _log_correction(at: _FeatureVector, known: Sequence[_CorrectionSample], typi
     return typical + (mean - typical) / (1.0 + (distances[0][0] / _FAR_DISTANCE) ** 2)
 
 
-def _nearest_samples(at: _FeatureVector, known: Sequence[_CorrectionSample]) -> list[tuple[float, float]]:
-    """Distance and value of the ``_NEIGHBOURS`` nearest of ``known``, ascending by the features.
+def _nearest_samples(features: _FeatureVector, samples: Sequence[_CorrectionSample]) -> list[tuple[float, float]]:
+    """Distance and value of the ``_NEIGHBOURS`` nearest of ``samples``, ascending by the features.
 
     The search starts at the nearest first feature, in both directions, and ends where that distance alone exceeds those
     of all neighbours.
     """
-    low = bisect_left(known, (at, 0.0)) - 1
-    high, found = low + 1, list[tuple[float, float]]()
-    while low >= 0 or high < len(known):
-        below = at[0] - known[low][0][0] if low >= 0 else inf
-        above = known[high][0][0] - at[0] if high < len(known) else inf
-        if len(found) == _NEIGHBOURS and min(below, above) > found[-1][0]:
+    low = bisect_left(samples, (features, 0.0)) - 1
+    high, neighbours = low + 1, list[tuple[float, float]]()
+    while low >= 0 or high < len(samples):
+        below = features[0] - samples[low][0][0] if low >= 0 else inf
+        above = samples[high][0][0] - features[0] if high < len(samples) else inf
+        if len(neighbours) == _NEIGHBOURS and min(below, above) > neighbours[-1][0]:
             break
         if below <= above:
-            features, value = known[low]
+            sample_features, value = samples[low]
             low -= 1
         else:
-            features, value = known[high]
+            sample_features, value = samples[high]
             high += 1
-        distance = dist(at, features)
-        if len(found) < _NEIGHBOURS or (distance, value) < found[-1]:
-            insort(found, (distance, value))
-            del found[_NEIGHBOURS:]
-    return found
+        distance = dist(features, sample_features)
+        if len(neighbours) < _NEIGHBOURS or (distance, value) < neighbours[-1]:
+            insort(neighbours, (distance, value))
+            del neighbours[_NEIGHBOURS:]
+    return neighbours

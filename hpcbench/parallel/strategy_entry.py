@@ -16,7 +16,15 @@ _EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 class Option(NamedTuple):
-    """One entry of a strategy's or a model's own ``options``."""
+    """The declaration of one key of a strategy's ``options`` or a model's ``model_options``.
+
+    The type of the default is the type of all values: bool, int, float or str.
+
+    Example:
+        >>> form = Option("gathered", "layout of activations", choices=("gathered", "sharded"))
+        >>> form.accepts("sharded"), form.accepts(1), form.expected()
+        (True, False, '"gathered" or "sharded"')
+    """
 
     default: Any
     description: str
@@ -57,7 +65,7 @@ class HybridAlias(NamedTuple):
 
 
 class ParityCase(NamedTuple):
-    """One small training that must give the reference's losses, gradients and weights on real ranks.
+    """A small training that must give the reference's losses, gradients and weights on real ranks.
 
     ``degrees`` replaces the default, which gives all ranks to the strategy's own degree.
     """
@@ -70,7 +78,7 @@ class ParityCase(NamedTuple):
     micro_batches: int = 1
     degrees: Mapping[str, int] = _EMPTY
     devices_per_task: int = 1
-    """Above 1 for a strategy whose one process drives several devices."""
+    """Devices that one process drives; above 1 for strategies that drive several."""
 
 
 class CalibrationRuns(NamedTuple):

@@ -37,7 +37,7 @@ def group_call_factory(group_size: int) -> Callable[[str, int], Traffic]:
 
 
 def merge_calls(calls: Iterable[Traffic]) -> list[Traffic]:
-    """One entry for equal calls, in ascending order."""
+    """Return one entry for equal calls, in ascending order."""
     counts: Counter[tuple[str, int, int]] = Counter()
     for call in calls:
         counts[call.operation, call.group_size, call.payload_bytes] += call.count
@@ -53,13 +53,13 @@ def total_payload_bytes(calls: Iterable[Traffic]) -> int:
 
 
 class MessageShape(NamedTuple):
-    """One call of a group: ``all_reduce:4:2:1:65536`` in the option ``messages``."""
+    """The shape of a call of a group: ``all_reduce:4:2:1:65536`` in the option ``messages``."""
 
     operation: str
     ranks: int
     """Number of ranks of one group."""
     ranks_per_node: int
-    """On every node of the group."""
+    """Number of ranks of the group on each of its nodes."""
     rivals: int
     """Groups that use a node's way out at the same time; 1 inside a node."""
     payload_bytes: int

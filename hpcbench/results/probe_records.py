@@ -68,7 +68,7 @@ class CollectiveProbe(_ProbeRecord, kw_only=True):
     """One call of many that followed each other: the slowest rank's seconds, the median of all repeats."""
 
     operation: str
-    """One of ``parallel.traffic.OPERATIONS``, or ``exchange``: both neighbours send to each other at the same time."""
+    """One of ``parallel.traffic.COMM_OPERATIONS``, or ``exchange``: both neighbours send to each other at once."""
     ranks: int
     """Number of ranks of one group."""
     nodes: int

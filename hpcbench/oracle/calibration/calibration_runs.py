@@ -29,7 +29,7 @@ PROBE_LOOPS = "probe_loops"
 
 
 class CalibrationRun(NamedTuple):
-    """One run that ended well."""
+    """The result of a run, with the layer table of its model."""
 
     result: RunResult
     table: LayerTable
@@ -53,13 +53,13 @@ class CalibrationRun(NamedTuple):
 
 
 def usable_runs(runs: Iterable[CalibrationRun]) -> list[CalibrationRun]:
-    """Those that ended well and timed steps that were computed, not rehearsed."""
-    return [one for one in runs if one.result.status == STATUS_OK and one.step_s > 0 and not one.spec.rehearse]
+    """Return the runs that ended well and whose timed steps were computed, not emulated."""
+    return [run for run in runs if run.result.status == STATUS_OK and run.step_s > 0 and not run.spec.rehearse]
 
 
 def runs_of_strategy(runs: Sequence[CalibrationRun], *keys: str) -> list[CalibrationRun]:
-    """Those of one of ``keys``."""
-    return [one for one in runs if one.spec.strategy in keys]
+    """Return the runs of the strategies ``keys``."""
+    return [run for run in runs if run.spec.strategy in keys]
 
 
 def rms_log_error(pairs: Iterable[tuple[float, float]]) -> float:
@@ -84,7 +84,7 @@ def fit_residual(part: str, what: str, pairs: Sequence[tuple[float, float]]) -> 
 
 _SEEDS_PER_CALIBRATION = 100
 _MAX_NODES = 4
-"""Beyond them latency and bandwidth are extrapolated by the algorithms' structure."""
+"""Latency and bandwidth between more nodes are extrapolated by the structure of the algorithms."""
 _LAUNCHES = 3
 PROBE_STEPS = {"warmup_steps": 2, "steps": 8, "profile_steps": 0, "learning_rate": 0.001}
 """Steps of a run of a calibration, before its measurements."""
@@ -102,19 +102,19 @@ class CalibrationWorkload(NamedTuple):
 
     def keys(self, times: int = 1) -> dict[str, Any]:
         """Return the parameters, with ``times`` the batch size."""
-        found: dict[str, Any] = {"model": self.model, "dataset": self.dataset, "batch_size": times * self.batch_size}
+        point: dict[str, Any] = {"model": self.model, "dataset": self.dataset, "batch_size": times * self.batch_size}
         if self.input_size is not None:
-            found["input_size"] = self.input_size
-        return found | ({"precision": self.precision} if self.precision != "fp32" else {})
+            point["input_size"] = self.input_size
+        return point | ({"precision": self.precision} if self.precision != "fp32" else {})
 
 
 class DeviceWorkloads(NamedTuple):
     """The workloads for a kind of device: a step is long enough to be timed and short enough to be repeated."""
 
     layers: tuple[CalibrationWorkload, ...]
-    """Between them every kind of layer that a shipped model has, in two and in three dimensions."""
+    """Workloads whose layers are of every kind that a shipped model has, in two and in three dimensions."""
     transformer: CalibrationWorkload
-    """One of ``layers``, for every strategy but those that split channels."""
+    """Workload of the strategies that do not split channels; it is one of ``layers``."""
     convolutional: CalibrationWorkload
 
 
@@ -139,7 +139,7 @@ class CalibrationScale(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """All of them."""
+        """Number of ranks on all nodes."""
         return self.nodes * self.tasks_per_node
 
     def keys(self) -> dict[str, int]:
@@ -205,7 +205,7 @@ def _probe_points(
 ) -> Iterator[dict[str, Any]]:
     for workload in workloads.layers:
         yield {"strategy": "probe_layers", **workload.keys(), "options": {"budget_s": budget_s}}
-        # Launches differ by more than steps do, and everything else is told from what a lone rank takes.
+        # Launches differ by more than steps do, and all other figures are fitted relative to the time of a lone rank.
         for launch in range(1, _LAUNCHES):
             yield {"strategy": "single", **workload.keys(), "seed": seed + launch}
     for world in collective_scales(size):
@@ -216,7 +216,7 @@ def _probe_points(
 
 
 def collective_scales(size: CalibrationScale) -> list[CalibrationScale]:
-    """Inside a node, between nodes, and several groups on the same nodes."""
+    """Return scales for a group inside a node, a group between nodes, and several groups on the same nodes."""
     scales = [(1, 2), (1, 4), (2, 1), (4, 1), (2, max(min(size.tasks_per_node, 4), 2))]
     fitting = [(nodes, tasks) for nodes, tasks in scales if nodes <= size.nodes and tasks <= size.tasks_per_node]
     return [CalibrationScale(nodes, tasks) for nodes, tasks in fitting]
@@ -267,7 +267,7 @@ def _micro_batched_keys(runs: CalibrationRuns, workload: CalibrationWorkload, ti
 def _toml_value(value: Any) -> str:
     """Words, numbers and flat tables of them."""
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_toml_value(one)}" for key, one in value.items()) + " }"
+        return "{ " + ", ".join(f"{key} = {_toml_value(entry)}" for key, entry in value.items()) + " }"
     # JSON's words and numbers are TOML's, too.
     return msgspec.json.encode(value).decode()
 

@@ -95,21 +95,21 @@ def user_calibration_folder(cluster: str) -> Path:
 
 
 def read_calibrations(tree: ClusterTree, cluster: str) -> tuple[list[StoredCalibration], list[str]]:
-    """All that can be read, the newest first, and what is wrong with others, in words."""
-    found: list[StoredCalibration] = []
+    """Return the readable calibrations, the newest first, and the errors of the unreadable ones as text."""
+    calibrations: list[StoredCalibration] = []
     problems: list[str] = []
     for folder in (tree.path("calibrations"), user_calibration_folder(cluster)):
         for path in sorted(path for path in folder.glob("*.json") if _FILE_NAME.fullmatch(path.name)):
             try:
-                found.append(StoredCalibration(read_calibration(path), path))
+                calibrations.append(StoredCalibration(read_calibration(path), path))
             except StorageError as error:
                 problems.append(error.message)
-    found.sort(key=lambda one: (one.calibration.made_at, one.path.name), reverse=True)
-    return found, problems
+    calibrations.sort(key=lambda stored: (stored.calibration.made_at, stored.path.name), reverse=True)
+    return calibrations, problems
 
 
 def read_calibration(path: Path) -> Calibration:
-    """The calibration in ``path``; ``StorageError`` where it cannot be read or is not what its name says."""
+    """Read a calibration; ``StorageError`` if it is unreadable or its content differs from the hash in its name."""
     try:
         data = read_regular(path)
     except OSError as error:
@@ -139,15 +139,15 @@ _SOURCE_NAMES = {"calibrated": "calibration", "fitted": "fit of whole runs", "no
 def machine_for(
     profile: ClusterProfile, tree: ClusterTree | None, partition: str | None = None, tasks_per_node: int = 1
 ) -> Machine:
-    """The newest calibration of the cluster, or the profile's numbers where there is none.
+    """Return the machine of the cluster's newest calibration, or the nominal one if there is none.
 
-    ``tree`` is the cluster's. ``notes`` of the machine say what was chosen against what, and what has changed since.
+    ``tree`` is the cluster's. ``notes`` of the machine contain the choice and the changes of the profile since then.
     """
     nominal = nominal_machine(profile, partition, tasks_per_node)
     if tree is None:
         return nominal
-    found, problems = read_calibrations(tree, profile.name)
-    chosen = calibration_of_partition(found, profile, partition)
+    calibrations, problems = read_calibrations(tree, profile.name)
+    chosen = calibration_of_partition(calibrations, profile, partition)
     if chosen is None:
         return msgspec.structs.replace(nominal, notes=[*nominal.notes, *problems])
     return apply_calibration(nominal, chosen, problems)
@@ -231,14 +231,15 @@ def _current_shapes(calibration: Calibration, today: CommParameters) -> Measured
     return shapes.over_links((today.intra_node, today.inter_node))
 
 
-def _rescaled_link(found: HockneyLink, then: HockneyLink, now: HockneyLink) -> HockneyLink:
-    """``found`` when the profile said ``then``, as far off what it says now."""
-    if then == now:
-        return found
-    if found == then:
-        return now
-    latency = found.latency_s / then.latency_s if then.latency_s else 1.0
-    return HockneyLink(latency * now.latency_s, found.beta_s_per_byte / then.beta_s_per_byte * now.beta_s_per_byte)
+def _rescaled_link(fitted: HockneyLink, profile_then: HockneyLink, profile_now: HockneyLink) -> HockneyLink:
+    """Return ``fitted``, scaled by the ratio of the profile's link today to its link when it was fitted."""
+    if profile_then == profile_now:
+        return fitted
+    if fitted == profile_then:
+        return profile_now
+    latency = fitted.latency_s / profile_then.latency_s if profile_then.latency_s else 1.0
+    beta = fitted.beta_s_per_byte / profile_then.beta_s_per_byte
+    return HockneyLink(latency * profile_now.latency_s, beta * profile_now.beta_s_per_byte)
 
 
 def calibration_of_partition(
@@ -246,8 +247,8 @@ def calibration_of_partition(
 ) -> StoredCalibration | None:
     """Return the newest of ``stored`` of that partition, else of one with the same nodes."""
     wanted = partition or profile.default_partition
-    known = [each for each in stored if each.calibration.partition in (None, *profile.partitions)]
-    alike = [each for each in known if profile.node_of(each.calibration.partition) == profile.node_of(wanted)]
+    of_partitions = [each for each in stored if each.calibration.partition in (None, *profile.partitions)]
+    alike = [each for each in of_partitions if profile.node_of(each.calibration.partition) == profile.node_of(wanted)]
     return next((each for each in stored if each.calibration.partition == wanted), next(iter(alike), None))
 
 

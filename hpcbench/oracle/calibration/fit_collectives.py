@@ -33,12 +33,12 @@ _MIN_POINTS_PER_BAND = 3
 _MEASUREMENT_NOISE = 0.03
 """Standard deviation that the spread within a launch does not contain, as a fraction."""
 _SMALL_MESSAGE_BYTES = 128 * 1024
-"""Four times the burst of a usual shaper: what is smaller runs ahead of the link's rate."""
+"""Four times the burst of a usual traffic shaper: smaller messages exceed the rate of the link."""
 _MAX_ITERATIONS = 8
 
 
 class CollectivePoint(NamedTuple):
-    """One size of one operation."""
+    """The time of an operation at one payload."""
 
     payload_bytes: float
     seconds: float
@@ -56,20 +56,20 @@ class SizeBandFit(NamedTuple):
 def fit_collectives(
     comm: CommParameters, probes: Sequence[CollectiveProbe], call_s: float, trees: bool
 ) -> tuple[list[CollectiveSample], list[FitResidual], list[str]]:
-    """Corrections of the links of ``comm``; ``call_s`` of every reading is the computing thread's.
+    """Return corrections of the links of ``comm``, their residuals and notes.
 
-    ``trees``: see ``Span``.
+    ``call_s`` seconds of every measured call are those of the computing thread. ``trees``: see ``GroupLinks``.
     """
     groups: dict[tuple[str, int, int], list[CollectiveProbe]] = defaultdict(list)
-    for one in probes:
-        if one.groups == 1 and one.operation in COMM_OPERATIONS:
-            groups[one.operation, one.ranks, one.nodes].append(one)
+    for probe in probes:
+        if probe.groups == 1 and probe.operation in COMM_OPERATIONS:
+            groups[probe.operation, probe.ranks, probe.nodes].append(probe)
     samples: list[CollectiveSample] = []
     residuals: list[FitResidual] = []
-    for (operation, ranks, nodes), found in sorted(groups.items()):
+    for (operation, ranks, nodes), group_probes in sorted(groups.items()):
         nominal = comm.inter_node if nodes > 1 else comm.intra_node
         span = GroupLinks(ranks, nodes, comm.intra_node, comm.inter_node, trees)
-        for line in fit_bands(operation, span, collective_points(found, call_s), nominal):
+        for line in fit_bands(operation, span, collective_points(group_probes, call_s), nominal):
             samples.append(
                 CollectiveSample(
                     operation=operation,
@@ -84,23 +84,23 @@ def fit_collectives(
             sizes = (format_bytes_short(point.payload_bytes) for point in (line.points[0], line.points[-1]))
             what = f"{operation}, {ranks} ranks on {nodes} node{'s' if nodes > 1 else ''}, {' to '.join(sizes)}"
             residuals.append(fit_residual("collectives", what, _fitted_and_measured(operation, span, line)))
-    there = {one.operation for one in samples}
-    missing = [operation for operation in COMM_OPERATIONS if operation not in there]
-    notes = [f"not measured: {', '.join(missing)}; taken to be as all_reduce"] if missing and there else []
-    return samples, residuals, notes if there else ["no collective was measured: links are the profile's"]
+    measured = {sample.operation for sample in samples}
+    missing = [operation for operation in COMM_OPERATIONS if operation not in measured]
+    notes = [f"not measured: {', '.join(missing)}; taken to be as all_reduce"] if missing and measured else []
+    return samples, residuals, notes if measured else ["no collective was measured: links are the profile's"]
 
 
-def collective_points(found: Sequence[CollectiveProbe], call_s: float) -> list[CollectivePoint]:
-    """One a size: the median over launches; their spread is the larger of that within and that between them."""
+def collective_points(probes: Sequence[CollectiveProbe], call_s: float) -> list[CollectivePoint]:
+    """Return a point per size: the median over launches, with the larger of the spreads within and between launches."""
     by_size: dict[int, list[CollectiveProbe]] = defaultdict(list)
-    for one in found:
-        by_size[one.payload_bytes].append(one)
+    for probe in probes:
+        by_size[probe.payload_bytes].append(probe)
     points = []
-    for size, same in sorted(by_size.items()):
-        seconds = [max(one.seconds - call_s, 0.2 * one.seconds) for one in same]
-        middle = median(seconds)
-        between = sqrt(sum((one / middle - 1) ** 2 for one in seconds) / (len(seconds) - 1)) if len(seconds) > 1 else 0
-        points.append(CollectivePoint(size, middle, max(between, median(one.spread for one in same))))
+    for size, same_size in sorted(by_size.items()):
+        times = [max(probe.seconds - call_s, 0.2 * probe.seconds) for probe in same_size]
+        middle = median(times)
+        between = sqrt(sum((value / middle - 1) ** 2 for value in times) / (len(times) - 1)) if len(times) > 1 else 0
+        points.append(CollectivePoint(size, middle, max(between, median(probe.spread for probe in same_size))))
     return points
 
 
@@ -141,29 +141,29 @@ def _split_bands(bands: Sequence[list[CollectivePoint]]) -> list[list[list[Colle
 
 
 def fit_link(operation: str, span: GroupLinks, points: Sequence[CollectivePoint], start: HockneyLink) -> HockneyLink:
-    """Latency and time per byte, both 0 or more, that lie nearest to ``points``.
+    """Return the latency and the time per byte, both 0 or more, that fit ``points`` best.
 
-    Which of several algorithms is the faster depends on what is looked for, so that it is looked for anew a few times.
+    The faster one of several algorithms depends on the fitted link, so that the fit is repeated a few times.
     """
     wire = start
     for _ in range(_MAX_ITERATIONS):
         rows = []
-        for one in points:
-            messages, bytes_moved = link_coefficients(operation, span, one.payload_bytes, wire)
-            weight = 1.0 / (one.seconds * sqrt(one.spread**2 + _MEASUREMENT_NOISE**2)) ** 2
-            rows.append((messages, bytes_moved, one.seconds, weight))
-        found = HockneyLink(*non_negative_least_squares(rows))
-        if found == wire:
+        for point in points:
+            messages, bytes_moved = link_coefficients(operation, span, point.payload_bytes, wire)
+            weight = 1.0 / (point.seconds * sqrt(point.spread**2 + _MEASUREMENT_NOISE**2)) ** 2
+            rows.append((messages, bytes_moved, point.seconds, weight))
+        refitted = HockneyLink(*non_negative_least_squares(rows))
+        if refitted == wire:
             break
-        wire = found
+        wire = refitted
     return wire
 
 
 def link_coefficients(operation: str, span: GroupLinks, payload_bytes: float, wire: HockneyLink) -> tuple[float, float]:
     """Return the factors of latency and of bytes in the time of one call on links like ``wire``."""
 
-    def at(given: HockneyLink) -> GroupLinks:
-        return span._replace(intra_node=given, inter_node=given)
+    def at(link: HockneyLink) -> GroupLinks:
+        return span._replace(intra_node=link, inter_node=link)
 
     latency, per_byte = at(HockneyLink(1.0, 0.0)), at(HockneyLink(0.0, 1.0))
     if operation == "all_reduce":
@@ -175,9 +175,9 @@ def link_coefficients(operation: str, span: GroupLinks, payload_bytes: float, wi
 
 
 def non_negative_least_squares(rows: Sequence[tuple[float, float, float, float]]) -> tuple[float, float]:
-    """x, y >= 0 that make the sum of w (a x + b y - t)^2 least, of rows (a, b, t, w).
+    """Return x, y >= 0 that minimise the sum of w (a x + b y - t)^2 over rows (a, b, t, w).
 
-    With two unknowns the least is inside, or on one of the two edges.
+    With two unknowns the minimum is inside, or on one of the two edges.
     """
     aa = sum(w * a * a for a, _, _, w in rows)
     ab = sum(w * a * b for a, b, _, w in rows)
@@ -190,12 +190,12 @@ def non_negative_least_squares(rows: Sequence[tuple[float, float, float, float]]
         if x >= 0 and y >= 0:
             return x, y
     edges = [(max(at / aa, 0.0) if aa else 0.0, 0.0), (0.0, max(bt / bb, 0.0) if bb else 0.0)]
-    return min(edges, key=lambda one: sum(w * (a * one[0] + b * one[1] - t) ** 2 for a, b, t, w in rows))
+    return min(edges, key=lambda edge: sum(w * (a * edge[0] + b * edge[1] - t) ** 2 for a, b, t, w in rows))
 
 
 def _fitted_and_measured(operation: str, span: GroupLinks, line: SizeBandFit) -> list[tuple[float, float]]:
-    there = span._replace(intra_node=line.wire, inter_node=line.wire)
-    return [(max(collective_s(operation, there, one.payload_bytes), 1e-9), one.seconds) for one in line.points]
+    links = span._replace(intra_node=line.wire, inter_node=line.wire)
+    return [(max(collective_s(operation, links, point.payload_bytes), 1e-9), point.seconds) for point in line.points]
 
 
 def format_bytes_short(size_bytes: float) -> str:

@@ -32,7 +32,7 @@ _KIND_PRIOR_SPREAD = 0.3
 
 
 def _seconds_by_kind(compute: DeviceCompute, run: CalibrationRun) -> dict[str, float]:
-    """Return what the kernels of a lone device's step take, by kind of layer; those of the update by its optimizer."""
+    """Return the time of the kernels of a step on one device, by kind of layer, for the update by its optimizer."""
     spec, roofline = msgspec.structs.replace(run.spec, strategy="single", options={}), RooflineModel.of(compute)
     updates = update_kernels(spec, parameter_bytes(spec, run.table))
     seconds: dict[str, float] = defaultdict(float)
@@ -44,7 +44,7 @@ def _seconds_by_kind(compute: DeviceCompute, run: CalibrationRun) -> dict[str, f
 def fit_kind_factors(steps: Sequence[tuple[Mapping[str, float], float]]) -> dict[str, float]:
     """Return a factor for each kind of layer, after which the kernels of all steps are too short by the same ratio.
 
-    ``steps``: seconds by kind, and what the whole step takes. Robust ridge regression of the logarithms; kinds that no
+    ``steps``: seconds by kind, and the time of the whole step. Robust ridge regression of the logarithms; kinds that no
     two models distinguish are drawn to 1, as all are where one model alone was measured.
     """
     names = sorted({name for parts, _ in steps for name in parts})
@@ -57,12 +57,12 @@ def fit_kind_factors(steps: Sequence[tuple[Mapping[str, float], float]]) -> dict
             for parts, whole_s in steps
         ]
 
-    found = find_mode(misses, [_KIND_PRIOR_SPREAD] * len(names))
-    return dict(zip(names, map(exp, found.at), strict=True))
+    mode = find_mode(misses, [_KIND_PRIOR_SPREAD] * len(names))
+    return dict(zip(names, map(exp, mode.at), strict=True))
 
 
 MIN_COMPUTE_SPREAD = 0.03
-"""Nobody knows a step's computation better than that before it has run."""
+"""Smallest relative uncertainty of the computation of a step that has not run."""
 _ONE_MODEL_SPREAD = 0.2
 """Standard deviation with a single measured model: there is no other to test the fit on."""
 
@@ -86,29 +86,31 @@ def part_share(split: str, parts: int) -> RowShare:
 def kernel_samples(spec: RunSpec, table: LayerTable, probe: ProbeResults) -> list[KernelSample]:
     """Return the measured kernels as predictions request them. Rows that the table lacks are ignored."""
     rows = {(layer.name, layer.kind): layer for layer in reversed(table.layers)}
-    found = []
-    for one in probe.kernels:
-        layer = rows.get((one.row, one.kind))
-        if layer is None:
+    samples = []
+    for probed in probe.kernels:
+        row = rows.get((probed.row, probed.kind))
+        if row is None:
             continue
-        passes = row_kernels(spec, layer, one.samples, probed_share(one))
-        found.append(KernelSample(kernel=passes.forward, seconds=one.forward_s, spread=one.spread))
-        if one.backward_s is not None:
-            found.append(KernelSample(kernel=passes.backward, seconds=one.backward_s, spread=one.spread))
+        passes = row_kernels(spec, row, probed.samples, probed_share(probed))
+        samples.append(KernelSample(kernel=passes.forward, seconds=probed.forward_s, spread=probed.spread))
+        if probed.backward_s is not None:
+            samples.append(KernelSample(kernel=passes.backward, seconds=probed.backward_s, spread=probed.spread))
     for update in probe.updates:
         for kernel in update_kernels(spec, [update.parameter_bytes]):
-            found.append(KernelSample(kernel=kernel, seconds=update.seconds, spread=update.spread))
-    return [one for one in found if one.kernel.moved_bytes + one.kernel.flops + one.kernel.weight_bytes > 0]
+            samples.append(KernelSample(kernel=kernel, seconds=update.seconds, spread=update.spread))
+    return [each for each in samples if each.kernel.moved_bytes + each.kernel.flops + each.kernel.weight_bytes > 0]
 
 
 def fit_kernels(
     machine: Machine, runs: Sequence[CalibrationRun], alone_s: Mapping[WorkloadKey, float]
 ) -> tuple[DeviceCompute, list[FitResidual], list[str]]:
-    """The device with measured kernels and every model's factor; without a measured layer as it was.
+    """Return the device with measured kernels and every model's factor, its residuals and notes.
 
-    ``alone_s`` is what whole steps take.
+    Without a measured layer the device is returned unchanged.
+
+    ``alone_s`` are the times of whole steps on one device.
     """
-    probed = [one for one in runs_of_strategy(runs, PROBE_LAYERS) if one.result.probe and one.result.probe.kernels]
+    probed = [run for run in runs_of_strategy(runs, PROBE_LAYERS) if run.result.probe and run.result.probe.kernels]
     if not probed:
         return machine.compute, [], ["no kernel was measured: a step's computation is the profile's"]
     samples_of = {
@@ -155,10 +157,10 @@ def fit_kernels(
 
 
 def fit_roofline(compute: DeviceCompute, samples: Sequence[KernelSample]) -> DeviceCompute:
-    """``compute`` with ``samples``, and with those efficiencies and that launch that lie nearest to them.
+    """Return ``compute`` with ``samples``, and with the efficiencies and the launch time that fit them best.
 
-    What is unlike every measured kernel is judged by these alone. Nearest is the least mean of absolute logarithms,
-    which a few odd kernels do not move, looked for along one number after another in ever smaller steps.
+    Kernels unlike every measured one are priced by these alone. The best fit has the least mean of absolute logarithms,
+    which a few outliers do not move; it is searched along one number after another in ever smaller steps.
     """
     best = msgspec.structs.replace(compute, samples=list(samples))
     least = _roofline_error(best)
@@ -177,9 +179,9 @@ def fit_roofline(compute: DeviceCompute, samples: Sequence[KernelSample]) -> Dev
 
 def _roofline_error(compute: DeviceCompute) -> float:
     judge = RooflineModel(msgspec.structs.replace(compute, samples=[]))
-    return sum(abs(log(judge.roofline_s(one.kernel) / one.seconds)) for one in compute.samples)
+    return sum(abs(log(judge.roofline_s(sample.kernel) / sample.seconds)) for sample in compute.samples)
 
 
 def _single_device_kernels_s(compute: DeviceCompute, run: CalibrationRun) -> float:
-    """All kernels of a step of a lone device."""
+    """Return the time of all kernels of a step on one device."""
     return sum(_seconds_by_kind(compute, run).values())

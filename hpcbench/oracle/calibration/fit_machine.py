@@ -26,7 +26,7 @@ from hpcbench.oracle.machine import CommParameters, Machine, nominal_machine
 
 
 def machine_runs(runs: Sequence[CalibrationRun]) -> list[CalibrationRun]:
-    """Return the usable runs but the probes of a sweep's own shapes, which say nothing of others."""
+    """Return the usable runs without probes of a sweep's own shapes, which determine no other times."""
     return [run for run in usable_runs(runs) if run.spec.strategy not in (PROBE_BLOCKS, PROBE_MESSAGES)]
 
 
@@ -75,7 +75,7 @@ def fit_calibration(
 def _provenance(
     profile: ClusterProfile, partition: str | None, runs: Sequence[CalibrationRun], made_at: datetime | None = None
 ) -> dict[str, Any]:
-    """Return the fields of a calibration that say when it was fitted, from which runs, with which links."""
+    """Return the fields of a calibration for its date, its runs and the links of the profile."""
     nominal = nominal_machine(profile, partition)
     digests = {run.result.environment_digest for run in runs}
     return {
@@ -119,7 +119,7 @@ _MIN_LEARNED = 0.1
 def fit_calibration_from_runs(
     profile: ClusterProfile, partition: str | None, machine: Machine, runs: Sequence[CalibrationRun]
 ) -> Calibration:
-    """``machine`` (of the profile, or an earlier calibration) moved to where ``runs`` are most probable.
+    """Return ``machine`` (of the profile, or an earlier calibration) with the numbers that make ``runs`` most probable.
 
     ``ConfigError`` where no run can be used.
     """
@@ -130,7 +130,7 @@ def fit_calibration_from_runs(
     observed = run_observations(results, lambda spec: next(run.table for run in good if run.spec == spec))
     fitted = fit_posterior(machine, observed)
     posterior = fitted.posterior
-    assert posterior is not None, "a fit says how sure it is"
+    assert posterior is not None, "a fit has a posterior"
     spread = hypot(posterior.run_spread, disturbed_spread([run.result.warnings for run in good]))
     posterior = msgspec.structs.replace(posterior, run_spread=spread)
     residuals = [

@@ -37,40 +37,40 @@ WorkloadKey = tuple[str, str, int, str]
 
 
 def fit_call_overhead(overlaps: Sequence[OverlapProbe]) -> float:
-    """Return what issuing a collective takes: the median of all placements."""
+    """Return the time to issue a collective: the median of all placements."""
     return median(probe.issue_s for probe in overlaps) if overlaps else 0.0
 
 
 def fit_overlap(overlaps: Sequence[OverlapProbe]) -> float:
-    """kappa: computation under an all_reduce over computation alone, at least 1."""
-    return max(1.0, median(one.compute_under_comm_s / one.compute_s for one in overlaps)) if overlaps else 1.0
+    """Return kappa: the time of computation under an all_reduce over its time alone, at least 1."""
+    return max(1.0, median(probe.compute_under_comm_s / probe.compute_s for probe in overlaps)) if overlaps else 1.0
 
 
 def fit_comm_slowdown(overlaps: Sequence[OverlapProbe]) -> float:
-    """lambda: how much slower an all_reduce is while its rank computes, at least 1 and at most 20.
+    """Return lambda: the slow-down of an all_reduce while its rank computes, at least 1 and at most 20.
 
     Of an all_reduce of m seconds that lasts until ``both_s`` beside c seconds of computation, c / lambda are hidden:
     both = c + m - c / lambda.
     """
     hidden = [
-        (one.compute_under_comm_s + one.comm_s - one.both_s) / one.compute_under_comm_s
-        for one in overlaps
-        if one.compute_under_comm_s > 0
+        (probe.compute_under_comm_s + probe.comm_s - probe.both_s) / probe.compute_under_comm_s
+        for probe in overlaps
+        if probe.compute_under_comm_s > 0
     ]
     return 1.0 / min(max(median(hidden), _MIN_HIDDEN_FRACTION), 1.0) if hidden else 1.0
 
 
 def fit_contention(probes: Iterable[CollectiveProbe]) -> dict[int, float]:
-    """phi: by groups that send at the same time, how much longer each takes than alone (ParaDL)."""
+    """Return phi by the number of groups that send at the same time: the time of each over its time alone (ParaDL)."""
     alone: dict[tuple[int, int, int], float] = {}
     together: dict[int, list[float]] = defaultdict(list)
-    found = [one for one in probes if one.nodes > 1 and one.payload_bytes >= _MIN_CONTENDED_BYTES]
-    for one in sorted(found, key=lambda one: one.groups):
-        key = (one.ranks, one.nodes, one.payload_bytes)
-        if one.groups == 1:
-            alone[key] = min(one.seconds, alone.get(key, one.seconds))
+    large_probes = [probe for probe in probes if probe.nodes > 1 and probe.payload_bytes >= _MIN_CONTENDED_BYTES]
+    for probe in sorted(large_probes, key=lambda probe: probe.groups):
+        key = (probe.ranks, probe.nodes, probe.payload_bytes)
+        if probe.groups == 1:
+            alone[key] = min(probe.seconds, alone.get(key, probe.seconds))
         elif key in alone:
-            together[one.groups].append(one.seconds / alone[key])
+            together[probe.groups].append(probe.seconds / alone[key])
     return {groups: max(1.0, median(ratios)) for groups, ratios in together.items()}
 
 
@@ -87,12 +87,12 @@ def fit_lone_ranks(runs: Sequence[CalibrationRun]) -> LoneRankTimes:
 
     All launches of a workload have equal weight, of one rank or several; one that was held up moves neither.
     """
-    found: dict[WorkloadKey, list[tuple[float, float]]] = defaultdict(list)
-    for one in runs_of_strategy(runs, PROBE_LAYERS, PROBE_COLLECTIVES, "single"):
-        if one.spec.tasks_per_node == 1:
-            found[workload_key(one)].append((expected_normal_maximum(one.spec.ranks), one.step_s))
+    points_by_workload: dict[WorkloadKey, list[tuple[float, float]]] = defaultdict(list)
+    for run in runs_of_strategy(runs, PROBE_LAYERS, PROBE_COLLECTIVES, "single"):
+        if run.spec.tasks_per_node == 1:
+            points_by_workload[workload_key(run)].append((expected_normal_maximum(run.spec.ranks), run.step_s))
     steps_s, scatters = {}, []
-    for key, points in found.items():
+    for key, points in points_by_workload.items():
         step_s, grown_s = _least_absolute_deviations_line(points)
         if len({largest for largest, _ in points}) > 1:
             scatters.append(grown_s / step_s)
@@ -106,7 +106,7 @@ def fit_lone_ranks(runs: Sequence[CalibrationRun]) -> LoneRankTimes:
 
 
 def _least_absolute_deviations_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """a > 0 and b >= 0 of the line a + b x from which the points (x, y) lie off least, in absolute logarithms of y.
+    """Return a > 0 and b >= 0 of the line a + b x with the least absolute deviations of log y over the points (x, y).
 
     Such a line goes through two of the points, or is level and goes through one.
     """
@@ -121,11 +121,11 @@ def _least_absolute_deviations_line(points: Sequence[tuple[float, float]]) -> tu
 def fit_crowding(runs: Sequence[CalibrationRun], alone: LoneRankTimes) -> dict[int, float]:
     """Return by ranks per node the slowdown of each over one alone, beyond the usual scatter."""
     crowded: dict[int, list[float]] = defaultdict(list)
-    for one in runs_of_strategy(runs, PROBE_COLLECTIVES):
-        if one.spec.tasks_per_node > 1 and workload_key(one) in alone.steps_s:
-            waited = 1 + alone.straggling * expected_normal_maximum(one.spec.ranks)
-            crowded[one.spec.tasks_per_node].append(one.step_s / alone.steps_s[workload_key(one)] / waited)
-    return {tasks: max(1.0, median(found)) for tasks, found in crowded.items()}
+    for run in runs_of_strategy(runs, PROBE_COLLECTIVES):
+        if run.spec.tasks_per_node > 1 and workload_key(run) in alone.steps_s:
+            waited = 1 + alone.straggling * expected_normal_maximum(run.spec.ranks)
+            crowded[run.spec.tasks_per_node].append(run.step_s / alone.steps_s[workload_key(run)] / waited)
+    return {tasks: max(1.0, median(slowdowns)) for tasks, slowdowns in crowded.items()}
 
 
 def workload_key(run: CalibrationRun) -> WorkloadKey:

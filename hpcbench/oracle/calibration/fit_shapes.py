@@ -47,11 +47,11 @@ def fit_shapes(machine: Machine, runs: Sequence[CalibrationRun], sweep: str, *, 
     messages: list[MeasuredMessage] = []
     scatters: list[float] = []
     for run in runs_of_strategy(runs, PROBE_MESSAGES):
-        for one in run.result.probe.collectives if run.result.probe else ():
-            rivals = one.groups if one.nodes > 1 else 1
-            shape = MessageShape(one.operation, one.ranks, one.ranks // one.nodes, rivals, one.payload_bytes)
-            messages.append(MeasuredMessage(shape=shape, tasks_per_node=run.spec.tasks_per_node, seconds=one.seconds))
-            scatters.append(one.spread)
+        for call in run.result.probe.collectives if run.result.probe else ():
+            rivals = call.groups if call.nodes > 1 else 1
+            shape = MessageShape(call.operation, call.ranks, call.ranks // call.nodes, rivals, call.payload_bytes)
+            messages.append(MeasuredMessage(shape=shape, tasks_per_node=run.spec.tasks_per_node, seconds=call.seconds))
+            scatters.append(call.spread)
     # The 90 % interval then includes a machine that is as busy.
     outside = log(max(median(held or [1.0]), 1.0)) / _NORMAL_90 if is_disturbed else 0.0
     return MeasuredShapes(
@@ -121,7 +121,7 @@ def _row_times(machine: Machine, run: CalibrationRun, blocks: Sequence[BlockProb
     A kernel of several blocks gets the mean, so that all rows together take what all blocks did.
     """
     roofline = RooflineModel.of(machine.compute)
-    found: dict[Kernel, list[float]] = defaultdict(list)
+    seconds_by_kernel: dict[Kernel, list[float]] = defaultdict(list)
     for block in blocks:
         rows = [row for row in run.table.layers if row.block == block.block]
         passes = [row_kernels(run.spec, row, block.samples) for row in rows]
@@ -130,8 +130,8 @@ def _row_times(machine: Machine, run: CalibrationRun, blocks: Sequence[BlockProb
             total_s = sum(own_s.values())
             for number, seconds in own_s.items():
                 if seconds:
-                    found[passes[number][direction]].append(block_s * wall * seconds / total_s)
-    return {kernel: fmean(seconds) for kernel, seconds in found.items()}
+                    seconds_by_kernel[passes[number][direction]].append(block_s * wall * seconds / total_s)
+    return {kernel: fmean(seconds) for kernel, seconds in seconds_by_kernel.items()}
 
 
 def _cut_row_times(
@@ -141,24 +141,24 @@ def _cut_row_times(
 
     The key is the kernel with its samples. Of equal layers one was called, for all of them.
     """
-    called = {(row.name, row.kind): row for row in reversed(run.table.layers)}
+    probed_rows = {(row.name, row.kind): row for row in reversed(run.table.layers)}
     alike: dict[tuple[Any, ...], list[LayerRow]] = defaultdict(list)
     for row in run.table.layers:
         alike[_layer_key(row)].append(row)
-    whole = {(one.row, one.kind): one for one in probe.kernels if one.split == "whole"}
-    found: dict[tuple[Kernel, int], list[float]] = defaultdict(list)
+    whole_probes = {(probed.row, probed.kind): probed for probed in probe.kernels if probed.split == "whole"}
+    seconds_by_cut: dict[tuple[Kernel, int], list[float]] = defaultdict(list)
     for part in probe.kernels:
-        one, alone = called.get((part.row, part.kind)), whole.get((part.row, part.kind))
-        if part.split == "whole" or one is None or alone is None:
+        probed_row, whole_probe = probed_rows.get((part.row, part.kind)), whole_probes.get((part.row, part.kind))
+        if part.split == "whole" or probed_row is None or whole_probe is None:
             continue
-        ratios = (part.forward_s / alone.forward_s, (part.backward_s or 0.0) / (alone.backward_s or 1.0))
-        for row in alike[_layer_key(one)]:
-            kernels = row_kernels(run.spec, row, alone.samples)
+        ratios = (part.forward_s / whole_probe.forward_s, (part.backward_s or 0.0) / (whole_probe.backward_s or 1.0))
+        for row in alike[_layer_key(probed_row)]:
+            kernels = row_kernels(run.spec, row, whole_probe.samples)
             cuts = row_kernels(run.spec, row, part.samples, part_share(part.split, part.parts))
             for kernel, cut, ratio in zip(kernels, cuts, ratios, strict=True):
                 if kernel in whole_s and ratio > 0:
-                    found[cut, part.samples].append(whole_s[kernel] * ratio)
-    return {key: fmean(seconds) for key, seconds in found.items()}
+                    seconds_by_cut[cut, part.samples].append(whole_s[kernel] * ratio)
+    return {key: fmean(seconds) for key, seconds in seconds_by_cut.items()}
 
 
 def _layer_key(row: LayerRow) -> tuple[Any, ...]:

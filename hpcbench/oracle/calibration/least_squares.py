@@ -32,7 +32,10 @@ class PosteriorMode(NamedTuple):
 def find_mode(
     residuals: Callable[[Vector], Vector], widths: Sequence[float], start: Sequence[float] = ()
 ) -> PosteriorMode:
-    """``residuals`` are in units of their scale; ``widths`` are the priors' standard deviations."""
+    """Return the mode of the posterior.
+
+    ``residuals`` are in units of their scale; ``widths`` are the standard deviations of the priors.
+    """
     at, damping = list(start) or [0.0] * len(widths), 1e-3
     now = residuals(at)
     for _ in range(_MAX_ITERATIONS):
@@ -40,13 +43,13 @@ def find_mode(
         cost, is_better = _negative_log_posterior(now, at, widths), False
         while damping < _MAX_DAMPING and not is_better:
             damped = [[value * (1 + damping * (i == j)) for j, value in enumerate(row)] for i, row in enumerate(normal)]
-            there = [old - step for old, step in zip(at, solve_positive_definite(damped, gradient), strict=True)]
-            then = residuals(there)
-            is_better = _negative_log_posterior(then, there, widths) <= cost
+            candidate = [old - step for old, step in zip(at, solve_positive_definite(damped, gradient), strict=True)]
+            candidate_residuals = residuals(candidate)
+            is_better = _negative_log_posterior(candidate_residuals, candidate, widths) <= cost
             damping *= 0.25 if is_better else 8.0
         if not is_better:
             break
-        at, now = there, then
+        at, now = candidate, candidate_residuals
         if cost - _negative_log_posterior(now, at, widths) < _COST_TOLERANCE:
             break
     normal, _ = _normal_equations(residuals, now, at, widths)
@@ -61,24 +64,24 @@ def student_t_weight(residual: float) -> float:
 
 
 def cholesky_factor(matrix: Matrix) -> Matrix:
-    """Cholesky's: lower triangular, its product with its transpose is ``matrix``, which is positive definite."""
-    found = [[0.0] * len(matrix) for _ in matrix]
+    """Return the lower triangular matrix whose product with its transpose is the positive definite ``matrix``."""
+    lower = [[0.0] * len(matrix) for _ in matrix]
     for row in range(len(matrix)):
         for column in range(row + 1):
-            left = matrix[row][column] - sum(found[row][k] * found[column][k] for k in range(column))
-            found[row][column] = sqrt(left) if row == column else left / found[column][column]
-    return found
+            left = matrix[row][column] - sum(lower[row][k] * lower[column][k] for k in range(column))
+            lower[row][column] = sqrt(left) if row == column else left / lower[column][column]
+    return lower
 
 
 def solve_positive_definite(matrix: Matrix, right: Vector) -> Vector:
-    """x with ``matrix`` x = ``right``; ``matrix`` is positive definite."""
+    """Return x with ``matrix`` x = ``right``; ``matrix`` is positive definite."""
     lower, count = cholesky_factor(matrix), len(right)
-    found = list(right)
+    x = list(right)
     for row in range(count):
-        found[row] = (found[row] - sum(lower[row][k] * found[k] for k in range(row))) / lower[row][row]
+        x[row] = (x[row] - sum(lower[row][k] * x[k] for k in range(row))) / lower[row][row]
     for row in reversed(range(count)):
-        found[row] = (found[row] - sum(lower[k][row] * found[k] for k in range(row + 1, count))) / lower[row][row]
-    return found
+        x[row] = (x[row] - sum(lower[k][row] * x[k] for k in range(row + 1, count))) / lower[row][row]
+    return x
 
 
 def _negative_log_posterior(residuals: Vector, at: Vector, widths: Sequence[float]) -> float:

@@ -39,7 +39,7 @@ from hpcbench.results.schema import STATUS_OK, RunResult, StepTimeStatistics
 EXPECTED_RUN_SPREAD = 0.03
 """Expected relative deviation of a run from a fitted model: launches differ by 1 to 3 % on quiet machines."""
 _RUN_SPREAD_WEIGHT = 4
-"""``EXPECTED_RUN_SPREAD`` counts as much as so many runs."""
+"""Number of runs that ``EXPECTED_RUN_SPREAD`` counts for."""
 _DOUBLING_SPREAD = 0.03
 _MAX_ITERATIONS = 4
 _SPREAD_TOLERANCE = 0.1
@@ -51,11 +51,11 @@ class Observation(NamedTuple):
     spec: RunSpec
     table: LayerTable
     step_time_s: float
-    """The median: a step that nothing held up."""
+    """The median of the steps, which delayed ones do not move."""
     spread: float = 0.0
-    """Relative, of that median between launches."""
+    """Relative spread of that median between launches."""
     mean_s: float | None = None
-    """With the steps that were held up."""
+    """The mean of the steps, which contains delayed ones."""
 
 
 def fit_posterior(
@@ -71,7 +71,7 @@ def fit_posterior(
         clock_of: prices runs of another library.
 
     Returns:
-        The fitted machine; its ``posterior`` says how sure the numbers are.
+        The fitted machine; its ``posterior`` is the uncertainty of the numbers.
 
     Raises:
         ConfigError: there is no observation.
@@ -166,14 +166,14 @@ def _estimate_run_spread(observations: Sequence[Observation], residuals: Vector,
 
 
 def _with_posterior_spreads(machine: Machine, names: Sequence[str], covariance: Sequence[Sequence[float]]) -> Machine:
-    """``machine`` with its parts' spreads as the runs left them, for who does not ask its posterior."""
+    """Return ``machine`` with the spreads after the fit, for predictions without its posterior."""
 
     def spread(wanted: set[str]) -> float:
         places = [place for place, name in enumerate(names) if name in wanted]
         return sqrt(sum(covariance[row][column] for row in places for column in places))
 
     models = [name for name in names if name.startswith(f"{COMPUTE}.")] or [COMPUTE]
-    compute = min(machine.compute.spread, max(spread({COMPUTE, one}) for one in models))
+    compute = min(machine.compute.spread, max(spread({COMPUTE, model}) for model in models))
     comm = min(machine.comm.spread, spread({BANDWIDTH, f"inter_node.{BANDWIDTH}"}))
     return replace(machine, compute=replace(machine.compute, spread=compute), comm=replace(machine.comm, spread=comm))
 

@@ -38,11 +38,11 @@ class PricedRun(NamedTuple):
     table: LayerTable
     unmeasured: UnmeasuredShapes
     pass_s: float
-    """One micro-batch forward and backward through all layers."""
+    """Seconds of one micro-batch forward and backward through all layers."""
 
 
 class SweepProbe(NamedTuple):
-    """One probe run."""
+    """A probe run."""
 
     point: dict[str, Any]
     """Parameters in a sweep file."""

@@ -55,7 +55,19 @@ class Cost(ABC):
 
 
 def resolve_cost(key: str) -> Cost:
-    """Import the cost class of strategy ``key``, and return an instance."""
+    """Import the cost class of a strategy, and return an instance.
+
+    Args:
+        key: A key of ``STRATEGIES``, or an alias of a hybrid. Calibration probes have no cost.
+
+    Raises:
+        ConfigError: There is no such strategy; the hint is the nearest key.
+        AssertionError: The registry entry names no subclass of ``Cost``: an error in the registry.
+
+    Example:
+        >>> type(resolve_cost("1f1b")).__name__
+        'PipelineCost'
+    """
     reference = get_strategy(key).cost
     assert reference is not None, f"{key} has no cost"
     cost = load_object(reference)

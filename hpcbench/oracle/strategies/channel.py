@@ -39,7 +39,7 @@ _KINDS_WITHOUT_ACTIVATIONS = ("Flatten", "Identity")
 
 
 class ChannelRank:
-    """One rank's shares of every row."""
+    """The share of a rank in every row."""
 
     def __init__(self, spec: RunSpec, table: LayerTable, rank: int) -> None:
         self.spec, self.table, self.rows = spec, table, channel_layer_rows(table)
@@ -208,7 +208,7 @@ def _keeps_later_rows(rows: Sequence[ChannelRow]) -> list[bool]:
 
 
 class ChannelSplitCost(ModelParallelCost):
-    """Both strategies: ``parallel.strategies.channel`` has the differences."""
+    """The cost of ``filter`` and ``channel``; ``parallel.strategies.channel`` has their differences."""
 
     def describe(self, spec: RunSpec, table: LayerTable, rank: int) -> RankCost:
         view = ChannelRank(spec, table, rank)

@@ -128,7 +128,7 @@ def _calls_on_parallel_streams(cost_model: CostModel, calls: Iterable[CommCall])
 
 
 class SingleCost(DataParallelCost):
-    """One device, without communication."""
+    """The cost of one device, without communication."""
 
 
 class DdpCost(DataParallelCost):

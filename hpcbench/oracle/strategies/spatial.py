@@ -45,7 +45,8 @@ from hpcbench.parallel.strategies.halo import (
 
 _STREAM = "sp"
 _VECTOR_OPS_FORWARD, _VECTOR_OPS_BACKWARD = 16, 10
-"""Operations on one number per channel around a BatchNorm over all parts (``worker.spatial.batch_norm``)."""
+"""Operations on one number per channel around a BatchNorm over all parts, as in
+``worker.strategies.spatial_layers``."""
 _NORM_COPIES_FORWARD, _NORM_COPIES_BACKWARD = 0.5, 3.0
 """Passes over its input beyond the library's own BatchNorm, each a read and a write."""
 _INDEX_BYTES = 8
@@ -322,7 +323,7 @@ def _message_numbers(row: LayerRow, messages: tuple[HaloMessage, ...]) -> int:
 
 
 class SpatialCost(ModelParallelCost):
-    """One replica's ranks share every sample; with replicas ParaDL's data+spatial."""
+    """The cost of ``spatial``: the ranks of a replica share every sample; with replicas ParaDL's data+spatial."""
 
     def describe(self, spec: RunSpec, table: LayerTable, rank: int) -> RankCost:
         sizes = parameter_bytes(spec, table)

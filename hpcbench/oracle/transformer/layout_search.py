@@ -33,7 +33,7 @@ MAX_MICRO_BATCH = 16
 MAX_CHUNKS = 5
 """Most chunks of an interleaved pipeline: the formulas charge nothing for the messages of further ones."""
 RECOMPUTATION: tuple[Recompute, ...] = ("none", "full")
-"""With fused attention selective recomputation frees nothing that the memory formulas count."""
+"""Selective recomputation is left out: with fused attention it frees nothing that the memory formulas count."""
 _NORMAL_90 = 1.645
 
 
@@ -103,9 +103,9 @@ class LayoutWish:
 class _Search:
     shape: DecoderShape
     machine: FittedMachine
-    wish: LayoutWish
+    request: LayoutWish
     rates: CollectiveRates
-    found: list[RankedLayout] = field(default_factory=list)
+    fitting: list[RankedLayout] = field(default_factory=list)
     tight: list[RankedLayout] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
     priced: int = 0
@@ -117,7 +117,7 @@ class _Search:
     def add(self, degrees: dict[str, int]) -> None:
         """Price the micro-batches of one choice of degrees."""
         data_degree = degrees["replicas"] * degrees["shards"]
-        total = self.wish.global_batch_of(data_degree)
+        total = self.request.global_batch_of(data_degree)
         if not total:
             self.refused["the global batch cannot be shared evenly by the replicas"] += 1
             return
@@ -129,12 +129,12 @@ class _Search:
                 continue
             for recompute in RECOMPUTATION:
                 layout = Layout(
-                    gpus=self.wish.gpus, sequence=self.wish.sequence, micro_batch=micro_batch, global_batch=total,
+                    gpus=self.request.gpus, sequence=self.request.sequence, micro_batch=micro_batch, global_batch=total,
                     recompute=recompute, software=software, **degrees,  # type: ignore[arg-type]
                 )  # fmt: skip
                 peak = self._peak_gib(layout)
                 if peak <= self.machine.fits_below_gib:
-                    self.found.append(self._priced(layout, peak))
+                    self.fitting.append(self._priced(layout, peak))
                     break
                 if peak <= self.machine.device.memory_gib:
                     self.tight.append(self._priced(layout, peak))
@@ -165,28 +165,28 @@ class _Search:
 
 
 def rank_layouts(
-    shape: DecoderShape, machine: FittedMachine, wish: LayoutWish, rates: CollectiveRates | None = None
+    shape: DecoderShape, machine: FittedMachine, request: LayoutWish, rates: CollectiveRates | None = None
 ) -> LayoutRanking:
     """Rank the layouts of a decoder that fit, by the time of a sample.
 
     ``rates`` are measured rates of collectives over all GPUs, else those of the machine's network. Raises ConfigError
     where the sequence or the batch allows no layout.
     """
-    if wish.gpus < 1 or wish.sequence < 1:
-        raise ConfigError(f"{wish.gpus} GPUs and {wish.sequence} tokens: at least 1 of each is required")
-    if (wish.global_batch is None) == (wish.replica_batch is None):
+    if request.gpus < 1 or request.sequence < 1:
+        raise ConfigError(f"{request.gpus} GPUs and {request.sequence} tokens: at least 1 of each is required")
+    if (request.global_batch is None) == (request.replica_batch is None):
         raise ConfigError("one of global batch and batch of a replica is required")
-    search = _Search(shape, machine, wish, rates or nominal_rates(machine.device, wish.gpus))
-    for degrees in layout_degrees(shape, wish.gpus, wish.sequence, machine.device.gpus):
+    search = _Search(shape, machine, request, rates or nominal_rates(machine.device, request.gpus))
+    for degrees in layout_degrees(shape, request.gpus, request.sequence, machine.device.gpus):
         search.add(degrees)
-    ranked, tight = sorted(search.found, key=_rank_key), sorted(search.tight, key=_rank_key)
+    ranked, tight = sorted(search.fitting, key=_rank_key), sorted(search.tight, key=_rank_key)
     if ranked:
-        tight = [one for one in tight if _rank_key(one) < _rank_key(ranked[0])]
+        tight = [candidate for candidate in tight if _rank_key(candidate) < _rank_key(ranked[0])]
     return LayoutRanking(
-        gpus=wish.gpus,
-        sequence=wish.sequence,
-        layouts=[_with_ratio(found, ranked[0], machine) for found in ranked],
-        tight=[_with_ratio(found, (ranked or tight)[0], machine) for found in tight],
+        gpus=request.gpus,
+        sequence=request.sequence,
+        layouts=[_with_ratio(candidate, ranked[0], machine) for candidate in ranked],
+        tight=[_with_ratio(candidate, (ranked or tight)[0], machine) for candidate in tight],
         examined=len(ranked) + sum(search.refused.values()),
         priced=search.priced,
         refused=dict(search.refused),
@@ -239,22 +239,22 @@ def _micro_batches(replica_batch: int, most: int) -> Iterator[int]:
         size *= 2
 
 
-def _rank_key(found: RankedLayout) -> tuple[float, int]:
-    """Time of a sample; of equal ones first the one with less context parallelism, whose messages are not priced."""
-    return round(found.step_time_s / found.layout.global_batch, 12), found.layout.context
+def _rank_key(candidate: RankedLayout) -> tuple[float, int]:
+    """Return the time of a sample, then the context degree: its messages are not priced, so fewer rank first."""
+    return round(candidate.step_time_s / candidate.layout.global_batch, 12), candidate.layout.context
 
 
-def _with_ratio(found: RankedLayout, best: RankedLayout, machine: FittedMachine) -> RankedLayout:
-    """Return ``found`` with its ratio to the best. The errors of both are taken as independent."""
-    ratio = found.step_time_s / found.layout.global_batch / (best.step_time_s / best.layout.global_batch)
-    if found is best:
-        return found
-    spread = hypot(*(_log_spread(one, machine) for one in (found, best)))
+def _with_ratio(candidate: RankedLayout, best: RankedLayout, machine: FittedMachine) -> RankedLayout:
+    """Return ``candidate`` with its ratio to the best. The errors of both are taken as independent."""
+    ratio = candidate.step_time_s / candidate.layout.global_batch / (best.step_time_s / best.layout.global_batch)
+    if candidate is best:
+        return candidate
+    spread = hypot(*(_log_spread(each, machine) for each in (candidate, best)))
     return msgspec.structs.replace(
-        found, ratio=ratio, ratio_low=ratio * exp(-_NORMAL_90 * spread), ratio_high=ratio * exp(_NORMAL_90 * spread)
+        candidate, ratio=ratio, ratio_low=ratio * exp(-_NORMAL_90 * spread), ratio_high=ratio * exp(_NORMAL_90 * spread)
     )
 
 
-def _log_spread(found: RankedLayout, machine: FittedMachine) -> float:
-    kind = interval_class(found.layout, machine.device)
+def _log_spread(candidate: RankedLayout, machine: FittedMachine) -> float:
+    kind = interval_class(candidate.layout, machine.device)
     return (machine.log_error_high[kind] - machine.log_error_low[kind]) / 2 / _NORMAL_90

@@ -21,7 +21,7 @@ FOLDER = "machines"
 
 
 class FittedMachine(msgspec.Struct, frozen=True, kw_only=True):
-    """One machine's file.
+    """The content of a machine's file.
 
     ``figures`` hold for ``software`` nanotron; ``software_factors`` multiply figures for others, by figure name.
     ``log_error_low`` and ``log_error_high``: bounds of the 90 % interval of measured over predicted, as logarithms,

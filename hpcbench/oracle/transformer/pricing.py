@@ -13,7 +13,7 @@ from hpcbench.oracle.transformer.work import Work
 HOST_SHARPNESS = 8.0
 """Exponent of the smooth maximum of GPU time and host time of a stage."""
 SHARD_SHARPNESS = 4.0
-"""That of a layer's compute and the gathering of the next layer's shards."""
+"""Exponent of the smooth maximum of a layer's computation and the gathering of the next layer's shards."""
 BACKWARD_SHARE = 0.6
 """Share of a micro-batch that is backward pass."""
 

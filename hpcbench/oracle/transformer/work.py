@@ -252,7 +252,7 @@ def _data_terms(shape: DecoderShape, layout: Layout, node: GpuNode, rates: Colle
     )
     tensors = max(counts) * 6.0 + 2.0
     is_data = replicas > 1
-    own = largest / (layout.shards if is_sharded else replicas if splits_optimizer else 1)
+    own_parameters = largest / (layout.shards if is_sharded else replicas if splits_optimizer else 1)
     return {
         "reduce_s": reduce_s,
         "gather_s": gather_s,
@@ -266,7 +266,7 @@ def _data_terms(shape: DecoderShape, layout: Layout, node: GpuNode, rates: Colle
         "shard_is_wide": float(shard_is_wide),
         "shard_messages": 3.0 if is_sharded else 0.0,
         "shard_log_nodes": math.log2(max(1.0, layout.gpus / node.gpus)) if is_sharded else 0.0,
-        "optimizer_s": own * OPTIMIZER_BYTES / node.memory_bytes_s,
+        "optimizer_s": own_parameters * OPTIMIZER_BYTES / node.memory_bytes_s,
         "optimizer_tensors": tensors,
     }
 

@@ -37,7 +37,7 @@ class ActionSpan(NamedTuple):
 
 
 class ScheduleTimeline(NamedTuple):
-    """Per rank its spans, in the order of execution."""
+    """The spans of every rank, in the order of execution."""
 
     ranks: list[list[ActionSpan]]
 
@@ -62,7 +62,7 @@ def measured_bubble_fraction(ranks: Sequence[Sequence[ActionSpan]]) -> float | N
 
 
 class ActionOrder(NamedTuple):
-    """All ranks' actions in an order in which every dependency precedes its action; each list has an entry per action.
+    """The actions of all ranks, every dependency before its action; each list has an entry per action.
 
     For ``gpipe`` on two ranks with one micro-batch::
 
@@ -254,7 +254,7 @@ class StageTimes(NamedTuple):
     forward_s: float
     backward_s: float
     update_s: float
-    """One update, with everything that is waited for before it."""
+    """Seconds of an update, including the calls that it waits for."""
     forward_send_s: float = 0.0
     """Seconds of the message to the next stage."""
     backward_send_s: float = 0.0
@@ -262,7 +262,7 @@ class StageTimes(NamedTuple):
 
     @property
     def sends_s(self) -> float:
-        """Both messages of a minibatch: they leave one after another."""
+        """Seconds of both messages of a minibatch, one after another."""
         return self.forward_send_s + self.backward_send_s
 
 
@@ -338,7 +338,7 @@ def _order_of_steps(layout: PipelineLayout, staleness: Staleness, micro_batches:
 
 
 class ScheduleStepTime(NamedTuple):
-    """One step of a pipeline, without what communication and updates take."""
+    """The times of a step of a pipeline, without communication and updates."""
 
     step_time_s: float
     bubble_fraction: float

@@ -17,7 +17,7 @@ previous chunk waits for, and those of its weights (``W``), which no other actio
 
 
 class Action(NamedTuple):
-    """One action of a rank. ``chunk`` counts along the whole model: in a pipeline without virtual stages, the stage."""
+    """An action of a rank. ``chunk`` counts along the whole model: in a pipeline without virtual stages, the stage."""
 
     kind: str
     chunk: int
@@ -140,7 +140,7 @@ def _stage_passes(layout: PipelineLayout, rank: int, micro_batches: int) -> tupl
 #     rank 1  . a . . . A A . . . b . . . B B . .
 #     rank 2  . . a A A . . . . . . b B B . . . .
 def _model_actions(layout: PipelineLayout, rank: int, micro_batches: int, _extra: int) -> list[Action]:
-    """One micro-batch after another."""
+    """Return the passes of one micro-batch after another."""
     return [action for pair in zip(*_stage_passes(layout, rank, micro_batches), strict=True) for action in pair]
 
 
@@ -150,7 +150,7 @@ def _model_actions(layout: PipelineLayout, rank: int, micro_batches: int, _extra
 #     rank 1  . a b c d . . . D D C C B B A A . .
 #     rank 2  . . a b c d D D C C B B A A . . . .
 def _gpipe_actions(layout: PipelineLayout, rank: int, micro_batches: int, _extra: int) -> list[Action]:
-    """All forward passes, then all backward passes in reverse order (Huang et al. 2019)."""
+    """Return all forward passes, then all backward passes in reverse order (Huang et al. 2019)."""
     forwards, backwards = _stage_passes(layout, rank, micro_batches)
     return forwards + backwards[::-1]
 
@@ -161,7 +161,7 @@ def _gpipe_actions(layout: PipelineLayout, rank: int, micro_batches: int, _extra
 #     rank 1  . a b . . A A c B B d C C . D D . .
 #     rank 2  . . a A A b B B c C C d D D . . . .
 def _one_f_one_b_actions(layout: PipelineLayout, rank: int, micro_batches: int, extra: int) -> list[Action]:
-    """One forward, one backward, after a warm-up of one forward per later stage (Narayanan et al. 2019)."""
+    """Alternate forward and backward passes, after a warm-up of one forward per later stage (Narayanan et al. 2019)."""
     forwards, backwards = _stage_passes(layout, rank, micro_batches)
     return _alternate_passes(forwards, backwards, warmup_forwards(layout, layout.stage_of(rank)) + extra)
 

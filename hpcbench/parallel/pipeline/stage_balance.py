@@ -28,7 +28,7 @@ BLOCK_PROFILE_VERSION = 1
 
 
 class BlockProfileRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Which model is measured, on what. ``input_size`` is the data set's own where absent."""
+    """The model that is measured, and the device. ``input_size`` is the data set's own where absent."""
 
     model: str
     dataset: str
@@ -43,7 +43,7 @@ class BlockProfileRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
 
 
 class MeasuredBlock(msgspec.Struct, frozen=True, kw_only=True):
-    """One block with a whole micro-batch; times are medians, with the middle half's width beside them."""
+    """The times of a block with a whole micro-batch: medians, with the middle half's width beside them."""
 
     name: str
     forward_s: float
@@ -88,12 +88,12 @@ def block_profile_digest(request: BlockProfileRequest, device_name: str, torch: 
     if request.model_folder is not None and is_custom_model(request.model):
         path = custom_model_file(request.model, Path(request.model_folder))
         source = hashlib.sha256(path.read_bytes()).hexdigest() if path is not None else None
-    known = [request, device_name, torch, threads, hpcbench.__version__, BLOCK_PROFILE_VERSION, source]
-    return hashlib.sha256(msgspec.json.encode(known, order="deterministic")).hexdigest()[:32]
+    inputs = [request, device_name, torch, threads, hpcbench.__version__, BLOCK_PROFILE_VERSION, source]
+    return hashlib.sha256(msgspec.json.encode(inputs, order="deterministic")).hexdigest()[:32]
 
 
 def decode_block_profile(data: bytes, where: str) -> BlockProfile:
-    """``data`` as a measured chain; ``ConfigError`` where it is none of this version."""
+    """Decode measured blocks; ``ConfigError`` if ``data`` is of no profile of this version."""
     try:
         chain = msgspec.json.decode(data, type=BlockProfile)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -31,7 +31,7 @@ class BlockCost(NamedTuple):
 
     @property
     def compute_s(self) -> float:
-        """Both passes."""
+        """Seconds of forward and backward pass."""
         return self.forward_s + self.backward_s
 
 

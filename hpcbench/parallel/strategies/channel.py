@@ -135,7 +135,7 @@ def divided_channels(layer: ChannelLayer, split: ChannelLayerSplit) -> list[int]
 def channel_extents(channels: int, degree: int, features: int = 1) -> tuple[int, ...]:
     """Every rank's share of ``channels`` that have ``features`` entries each.
 
-    >>> extents(7, 3, features=2)
+    >>> channel_extents(7, 3, features=2)
     (6, 4, 4)
     """
     return tuple(len(part) * features for part in even_ranges(channels, degree))
@@ -153,8 +153,9 @@ class GroupedConvPiece(NamedTuple):
 def grouped_conv_pieces(layer: ChannelLayer, outputs: range) -> list[GroupedConvPiece]:
     """The convolutions that compute ``outputs`` (of the whole) of a grouped layer whose groups the range may cut.
 
-    >>> pieces(Layer(4, 8, groups=2), range(2, 8))
-    [Piece(inputs=range(0, 2), outputs=range(0, 2), groups=1), Piece(inputs=range(2, 4), outputs=range(2, 6), groups=1)]
+    >>> grouped_conv_pieces(ChannelLayer(4, 8, groups=2), range(2, 8))
+    [GroupedConvPiece(inputs=range(0, 2), outputs=range(0, 2), groups=1),
+     GroupedConvPiece(inputs=range(2, 4), outputs=range(2, 6), groups=1)]
     """
     ins, outs = layer.in_channels // layer.groups, layer.out_channels // layer.groups
     pieces: list[GroupedConvPiece] = []
@@ -189,7 +190,7 @@ class ChannelRow(NamedTuple):
     """Channels of the output that ranks may share; 0 before the first layer and after the last one."""
 
     def split(self, scheme: ChannelScheme, degree: int) -> ChannelLayerSplit | None:
-        """See ``split_of``; ``None`` for what is no layer."""
+        """Return ``channel_split`` of the layer; ``None`` for a row that is no layer."""
         return None if self.layer is None else channel_split(self.layer, scheme, degree)
 
 

@@ -63,7 +63,7 @@ class SlidingWindow(NamedTuple):
 
 
 class HaloLayer(NamedTuple):
-    """One convolution or pool on feature maps of ``extents``.
+    """A convolution or pool on feature maps of ``extents``.
 
     With ``pads_itself`` the layer pads those dims that are not split; their padding is not part of the boxes.
     """
@@ -81,11 +81,12 @@ class HaloMessage(NamedTuple):
 
 
 class Halo(NamedTuple):
-    """One rank's part in a layer. Messages are in the order of ranks, one per pair of ranks."""
+    """The part of a rank in a layer. Messages are in the order of ranks, one per pair of ranks."""
 
     own: Box
+    """The input positions that the rank owns."""
     needed: Box
-    """With padding: may reach beyond the image."""
+    """The input positions of ``outputs``; with padding they may reach beyond the image."""
     outputs: Box
     interior: Box
     """The outputs that need no other rank; empty if any of its ranges is."""
@@ -114,8 +115,8 @@ def compute_halo(layer: HaloLayer, grid: tuple[int, ...], rank: int) -> Halo:
     ranges, shared = zip(*[_halo_along_dim(*dim, pads_itself=layer.pads_itself) for dim in dims], strict=True)
     needed_from, needed_by = zip(*shared, strict=True)
     sends, receives = _halo_messages(grid, rank, needed_by), _halo_messages(grid, rank, needed_from)
-    own, needed, outputs, interior = zip(*ranges, strict=True)
-    return Halo(own, needed, outputs, interior, sends, receives)
+    owned, needed, outputs, interior = zip(*ranges, strict=True)
+    return Halo(owned, needed, outputs, interior, sends, receives)
 
 
 _SharedRanges = dict[int, range]
@@ -136,13 +137,13 @@ def _halo_along_dim(
         return (whole, whole, outputs, outputs), ({0: whole}, {0: whole})
     owned, output_ranges = even_ranges(extent, parts), even_ranges(output_extent, parts)
     needed = [window.input_range(outputs) for outputs in output_ranges]
-    own, outputs = owned[index], output_ranges[index]
+    owned_range, outputs = owned[index], output_ranges[index]
     received = {other: range_intersection(needed[index], owned[other]) for other in range(parts)}
-    sent = {other: range_intersection(own, needed[other]) for other in range(parts)}
+    sent = {other: range_intersection(owned_range, needed[other]) for other in range(parts)}
     needed_from, needed_by = (
         {other: positions for other, positions in shared.items() if positions} for shared in (received, sent)
     )
-    return (own, needed[index], outputs, window.outputs_within(own, outputs)), (needed_from, needed_by)
+    return (owned_range, needed[index], outputs, window.outputs_within(owned_range, outputs)), (needed_from, needed_by)
 
 
 def _halo_messages(
@@ -165,12 +166,12 @@ def range_intersection(a: range, b: range) -> range:
 
 def box_intersection(a: Box, b: Box) -> Box:
     """Return the box that both boxes contain."""
-    return tuple(range_intersection(one, other) for one, other in zip(a, b, strict=True))
+    return tuple(range_intersection(first, second) for first, second in zip(a, b, strict=True))
 
 
 def box_volume(box: Box) -> int:
     """Return the number of positions in a box."""
-    return prod(len(one) for one in box)
+    return prod(len(positions) for positions in box)
 
 
 def box_difference(outer: Box, inner: Box) -> list[Box]:

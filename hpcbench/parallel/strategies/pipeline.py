@@ -43,7 +43,7 @@ def pipeline_layout(spec: RunSpec) -> PipelineLayout:
 
 
 def parse_stage_replicas(text: str) -> tuple[int, ...] | None:
-    """``"2-1-1"`` as ``(2, 1, 1)``; ``None`` where it is no list of ranks per stage."""
+    """Parse ``"2-1-1"`` as ``(2, 1, 1)``; ``None`` if it is no list of ranks per stage."""
     parts = [part.strip() for part in text.split("-")]
     return tuple(map(int, parts)) if all(part.isdecimal() and int(part) for part in parts) else None
 

@@ -21,7 +21,7 @@ def probe_pieces_exclusion(spec: RunSpec, called: str) -> str | None:
     if spec.micro_batches > 1:
         return f"{name} takes a batch as it is: micro_batches {spec.micro_batches}, 1 is right"
     shares = str(spec.options.get("shares", "1"))
-    if not all(one.strip().isdecimal() and int(one) >= 1 for one in shares.split(",")):
+    if not all(share.strip().isdecimal() and int(share) >= 1 for share in shares.split(",")):
         return f'{name} with shares {shares!r}: whole numbers between commas are right, "1,2,4" for instance'
     return _probe_exclusion(spec)
 

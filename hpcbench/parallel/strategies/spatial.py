@@ -75,7 +75,7 @@ def spatial_extents(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def parse_spatial_grid(text: str, degree: int, dims: int) -> tuple[int, ...]:
-    """``"2x2"`` as numbers, one for each of ``dims``; by default the first dim takes all of ``degree``.
+    """Parse ``"2x2"`` as numbers, one for each of ``dims``; by default the first dim takes all of ``degree``.
 
     Raises ``ConfigError`` where it is no such text, or does not go with ``degree`` and ``dims``.
     """
@@ -132,19 +132,19 @@ def spatial_split(table: layer_table.LayerTable, grid: tuple[int, ...], until: i
 @layer_table.cached_by_identity(4096)
 def _spatial_region_end(rows: Sequence[Row], grid: tuple[int, ...], until: int) -> tuple[int, int, str]:
     """Return the first row that is not cut, the row that cannot be cut, and why it cannot."""
-    known = {spatial_extents(rows[0].input_shape)}
+    extents = {spatial_extents(rows[0].input_shape)}
     seen: set[str] = set()
     for number, row in enumerate(rows):
         reason = f"blocks from {until} on are asked to be whole" if until and row.block >= until else None
-        reason = reason or _uncuttable_reason(row, grid, known, seen)
+        reason = reason or _uncuttable_reason(row, grid, extents, seen)
         if reason:
-            return _composite_block_start(rows, number, known), number, reason
+            return _composite_block_start(rows, number, extents), number, reason
         seen.add(row.name)
-        known.add(spatial_extents(row.output_shape))
+        extents.add(spatial_extents(row.output_shape))
     raise AssertionError("a table without the row of the loss")
 
 
-def _uncuttable_reason(row: Row, grid: tuple[int, ...], known: set[tuple[int, ...]], seen: set[str]) -> str | None:
+def _uncuttable_reason(row: Row, grid: tuple[int, ...], extents: set[tuple[int, ...]], seen: set[str]) -> str | None:
     """Return the reason why a layer cannot be cut."""
     named = f"layer {row.name} ({row.kind})"
     if not row.kind.endswith(COMPOSITE_SUFFIX) and row.kind not in WINDOWED_KINDS | NORM_KINDS | POINTWISE_KINDS:
@@ -165,12 +165,12 @@ def _uncuttable_reason(row: Row, grid: tuple[int, ...], known: set[tuple[int, ..
     ):
         return f"{named} is padded more on one side than on the other"
     moves = row.kind in WINDOWED_KINDS
-    came = spatial_extents(row.input_shape) in known
-    went = moves or spatial_extents(row.output_shape) in known
+    came = spatial_extents(row.input_shape) in extents
+    went = moves or spatial_extents(row.output_shape) in extents
     return None if came and went else f"{named} works on positions that no layer made: something around it moves them"
 
 
-def _composite_block_start(rows: Sequence[Row], number: int, known: set[tuple[int, ...]]) -> int:
+def _composite_block_start(rows: Sequence[Row], number: int, extents: set[tuple[int, ...]]) -> int:
     """Return the first layer of the block of a layer in a module that computes something itself.
 
     Operations between the layers of such a module (shortcuts, reshaping) are cut or whole together.
@@ -178,7 +178,7 @@ def _composite_block_start(rows: Sequence[Row], number: int, known: set[tuple[in
     row = rows[number]
     composites = [other.name for other in rows if other.kind.endswith(COMPOSITE_SUFFIX)]
     is_within = row.kind.endswith(COMPOSITE_SUFFIX) or any(row.name.startswith(f"{name}.") for name in composites)
-    is_moved = spatial_extents(row.input_shape) not in known
+    is_moved = spatial_extents(row.input_shape) not in extents
     if row.kind == "Loss" or not (is_within or is_moved):
         return number
     return next(index for index, first in enumerate(rows) if first.block == row.block)

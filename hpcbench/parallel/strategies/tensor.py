@@ -18,7 +18,7 @@ TRANSFORMER_BLOCK_KIND = "TransformerBlock.other"
 def head_feature_ranges(heads: int, head_width: int, ranks: int) -> list[range]:
     """The features of queries, keys and values that each rank computes: whole heads.
 
-    >>> head_ranges(4, 32, 3)
+    >>> head_feature_ranges(4, 32, 3)
     [range(0, 64), range(64, 96), range(96, 128)]
     """
     return [range(part.start * head_width, part.stop * head_width) for part in even_ranges(heads, ranks)]
@@ -59,8 +59,8 @@ def _transformer_dims(model: str, dataset: str) -> tuple[int, str, list[int]]:
     table = read_shipped_table(model, dataset)
     rows = [] if table is None else table.layers
     attributes = [row.attributes for row in rows if "heads" in row.attributes]
-    heads = min((found.get("kv_heads", found["heads"]) for found in attributes), default=0)
-    kind = "key-value heads" if any("kv_heads" in found for found in attributes) else "heads"
+    heads = min((attention.get("kv_heads", attention["heads"]) for attention in attributes), default=0)
+    kind = "key-value heads" if any("kv_heads" in attention for attention in attributes) else "heads"
     strides = [row.attributes["stride"] for row in rows if row.kind == "Conv2d"]
     return heads, kind, strides[-1] if strides else []
 
