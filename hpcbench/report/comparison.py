@@ -176,7 +176,7 @@ def separating_parameters(base: pl.DataFrame, new: pl.DataFrame) -> list[str]:
     if reasons:
         return reasons
     pairs = itertools.product(*(side[:_COMPARED_CONFIGURATIONS] for side in sides))
-    nearest = min(([name for name in one if one[name] != other[name]] for one, other in pairs), key=len)
+    nearest = min(([name for name in first if first[name] != second[name]] for first, second in pairs), key=len)
     return [f"the most similar configurations differ in {join_words(nearest)}"] if nearest else []
 
 

@@ -180,8 +180,8 @@ def baseline_predictor(
         figures = {
             "compute_s": estimate.compute_s, "comm_s": estimate.comm_s, "peak_memory_bytes": estimate.memory_bytes,
         }  # fmt: skip
-        known = {name: value for name, value in figures.items() if value is not None}
-        return scoring.PredictorResult(step_time_s=estimate.step_time_s, figures=known, reason=estimate.reason)
+        stated = {name: value for name, value in figures.items() if value is not None}
+        return scoring.PredictorResult(step_time_s=estimate.step_time_s, figures=stated, reason=estimate.reason)
 
     return predict
 

@@ -70,7 +70,7 @@ class Attempt:
 
     def read_ranks(self) -> dict[int, RankResult]:
         """Return the rank files written so far, by rank, without broken ones."""
-        found: dict[int, RankResult] = {}
+        results: dict[int, RankResult] = {}
         with contextlib.suppress(OSError):
             for entry in os.scandir(self.folder):
                 match = _RANK_FILE_PATTERN.fullmatch(entry.name)
@@ -78,8 +78,8 @@ class Attempt:
                     with contextlib.suppress(OSError, msgspec.MsgspecError):
                         result = decode_record(read_regular(Path(entry.path)), RankResult)
                         if result.rank == int(match[1]):
-                            found[result.rank] = result
-        return found
+                            results[result.rank] = result
+        return results
 
 
 def attempt_numbers(run_folder: Path) -> list[int]:

@@ -135,8 +135,8 @@ class BundleReader:
             padded_size = -(-member.size // _TAR_BLOCK_BYTES) * _TAR_BLOCK_BYTES
             reason = self._reason_against(member, name)
             if reason:
-                known = name in self._digests or len(self.problems) < _MAX_PROBLEMS_KEPT
-                if known and member.type not in _EXTENSION_TYPES and member.type != _FOLDER_TYPE:
+                is_reported = name in self._digests or len(self.problems) < _MAX_PROBLEMS_KEPT
+                if is_reported and member.type not in _EXTENSION_TYPES and member.type != _FOLDER_TYPE:
                     self.problems[name] = f"passed over: {reason}"
                 for start in range(0, padded_size, _SKIP_BYTES):
                     _read_exactly(stream, min(_SKIP_BYTES, padded_size - start))
@@ -201,9 +201,9 @@ class BundleReader:
 _BUNDLE_HINT = "bundles are made by: hpcbench bundle SWEEP"
 
 
-def is_bundle_path(given: str) -> bool:
+def is_bundle_path(argument: str) -> bool:
     """Whether an argument names a bundle and not a sweep."""
-    return given.endswith(BUNDLE_SUFFIXES)
+    return argument.endswith(BUNDLE_SUFFIXES)
 
 
 def read_bundle_header(data: bytes, path: Path) -> BundleHeader:

@@ -242,25 +242,25 @@ def make_steadiness_warnings(times_s: Sequence[float], spread: StepTimeStatistic
     change, count = relative_drift(times_s), count_outliers(times_s)
     if count is None or spread is None:
         return []
-    found = []
+    warnings = []
     if change is not None and abs(change) > MAX_DRIFT_FRACTION and mann_kendall_p_value(times_s) < DRIFT_SIGNIFICANCE:
         way = "slower" if change > 0 else "faster"
-        found.append(f"drift above {MAX_DRIFT_FRACTION:.0%}: steps became {way} during the run")
+        warnings.append(f"drift above {MAX_DRIFT_FRACTION:.0%}: steps became {way} during the run")
     if count > MAX_OUTLIER_FRACTION * len(times_s):
-        found.append(f"more than {MAX_OUTLIER_FRACTION:.0%} of the steps are outliers: far slower than the median")
+        warnings.append(f"more than {MAX_OUTLIER_FRACTION:.0%} of the steps are outliers: far slower than the median")
     if spread.ci95_high - spread.ci95_low > MAX_INTERVAL_FRACTION * spread.median:
-        found.append(
+        warnings.append(
             f"noise above {MAX_INTERVAL_FRACTION:.0%}: the interval of the median step time is wider than that "
             f"share of it"
         )
-    return found
+    return warnings
 
 
-def make_warmup_warning(found: int, timed: int, warmup_steps: int) -> str:
+def make_warmup_warning(slow_steps: int, timed: int, warmup_steps: int) -> str:
     """Return the warning with the warm-up that makes all timed steps of the next run steady."""
     return (
-        f"the first {found} of {timed} timed steps were still slower than the later ones and are in no figure: "
-        f"set warmup_steps = {warmup_steps + found} or more"
+        f"the first {slow_steps} of {timed} timed steps were still slower than the later ones and are in no figure: "
+        f"set warmup_steps = {warmup_steps + slow_steps} or more"
     )
 
 

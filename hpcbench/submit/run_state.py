@@ -143,13 +143,13 @@ def _query_jobs(
     runs = {key: run for submission in submissions for key, run in submission.runs()}
     statuses: dict[str, JobStatus] = {}
     for kind, query in queries.items():
-        own = {key: run for key, run in runs.items() if run.record.scheduler == kind}
+        runs_of_kind = {key: run for key, run in runs.items() if run.record.scheduler == kind}
         try:
             if isinstance(query, HpcbenchError):
                 raise query
-            statuses |= query.result(own)
+            statuses |= query.result(runs_of_kind)
         except HpcbenchError as error:
-            statuses |= {key: JobStatus("waiting", error.message) for key, run in own.items() if run.job_id}
+            statuses |= {key: JobStatus("waiting", error.message) for key, run in runs_of_kind.items() if run.job_id}
     return runs, statuses
 
 

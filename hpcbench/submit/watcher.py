@@ -70,8 +70,8 @@ class IncrementalClusterTree(ClusterTree):
         return {run_id: self._heads[run_id] for run_id in run_ids if run_id in self._heads}
 
     def _is_ok(self, run_id: str) -> bool:
-        known = self._heads.get(run_id)
-        return known is not None and known.status == STATUS_OK and not self.is_superseded(run_id, known)
+        head = self._heads.get(run_id)
+        return head is not None and head.status == STATUS_OK and not self.is_superseded(run_id, head)
 
     def is_superseded(self, run_id: str, head: ResultSummary) -> bool:
         """Whether it is still the result that a new measurement is to replace."""

@@ -155,7 +155,7 @@ def decide_outcome(
     if vanished:
         why = "killed, or ended by something outside python"
         return RunOutcome("failed", lost_ranks_failure(vanished, ranks, why, log, job_nodes()))
-    if all(one.status == STATUS_OK for one in ranks.values()):
+    if all(result.status == STATUS_OK for result in ranks.values()):
         return _verification_outcome(ranks)
     # No rank announced a cause: prefer the lowest rank that failed by itself to those that only followed.
     failed = [rank for rank in sorted(ranks) if ranks[rank].status != STATUS_OK]
@@ -210,9 +210,9 @@ def last_error_line(log: str) -> str:
     # srun --label puts the rank before each line.
     lines = [re.sub(r"^\d+: ", "", line.strip()) for line in log.splitlines()]
     lines = [line for line in lines if line]
-    own = [line for line in lines if not _LAUNCHER_NOISE.search(line)]
-    errors = [line for line in own if _ERROR_WORDS.search(line)]
-    return (errors or own or lines or [""])[-1]
+    of_ranks = [line for line in lines if not _LAUNCHER_NOISE.search(line)]
+    errors = [line for line in of_ranks if _ERROR_WORDS.search(line)]
+    return (errors or of_ranks or lines or [""])[-1]
 
 
 def job_nodes() -> str | None:

@@ -172,12 +172,12 @@ class RunFinalizer:
 
 
 def write_run_result(
-    context: RunContext, channel: ControlChannel | None, own: RankResult, error: BaseException | None, wait_s: float
+    context: RunContext, channel: ControlChannel | None, rank_0: RankResult, error: BaseException | None, wait_s: float
 ) -> str:
     """Collect the ranks' results, write the result of the run and return its status. Called on rank 0.
 
     Args:
-        own: rank 0's result.
+        rank_0: the result of rank 0.
         error: the exception that ended rank 0, or ``None``.
         wait_s: time limit for the results of the other ranks.
     """
@@ -193,7 +193,7 @@ def write_run_result(
         give_up = time.monotonic() + min(wait_s, FAILURE_GATHER_S)
         while len(ranks := attempt.read_ranks()) < spec.ranks and time.monotonic() <= give_up:
             time.sleep(0.1)
-    ranks = {**ranks, context.info.rank: own}
+    ranks = {**ranks, context.info.rank: rank_0}
     marker = attempt.read_start()
     outcome = decide_outcome(
         spec.ranks,

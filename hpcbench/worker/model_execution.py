@@ -213,14 +213,14 @@ def frozen_running_statistics(block: nn.Module) -> Iterator[None]:
         for module in block.modules()
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training and module.track_running_stats
     ]
-    kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    states = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
         # Not track_running_stats = False: the operator would save other tensors than in the first pass.
         norm.momentum, norm.num_batches_tracked = 0.0, None
     try:
         yield
     finally:
-        for norm, (momentum, count) in zip(norms, kept, strict=True):
+        for norm, (momentum, count) in zip(norms, states, strict=True):
             norm.momentum, norm.num_batches_tracked = momentum, count
 
 

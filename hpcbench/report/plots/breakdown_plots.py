@@ -67,9 +67,9 @@ def _mean_phases(row: dict[str, Any], results: _Results) -> dict[str, float]:
     launches = []
     for result in _results_of(row, results):
         phases = [_read_phases(rank.get("phases")) for rank in result.ranks]
-        known = [rank for rank in phases if rank is not None]
-        if known and len(known) == len(phases):
-            launches.append([statistics.fmean(values) for values in zip(*known, strict=True)])
+        measured = [rank for rank in phases if rank is not None]
+        if measured and len(measured) == len(phases):
+            launches.append([statistics.fmean(values) for values in zip(*measured, strict=True)])
     medians = map(statistics.median, zip(*launches, strict=True))
     return {f"metrics.{name}": value for name, value in zip(_PHASES, medians, strict=False)}
 

@@ -114,11 +114,11 @@ def _plot_over_devices(
 
 def _ideal_throughput(rows: pl.DataFrame) -> pl.DataFrame:
     """Return by panel the baseline's rate per device times the fewest and the most devices."""
-    known = rows.filter(pl.col("efficiency") > 0).with_columns(
+    baselines = rows.filter(pl.col("efficiency") > 0).with_columns(
         (pl.col(THROUGHPUT) / pl.col("efficiency") / pl.col("devices")).alias("_each"), x="devices"
     )
     return line_rows(
-        _ends_of_panels(known, pl.col("_each").first()).with_columns(y=pl.col("_each") * pl.col("x")), IDEAL
+        _ends_of_panels(baselines, pl.col("_each").first()).with_columns(y=pl.col("_each") * pl.col("x")), IDEAL
     )
 
 
@@ -289,10 +289,10 @@ def measured_over_predicted_plot(frame: pl.DataFrame, request: PlotRequest) -> P
 
 def _rows_from_results(frame: pl.DataFrame, request: PlotRequest) -> tuple[pl.DataFrame, str, list[str]]:
     """Rows from results that have predicted their own step; what they share; and notes."""
-    own = frame.filter(pl.col("spec.options").str.contains(_MEASURED_BLOCKS, literal=True))
-    if own.is_empty() or request.whole is None:
+    self_predicted = frame.filter(pl.col("spec.options").str.contains(_MEASURED_BLOCKS, literal=True))
+    if self_predicted.is_empty() or request.whole is None:
         raise NothingToDraw("no run has a prediction: --predict computes them, in Python predict=True")
-    points = plot_points(own, request.by, STEP_TIME, every=True)
+    points = plot_points(self_predicted, request.by, STEP_TIME, every=True)
     rows, notes = points.frame.sort("series", "devices", "config_id"), points.notes
     if len(rows) > _MAX_READ:
         notes = [*notes, f"the first {_MAX_READ} configurations of {len(rows)}; others can be chosen with --where"]

@@ -40,15 +40,15 @@ class NetworkInterface(NamedTuple):
 def list_interfaces() -> list[NetworkInterface]:
     """Interfaces that are up and have an address, in the system's order; link-local addresses are left out."""
     states = psutil.net_if_stats()
-    found = []
+    interfaces = []
     for name, entries in psutil.net_if_addrs().items():
         if name in states and not states[name].isup:
             continue
         texts = [e.address for family in (socket.AF_INET, socket.AF_INET6) for e in entries if e.family == family]
         usable = [text for text in texts if not ipaddress.ip_address(text.partition("%")[0]).is_link_local]
         if usable:
-            found.append(NetworkInterface(name, usable))
-    return found
+            interfaces.append(NetworkInterface(name, usable))
+    return interfaces
 
 
 def choose_interface(

@@ -86,7 +86,7 @@ class ModelledBucket:
     def views(self) -> list[Tensor]:
         if self._views is None:
             parts = torch.split(self._buffer, [parameter.numel() for parameter in self._parameters])
-            self._views = [part.view(one.shape) for part, one in zip(parts, self._parameters, strict=True)]
+            self._views = [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters, strict=True)]
         return self._views
 
     def index(self) -> int:
@@ -130,7 +130,7 @@ class ModelledReducer:
     def _make_buckets(self, assignment: list[list[nn.Parameter]]) -> None:
         self._buckets: list[ModelledBucket] = []
         last = len(assignment) - 1
-        self._buckets += [ModelledBucket(index, index == last, list(one)) for index, one in enumerate(assignment)]
+        self._buckets += [ModelledBucket(index, index == last, list(held)) for index, held in enumerate(assignment)]
         self._place = {
             id(parameter): (bucket, place)
             for bucket, held in enumerate(assignment)
@@ -237,5 +237,5 @@ def broadcast_coalesced(tensors: list[Tensor], group: dist.ProcessGroup | None) 
             members = [alike[len(alike) - 1 - place] for place in bucket]
             flat = torch.cat([tensor.flatten() for tensor in members])
             dist.broadcast(flat, source, group=group)
-            for tensor, part in zip(members, torch.split(flat, [one.numel() for one in members]), strict=True):
+            for tensor, part in zip(members, torch.split(flat, [member.numel() for member in members]), strict=True):
                 tensor.copy_(part.view(tensor.shape))

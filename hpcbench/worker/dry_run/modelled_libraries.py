@@ -117,9 +117,9 @@ def make_flat_parameter(fairscale_class: Any) -> Callable[..., Any]:
     """Return the stand-in for fairscale's ``FlatParameter``: a fake parameter is no instance of a user's subclass."""
 
     def flat_parameter(parameters: Sequence[nn.Parameter], requires_grad: bool = True) -> Any:
-        flat: Any = nn.Parameter(torch.cat([one.detach().reshape(-1) for one in parameters]), requires_grad)
-        flat._param_numels = [one.numel() for one in parameters]
-        flat._param_shapes = [one.size() for one in parameters]
+        flat: Any = nn.Parameter(torch.cat([parameter.detach().reshape(-1) for parameter in parameters]), requires_grad)
+        flat._param_numels = [parameter.numel() for parameter in parameters]
+        flat._param_shapes = [parameter.size() for parameter in parameters]
         flat._param_infos, flat._shared_param_infos = [], []
         reference = weakref.ref(flat)
         for name in ("get_param_views", "metadata"):

@@ -100,7 +100,7 @@ def _form(value: Any, tensors: list[Tensor]) -> Any:
     if kind in _NUMBERS:
         return kind, value
     if kind is list or kind is tuple or kind is torch.Size:
-        return tuple([_form(one, tensors) for one in value])
+        return tuple([_form(element, tensors) for element in value])
     if kind in _PLAIN:
         return value
     raise _UnknownFormError
@@ -112,13 +112,13 @@ def _results_of(out: Any, tensors: list[Tensor]) -> _Results | None:
     if container not in (None, list, tuple):
         return None
     arguments = {tensor.untyped_storage()._cdata: number for number, tensor in enumerate(tensors)}
-    storages = [one.untyped_storage()._cdata for one in members if isinstance(one, Tensor)]
-    own = [storage for storage in storages if storage not in arguments]
+    storages = [member.untyped_storage()._cdata for member in members if isinstance(member, Tensor)]
+    new_storages = [storage for storage in storages if storage not in arguments]
     try:
-        results = tuple(_result_of(one, tensors, arguments) for one in members)
+        results = tuple(_result_of(member, tensors, arguments) for member in members)
     except _UnknownFormError:
         return None
-    return _Results(container, results) if len(own) == len(set(own)) else None
+    return _Results(container, results) if len(new_storages) == len(set(new_storages)) else None
 
 
 def _result_of(out: Any, tensors: list[Tensor], arguments: dict[int, int]) -> _Result:

@@ -229,11 +229,11 @@ def storage_id(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _moved_bytes(func: Any, given: Any, out: Any) -> int:
+def _moved_bytes(func: Any, arguments: Any, out: Any) -> int:
     """Return the bytes of inputs and outputs; none for views, allocations and queries."""
     if func.namespace == "prim" or "empty" in func._schema.name:
         return 0
-    sources, results = tensor_leaves(given), tensor_leaves(out)
+    sources, results = tensor_leaves(arguments), tensor_leaves(out)
     if not func._schema.is_mutable:
         places = {storage_id(tensor) for tensor in sources}
         if any(storage_id(tensor) in places for tensor in results):

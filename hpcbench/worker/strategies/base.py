@@ -167,7 +167,7 @@ def make_optimizer(spec: RunSpec, module: nn.Module, *, without: Sequence[str] =
     create: Callable[..., torch.optim.Optimizer] = optimizer_class
     make = partial(create, **{name: value for name, value in arguments.items() if name not in without})
     # Those of fsdp are shards in fp32.
-    has_masters = spec.precision == "bf16_params" and any(one.dtype == torch.bfloat16 for one in parameters)
+    has_masters = spec.precision == "bf16_params" and any(parameter.dtype == torch.bfloat16 for parameter in parameters)
     return MasterWeights(parameters, make) if has_masters else make(parameters)
 
 

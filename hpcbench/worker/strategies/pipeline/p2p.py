@@ -250,8 +250,8 @@ def open_links(group: RankGroup, links: Iterable[tuple[int, int]], context: Rank
         links: All links of the pipeline, sorted.
         context: This rank of the run.
     """
-    own = [link for link in links if group.place in link]
-    groups = {link: make_group_of_ranks((group.ranks[rank] for rank in link), context, "link") for link in own}
+    own_links = [link for link in links if group.place in link]
+    groups = {link: make_group_of_ranks((group.ranks[rank] for rank in link), context, "link") for link in own_links}
     for link_group in groups.values():
         sent, received = torch.zeros(1, device=context.device), torch.empty(1, device=context.device)
         for works in _start_together([(sent, 0)], [(received, 0)], link_group):

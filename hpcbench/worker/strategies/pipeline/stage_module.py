@@ -206,15 +206,15 @@ def gather_on_first_rank(
     Returns:
         On the first rank all tensors that exist; on the others their own.
     """
-    own = {
+    own_tensors = {
         name: tensor.detach()
         for name, tensor in tensors.items()
         if name in chunk_of and layout.rank_of(chunk_of[name], 0) == group.place
     }
     if group.size == 1:
-        return own
+        return own_tensors
     gathered: list[dict[str, Tensor]] | None = [{}] * group.size if group.place == 0 else None
-    host_tensors = {name: tensor.cpu() for name, tensor in own.items()}
+    host_tensors = {name: tensor.cpu() for name, tensor in own_tensors.items()}
     dist.gather_object(host_tensors, gathered, group=group.members(), group_dst=0)
-    collected = {name: tensor.to(device) for part in gathered or [] for name, tensor in part.items()} | own
+    collected = {name: tensor.to(device) for part in gathered or [] for name, tensor in part.items()} | own_tensors
     return {name: collected[name] for name in chunk_of if name in collected}

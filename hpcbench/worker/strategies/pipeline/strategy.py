@@ -107,9 +107,9 @@ class PipelineStrategy(ModelParallelStrategy):
     def make_reducers(self, module: nn.Module) -> list[GradientReducer]:
         """Create a reducer per chunk, which sends when the chunk is done, and one for tied weights, after their sum."""
         assert isinstance(module, stage_module.StageModule)
-        own = {id(parameter) for parameter in module.parameters()}
+        own_ids = {id(parameter) for parameter in module.parameters()}
         self._ties = [
-            tie if id(tie.parameter) in own else stage_module.TiedParameter(tie.ranks, None) for tie in self._ties
+            tie if id(tie.parameter) in own_ids else stage_module.TiedParameter(tie.ranks, None) for tie in self._ties
         ]
         tied = [tie.parameter for tie in self._ties if tie.parameter is not None]
         self._reducer_of: dict[int, GradientReducer] = {}
@@ -204,8 +204,8 @@ class PipelineStrategy(ModelParallelStrategy):
 
     def _gather_stages(self, tensors: dict[str, Tensor], chunk_of: dict[str, int]) -> dict[str, Tensor]:
         # In the whole model the names have no "chunks.<number>." in front.
-        own = {name.split(".", 2)[2]: tensor for name, tensor in tensors.items()}
-        return stage_module.gather_on_first_rank(own, chunk_of, self.layout, self.group, self.context.device)
+        own_tensors = {name.split(".", 2)[2]: tensor for name, tensor in tensors.items()}
+        return stage_module.gather_on_first_rank(own_tensors, chunk_of, self.layout, self.group, self.context.device)
 
     def _prepare_boundaries(self, feed: DataFeed, sizes: Iterable[int]) -> None:
         """Compute the shapes between chunks, also for the partial batch, so that no timed step does it."""

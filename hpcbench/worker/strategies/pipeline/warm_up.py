@@ -85,14 +85,14 @@ def run_chunks_once(
 @contextmanager
 def _without_trace(modules: nn.Module, reducers: Iterable[GradientReducer]) -> Iterator[None]:
     """Restore buffers at the end, and let ``reducers`` send nothing."""
-    kept = [(buffer, buffer.clone()) for buffer in modules.buffers()]
+    saved = [(buffer, buffer.clone()) for buffer in modules.buffers()]
     paused = [(reducer, reducer.is_paused) for reducer in reducers]
     for reducer, _ in paused:
         reducer.is_paused = True
     yield
     for reducer, was_paused in paused:
         reducer.is_paused = was_paused
-    for buffer, value in kept:
+    for buffer, value in saved:
         buffer.copy_(value)
 
 

@@ -64,9 +64,9 @@ def empty_box(like: Tensor, box: Box, channels: int | None = None) -> Tensor:
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=layout)
 
 
-def check_own_extents(x: Tensor, own: Box) -> None:
+def check_own_extents(x: Tensor, own_box: Box) -> None:
     """Raise ``WorkerError`` (``unsupported``) if ``x`` does not have the extents of this rank's part."""
-    expected = tuple(map(len, own))
+    expected = tuple(map(len, own_box))
     if tuple(x.shape[2:]) != expected:
         raise unsupported(
             f"a layer that is cut got {list(x.shape)}, not {list(expected)} positions: the model moves them between "
@@ -120,24 +120,24 @@ class HaloExchange:
         return self.received
 
 
-def assemble_input(own: Tensor, received: Sequence[Tensor], halo: Halo, box: Box, image: Box, fill: float) -> Tensor:
+def assemble_input(x: Tensor, received: Sequence[Tensor], halo: Halo, box: Box, image: Box, fill: float) -> Tensor:
     """Return ``box`` of the input, [n, channels, *extents of box].
 
     Args:
-        own: This rank's part.
-        received: The tensors of ``halo.receives``.
+        x: This rank's part, [n, channels, *extents of ``halo.own``].
+        received: The tensors of ``halo.receives``, each [n, channels, *extents of its box].
         halo: The boxes of this rank.
         box: Positions to assemble; may extend beyond the image.
         image: All positions of the image.
         fill: Value of positions outside the image (padding).
     """
     if box == halo.own:
-        return own
-    assembled = empty_box(own, box)
+        return x
+    assembled = empty_box(x, box)
     if box_intersection(box, image) != box:
         assembled.fill_(fill)
     boxes = [halo.own, *(message.box for message in halo.receives)]
-    for source, tensor in zip(boxes, [own, *received], strict=True):
+    for source, tensor in zip(boxes, [x, *received], strict=True):
         overlap = box_intersection(source, box)
         if box_volume(overlap):
             box_view(assembled, overlap, box).copy_(box_view(tensor, overlap, source))

@@ -167,8 +167,8 @@ class _SpatialPoolFunction(torch.autograd.Function):
         halo = plan.halo()
         check_own_extents(x, halo.own)
         received = HaloExchange(plan.grid, x, halo.own, halo.sends, halo.receives).wait()
-        out, *kept = pool.forward_needed(assemble_input(x, received, halo, halo.needed, plan.image(), pool.fill))
-        ctx.save_for_backward(*kept)
+        out, *saved = pool.forward_needed(assemble_input(x, received, halo, halo.needed, plan.image(), pool.fill))
+        ctx.save_for_backward(*saved)
         return out
 
     @staticmethod
@@ -200,7 +200,7 @@ class _SpatialPool(nn.Module):
         """Return the output for the needed part of the input, and the tensors to keep."""
 
     @abstractmethod
-    def backward_needed(self, gradient: Tensor, *kept: Tensor) -> Tensor:
+    def backward_needed(self, gradient: Tensor, *saved: Tensor) -> Tensor:
         """Return the gradient of the needed part."""
 
 
@@ -215,9 +215,9 @@ class SpatialMaxPool(_SpatialPool):
         pool: Any = {2: F.max_pool2d, 3: F.max_pool3d}[len(windows)]
         return list(pool(needed, kernel, stride, dilation=dilation, return_indices=True))
 
-    def backward_needed(self, gradient: Tensor, *kept: Tensor) -> Tensor:
+    def backward_needed(self, gradient: Tensor, *saved: Tensor) -> Tensor:
         grad_needed = gradient.new_zeros(self.plan.needed_shape(gradient))
-        grad_needed.flatten(2).scatter_add_(2, kept[0].flatten(2), gradient.flatten(2))
+        grad_needed.flatten(2).scatter_add_(2, saved[0].flatten(2), gradient.flatten(2))
         return grad_needed
 
 
@@ -244,7 +244,7 @@ class SpatialAveragePool(_SpatialPool):
         operation, ones = _ones_convolution(needed, self.plan)
         return [operation.forward(needed, ones, None)]
 
-    def backward_needed(self, gradient: Tensor, *kept: Tensor) -> Tensor:
+    def backward_needed(self, gradient: Tensor, *saved: Tensor) -> Tensor:
         needed = gradient.new_empty(1).expand(self.plan.needed_shape(gradient))
         operation, ones = _ones_convolution(needed, self.plan)
         grad_needed = operation.backward(gradient, needed, ones, (True, False, False))[0]
@@ -282,9 +282,9 @@ def group_statistics(x: Tensor, positions: Tensor, count: int, group: RankGroup)
     variances, means = torch.var_mean(wide.flatten(2), dim=2, correction=0)
     mean = means.mean(0)
     variance = variances.mean(0) + (means - mean).square().mean(0)
-    own = torch.stack([mean, variance])
-    parts = all_gather_equal_parts(own, group)
-    weights = positions.to(own.dtype)[:, None] / count
+    statistics = torch.stack([mean, variance])
+    parts = all_gather_equal_parts(statistics, group)
+    weights = positions.to(statistics.dtype)[:, None] / count
     mean = (weights * parts[:, 0]).sum(0)
     return mean, (weights * (parts[:, 1] + (parts[:, 0] - mean).square())).sum(0)
 
