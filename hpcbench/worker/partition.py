@@ -41,7 +41,7 @@ def parse_levels(text: str) -> list[InterconnectLevel]:
     """``"4 x 25 GB/s, 2 x 3 GB/s"``, from the innermost level outwards. ``ConfigError`` where it is none.
 
     >>> parse_levels("4 x 25 GB/s")
-    [Level(groups=4, bandwidth_bytes_per_s=25000000000.0)]
+    [InterconnectLevel(groups=4, bandwidth_bytes_per_s=25000000000.0)]
     """
     levels = []
     for part in text.split(","):

@@ -117,7 +117,7 @@ def run_training_loop(
 def timed_segments(warmup_steps: int, steps: int, every: int) -> list[range]:
     """The timed steps, cut where an evaluation is due: after each step whose number from 1 is a multiple of ``every``.
 
-    >>> segments(3, 6, 4)
+    >>> timed_segments(3, 6, 4)
     [range(3, 4), range(4, 8), range(8, 9)]
     """
     total = warmup_steps + steps

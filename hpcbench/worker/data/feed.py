@@ -55,9 +55,10 @@ class DataFeed(ABC):
     Raises:
         WorkerError: ``unsupported`` if a global batch is larger than the set in the files.
 
-    Example:
-        >>> feed = make_feed(spec, torch.device("cpu"))
-        >>> inputs, targets = feed.batch(step=0, replica=0)
+    Example::
+
+        feed = make_feed(spec, torch.device("cpu"))  # of hpcbench.worker.data.feeds
+        inputs, targets = feed.batch(step=0, replica=0)  # [n, *sample shape] and targets
     """
 
     kind = "synthetic"

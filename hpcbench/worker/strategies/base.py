@@ -41,10 +41,11 @@ class Strategy(ABC):
     The loop calls ``setup`` once and then ``step`` for every step. All other members have defaults; a strategy
     overrides the ones it needs. ``R`` replicas train together; a replica takes ``n`` samples per step.
 
-    Example:
-        >>> strategy = SingleStrategy()
-        >>> strategy.setup(build_model(spec), spec, RankContext(0, 1, torch.device("cpu")))
-        >>> loss = strategy.step(feed, 0)
+    Example::
+
+        strategy = SingleStrategy()
+        strategy.setup(build_model(spec), spec, RankContext(0, 1, torch.device("cpu")))
+        loss = strategy.step(make_feed(spec, torch.device("cpu")), 0)  # scalar
     """
 
     replica: int

@@ -84,8 +84,8 @@ class HorovodSlot(NamedTuple):
 def assign_slots(hosts: list[str]) -> list[HorovodSlot]:
     """The slot of every rank, from the host that each runs on.
 
-    >>> slots(["a", "a", "b"])[2]
-    Slot(hostname='b', rank=2, size=3, local_rank=0, local_size=1, cross_rank=1, cross_size=2)
+    >>> assign_slots(["a", "a", "b"])[2]
+    HorovodSlot(hostname='b', rank=2, size=3, local_rank=0, local_size=1, cross_rank=1, cross_size=2)
     """
     names = list(dict.fromkeys(hosts))
     sizes = {name: hosts.count(name) for name in names}

@@ -43,9 +43,10 @@ _TOKEN_DIM = 1
 class TensorParallelComm:
     """The collectives between split layers of one tensor-parallel group.
 
-    Example:
-        >>> comm = TensorParallelComm(group, by_tokens=False)
-        >>> total = comm.leave(row_linear(gelu(column_linear(comm.enter(x)))))
+    Example::
+
+        comm = TensorParallelComm(group, by_tokens=False)
+        total = comm.leave(row_linear(gelu(column_linear(comm.enter(x)))))  # [n, tokens, width], equal on all ranks
     """
 
     group: RankGroup

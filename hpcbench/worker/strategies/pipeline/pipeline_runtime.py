@@ -69,10 +69,11 @@ class ActionHooks:
 class PipelineRuntime:
     """One rank of one pipeline.
 
-    Example:
-        >>> runtime.begin(schedule_actions("1f1b", layout, micro_batches), batch)
-        >>> runtime.execute()
-        >>> loss = runtime.end()
+    Example::
+
+        runtime.begin(schedule_actions("1f1b", layout, micro_batches), batch)
+        runtime.execute()
+        loss = runtime.end()
     """
 
     layout: schedules.PipelineLayout
