@@ -161,9 +161,9 @@ def _group_launches(launches: pl.DataFrame, keys: list[str], column: str) -> dic
 
 
 def separating_parameters(base: pl.DataFrame, new: pl.DataFrame) -> list[str]:
-    """Why no configuration is on both sides: the parameters in which the sides share no value, with the values.
+    """Return the parameters in which the sides share no value, with the values: no configuration is on both sides.
 
-    If they share some value of every parameter, the parameters of the two most similar configurations.
+    If they share some value of every parameter, it is those in which the two most similar configurations differ.
     """
     sides = [list(_configuration_values(frame)) for frame in (base, new)]
     if not all(sides):

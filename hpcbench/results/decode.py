@@ -18,7 +18,8 @@ from hpcbench.fileio import read_regular
 from hpcbench.results.schema import SCHEMA_VERSION, STATUSES, RankResult, RunResult
 
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
-"""From version n to n + 1, on the decoded document. Raising ``SCHEMA_VERSION`` adds one here."""
+"""Functions that turn a decoded document of version n, the key, into one of version n + 1. Whoever raises
+``SCHEMA_VERSION`` adds one."""
 
 
 def migrate_document(document: Any) -> dict[str, Any] | None:

@@ -29,7 +29,7 @@ RESULT_COLUMNS = ("run_id", "config_id", "attempt", "sweep", "cluster", "status"
 PROVENANCE_KEYS = ("hpcbench", "hpcbench_commit", "torch", "submission", "environment_key")
 """Keys of a result's provenance that are columns of the frame, as text."""
 FILE_COLUMNS = ("file.mtime_ns", "file.size_bytes")
-"""When ``result.json`` was put in place, and its size, by which a change is recognised."""
+"""Time at which ``result.json`` was written, and its size: a change of either is a change of the result."""
 _NESTED_RECORDS: dict[str, type[msgspec.Struct]] = {
     "spec": RunSpec, "metrics": RunMetrics, "verification": VerificationResult, "error": FailureRecord
 }  # fmt: skip

@@ -52,7 +52,7 @@ class ClusterTree:
         return Path(self.run_folder(run_id), "result.json")
 
     def sweep_path(self, name: str) -> Path:
-        """Which runs a sweep means."""
+        """Return the path of the record that lists the runs of a sweep; ``ConfigError`` if ``name`` is no sweep's."""
         if not _NAME_PATTERN.fullmatch(name):
             raise StorageError(f"{name!r} is no sweep's name: letters, digits, '.', '_' and '-' are, 64 at most")
         return self.path("sweeps", f"{name}.json")

@@ -23,7 +23,7 @@ TimeInterval = tuple[int, int]
 
 
 def union_intervals(intervals: Iterable[TimeInterval]) -> list[TimeInterval]:
-    """The same points, in order, disjoint and not touching.
+    """Return the union of ``intervals`` as ascending intervals that neither overlap nor touch.
 
     >>> union_intervals([(5, 7), (0, 2), (1, 3), (3, 4)])
     [(0, 4), (5, 7)]
@@ -40,7 +40,7 @@ def union_intervals(intervals: Iterable[TimeInterval]) -> list[TimeInterval]:
 
 
 def subtract_intervals(intervals: Iterable[TimeInterval], without: Iterable[TimeInterval]) -> list[TimeInterval]:
-    """The points of ``intervals`` that are in none of ``without``.
+    """Return the parts of ``intervals`` that are in no interval of ``without``, ascending.
 
     >>> subtract_intervals([(0, 10)], [(2, 3), (8, 20)])
     [(0, 2), (3, 8)]

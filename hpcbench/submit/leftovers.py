@@ -62,7 +62,7 @@ class LeftoverSearch:
 
     items: list[Leftover] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
-    """Why something was left out, one reason a line."""
+    """The reasons why something was left out, one per line."""
     failed: list[StorageError] = field(default_factory=list)
     """Removals that the file system refused."""
 

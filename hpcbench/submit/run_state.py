@@ -47,7 +47,7 @@ _REGISTRATION_DELAY_S = 30.0
 RESULT_DELAY_S = 60.0
 """A slow file system may show a result this long after its job has ended."""
 RUN_LEASE_S = 7 * 86400.0
-"""After this long a run of which nothing is known may be submitted again."""
+"""Seconds without news of a run after which it may be submitted again."""
 _HIDDEN_JOB_MARGIN_S = 86400.0
 """A hidden job that started this much longer ago than its time limit has ended; it may have been suspended."""
 _INTERRUPTED_STATUSES = frozenset({"preempted", "cancelled", "failed"})

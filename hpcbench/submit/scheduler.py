@@ -67,7 +67,7 @@ class SchedulerLimits(NamedTuple):
     max_submitted_jobs: int | None = None
     """Jobs that the user may have queued and running; ``None``: no limit is known."""
     free_jobs: int | None = None
-    """Those of them that are not queued or running now; ``None``: unknown."""
+    """Jobs of ``max_submitted_jobs`` that are not queued or running now; ``None``: unknown."""
 
 
 @dataclass
@@ -79,7 +79,7 @@ class SendOutcome:
     waiting: int = 0
     """Jobs that are submitted again by the next ``submit``."""
     reason: str = ""
-    """Why they wait."""
+    """The reason why the jobs in ``waiting`` were not submitted; empty if there are none."""
     refused: list[SubmitError] = field(default_factory=list)
     """Final refusals: the runs of these jobs belong to no submission."""
     failed: SubmitError | None = None
@@ -301,7 +301,7 @@ def find_command(command: str, profile: HasSchedulerSettings) -> Path | None:
 
 
 SILENCE_S = 3.0
-"""After this long without an answer of the scheduler a message is printed."""
+"""Seconds without an answer of the scheduler after which a message is printed."""
 _listeners: list[Callable[[str], None]] = []
 
 

@@ -200,7 +200,7 @@ class SubmittedRun(msgspec.Struct, frozen=True, gc=False):
     is_dropped: bool = False
     """It was removed from the submission."""
     waiting: str = ""
-    """Why the rest of the submission is not submitted."""
+    """The reason why the rest of the submission is not submitted."""
 
     @property
     def number(self) -> int:

@@ -120,13 +120,13 @@ class IncrementalClusterTree(ClusterTree):
         return self._heads.get(run_id)
 
     def ended_unix_s(self, run_id: str) -> float | None:
-        """When the result that counts was put in place; ``None`` where none has been read."""
+        """Return the time at which the result that counts was written (Unix seconds); ``None`` if none was read."""
         return self._ended.get(run_id) if run_id in self._heads else None
 
 
 MAX_SHOWN_FAILURES = 5
 _MAX_TIMED_RUNS = 50
-"""Only this many of an array's newest runs are timed: each is a small file, read once."""
+"""Number of an array's newest runs that are timed: each is a small file, read once."""
 
 
 class TimedRun(msgspec.Struct, frozen=True, gc=False):
@@ -193,7 +193,7 @@ class SweepSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     failed: int = 0
     """Number of all failed runs."""
     silence: str = ""
-    """Why the scheduler did not answer."""
+    """The reason why the scheduler did not answer; empty if it did."""
     predicted_s: float | None = None
     """Seconds until the last run ends, by the oracle."""
 

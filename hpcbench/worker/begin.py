@@ -172,7 +172,7 @@ def _later_run_started(tree: ClusterTree, tasks: Path, index: int, pack: int) ->
 
 
 def _stop_rule_reason(tree: ClusterTree, tasks: Path, task: RunTask) -> str | None:
-    """Why the sweep's stop rules keep the run from starting."""
+    """Return the reason for which the sweep's stop rules skip the run; ``None`` if they do not."""
 
     def status_of(run_id: str) -> str | None:
         result = read_result(tree, run_id)

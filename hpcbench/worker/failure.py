@@ -126,7 +126,7 @@ class RunOutcome(NamedTuple):
 
 
 class FailureCause(msgspec.Struct):
-    """Why the launch ends early, as announced by the first rank with a failure of its own."""
+    """The cause for which a launch ends early, announced by the first rank with a failure of its own."""
 
     rank: int
     host: str

@@ -72,7 +72,7 @@ class RankMeasurements:
     counters: RegionCounters | None = None
     peak: tuple[int, int | None] | None = None
     setup_peak: tuple[int, int | None] | None = None
-    """Before the first timed step, where the peaks could be begun anew there."""
+    """Peak memory before the first timed step; ``None`` where the system's peak cannot be reset there."""
     pipeline_state: Callable[[], str | None] | None = None
     """Description of what a pipeline's rank is doing."""
 

@@ -151,7 +151,7 @@ class SequentialBlocks(nn.Sequential):
     """A sequence of blocks that is compiled as one; the compiler skips the ``forward`` of ``nn.Sequential``."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """One block after another."""
+        """Apply the blocks one after another: [n, *sample shape] -> outputs."""
         for block in self:
             x = block(x)
         return x
@@ -161,7 +161,10 @@ class CheckpointedBlocks(SequentialBlocks):
     """Keeps the input of every block and computes the block again in the backward pass (Chen et al. 2016)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """One block after another; dropout draws the same numbers the second time."""
+        """Apply the blocks one after another: [n, *sample shape] -> outputs.
+
+        In the recomputation dropout draws the same numbers again.
+        """
         if not torch.is_grad_enabled():
             return super().forward(x)
         for block in self:

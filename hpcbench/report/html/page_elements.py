@@ -286,7 +286,7 @@ def script_json(value: object) -> str:
 
 
 MAX_PROVENANCE_READ = 1000
-"""At most so many full results are read for their provenance."""
+"""Maximum number of full results that are read for their provenance."""
 _MAX_VALUES = 12
 _MAX_ENVIRONMENTS = 8
 

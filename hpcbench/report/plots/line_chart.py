@@ -77,7 +77,7 @@ _GRID_HEIGHT = 14
 _MAX_GRID_WIDTH = 72
 """Columns of the grid itself."""
 MAX_INTEGER_TICKS = 10
-"""On an axis each of so many whole numbers is a tick."""
+"""Maximum number of different whole numbers on an axis that all are ticks."""
 _ASCII_MARKS = "ox+*@%&=~$^v"
 _OVERLAP_MARK = {False: "▣", True: "#"}
 _IDEAL_CHARACTER = {False: "╌", True: "-"}

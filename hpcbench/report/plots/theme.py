@@ -88,7 +88,7 @@ def _strategy_style_parts() -> dict[str, tuple[str, str, str]]:
 
 _STRATEGY_STYLE_PARTS = _strategy_style_parts()
 STRATEGY_STYLES = {name: _make_style(*parts) for name, parts in _STRATEGY_STYLE_PARTS.items()}
-"""The same colour, shape and dash for a strategy in every plot; of a hybrid the shape is hollow."""
+"""Colour, shape and dash of a strategy, the same in every plot; the shape of a hybrid is hollow."""
 _DEGREE_NAMES = frozenset({"dp", "tp", "sp", "pp"})
 _STRATEGY_STYLE_KEYS = {style[:3] for style in STRATEGY_STYLES.values()}
 _FREE_STYLES = [

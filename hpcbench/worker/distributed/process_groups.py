@@ -98,7 +98,7 @@ def make_group_of_ranks(ranks: Iterable[int], context: RankContext, purpose: str
 
 
 def make_axis_groups(mesh: RankMesh, context: RankContext) -> dict[str, RankGroup]:
-    """One group for each of ``MESH_AXES``."""
+    """Return one group for each of ``MESH_AXES``, by axis. Collective: every rank of the run calls it."""
     return {axis: make_group(mesh, context, axis) for axis in MESH_AXES}
 
 
@@ -129,5 +129,5 @@ def _fixed_group_name(name: str) -> Iterator[None]:
 
 
 def clear_group_cache() -> None:
-    """After the default process group was destroyed, and all others with it."""
+    """Forget all groups. Call it after the default process group was destroyed, which destroys them."""
     _new_process_group.cache_clear()

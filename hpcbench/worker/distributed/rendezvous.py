@@ -227,7 +227,7 @@ def _connect_store(meeting: RendezvousFile, wait_s: float, limit_s: float) -> TC
 
 
 def wait_for_keys(store: Store, keys: list[str], wait_s: float) -> list[str]:
-    """Which of ``keys`` are still absent when all are there or ``wait_s`` has passed."""
+    """Wait until ``store`` has all ``keys``, at most ``wait_s`` seconds; return the keys that are still absent."""
     give_up = time.monotonic() + wait_s
     pause = 0.002
     missing = keys

@@ -26,15 +26,15 @@ class _UnknownFormError(Exception):
 
 
 class _Result(NamedTuple):
-    """What makes one result: a constant, an argument itself, a view of it, or a new tensor."""
+    """The form of one result: a constant, an argument itself, a view of it, or a new tensor."""
 
     constant: Any = None
     argument: int | None = None
-    """Of which it is a view, or which it is, if it has no state."""
+    """Number of the argument that the result is a view of, or that it is itself if ``state`` is ``None``."""
     shape: Any = ()
     stride: tuple[int, ...] = ()
     offset: int = 0
-    """Of a view: from the beginning of its argument."""
+    """Elements between the beginning of the argument and that of its view."""
     dtype: torch.dtype | None = None
     state: dict[str, Any] | None = None
     """Attributes of the fake tensor."""

@@ -34,9 +34,9 @@ class PassEffect(NamedTuple):
     """Additions of a pass to the record."""
 
     live_bytes: int
-    """From its beginning to its end; negative if it freed more than it kept."""
+    """Live bytes at the end of the pass less those at its beginning; negative if it freed more than it kept."""
     peak_bytes: int
-    """Above the bytes at its beginning."""
+    """Most live bytes during the pass less those at its beginning."""
     peak_layer: str
     operators: int
     calls: tuple[Traffic, ...]

@@ -86,7 +86,7 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
         """The mode of all fake tensors; ``None`` lets torch compute every operator."""
         self.layers = LayerMarks()
         self.storages: dict[int, tuple[weakref.ref[Any], int]] = {}
-        """Those that are alive, by address: a reference and the bytes."""
+        """Reference and bytes of each storage that is alive, by its address."""
         self._is_in_step = False
 
     def begin_step(self) -> None:
@@ -274,7 +274,7 @@ class LayerMarks:
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._running: list[str] = []
         self._sequences: list[int] = []
-        """From each of these numbers on, the nodes of autograd's graph belong to the layer of the same index."""
+        """Numbers from which on the nodes of autograd's graph belong to the layer of the same index in ``_layers``."""
         self._layers: list[str] = []
         self._handles: list[Any] = []
 

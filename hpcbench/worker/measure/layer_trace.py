@@ -60,7 +60,7 @@ def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 
 @dataclass
 class TracedLayer:
-    """One row, for a whole batch."""
+    """A row of the layer table, for a whole batch."""
 
     name: str
     module: nn.Module | None
@@ -89,7 +89,7 @@ class _TraceState:
         """Rows in the order in which the modules returned."""
         self._running: list[TracedLayer] = []
         self._marks: list[tuple[int, TracedLayer]] = []
-        """From this number on, the nodes of autograd's graph belong to this row."""
+        """Pairs of a number and the row that the nodes of autograd's graph belong to from this number on."""
         self.is_backward = False
 
     def enter(self, row: TracedLayer) -> None:

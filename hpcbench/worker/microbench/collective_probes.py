@@ -41,7 +41,7 @@ _MAX_BUDGET_FACTOR = 8
 """A size that takes so many times its part of the budget is left out, and all larger ones."""
 
 CollectiveCall = Callable[[int], object]
-"""One call of the operation, given how many came before it."""
+"""Function that calls the operation once; its argument is the number of calls before it."""
 
 
 class ProbeGroup(NamedTuple):

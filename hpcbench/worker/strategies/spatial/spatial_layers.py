@@ -69,7 +69,8 @@ class SpatialConvolutionPlan(SpatialPlan):
     """
 
     operation: ConvolutionOperation
-    """With torch's padding along dims that are not split; along the others it is part of the assembled input."""
+    """The convolution on an assembled input. Its padding is torch's along dims that are not split and 0 along the
+    others, whose padding is part of the assembled input."""
     overlap: bool
 
     def input_box(self, halo: Halo, outputs: Box) -> Box:
