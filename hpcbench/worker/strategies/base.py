@@ -242,7 +242,7 @@ class DataParallelStrategy(Strategy):
         return make_optimizer(spec, self.module)
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of the samples' losses."""
+        """Return the sum of the samples' losses: outputs [n, ...] and targets -> a scalar."""
         return summed_loss(outputs, targets)
 
     def clear_gradients(self) -> None:
@@ -299,7 +299,10 @@ class DataParallelStrategy(Strategy):
         return {name: self.whole_tensor(name, gradient) for name, gradient in named if gradient is not None}
 
     def whole_tensor(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the weight or gradient ``name`` of the whole model, from this rank's ``tensor``. May be collective."""
+        """Return the weight or gradient ``name`` in the shape of the whole model, from this rank's ``tensor`` or shard.
+
+        May be collective: all ranks of a replica call it with the same names in the same order.
+        """
         return tensor.detach()
 
     def _accumulate(self, inputs: Tensor, targets: Tensor, samples: range, global_count: int) -> None:

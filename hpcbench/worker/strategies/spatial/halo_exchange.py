@@ -49,7 +49,10 @@ class SpatialGrid(NamedTuple):
 
 
 def box_view(tensor: Tensor, box: Box, origin: Box) -> Tensor:
-    """Return the view of ``box`` in ``tensor`` [n, channels, *extents of origin]."""
+    """Return the view of ``box`` in ``tensor``: [n, channels, *extents of origin] -> [n, channels, *extents of box].
+
+    ``origin`` is the box that ``tensor`` holds; it contains ``box``.
+    """
     for dim, (target, source) in enumerate(zip(box, origin, strict=True), start=2):
         tensor = tensor.narrow(dim, target.start - source.start, len(target))
     return tensor
@@ -65,7 +68,7 @@ def empty_box(like: Tensor, box: Box, channels: int | None = None) -> Tensor:
 
 
 def check_own_extents(x: Tensor, own_box: Box) -> None:
-    """Raise ``WorkerError`` (``unsupported``) if ``x`` does not have the extents of this rank's part."""
+    """Raise ``WorkerError`` (``unsupported``) unless ``x`` is [n, channels, *extents of own_box]."""
     expected = tuple(map(len, own_box))
     if tuple(x.shape[2:]) != expected:
         raise unsupported(
@@ -113,7 +116,7 @@ class HaloExchange:
         self._works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> list[Tensor]:
-        """Return the received tensors, in the order of ``receives``."""
+        """Return the received tensors in the order of ``receives``, each [n, channels, *extents of its box]."""
         for work in self._works:
             work.wait()
         self._works, self._sent = [], []
@@ -145,7 +148,15 @@ def assemble_input(x: Tensor, received: Sequence[Tensor], halo: Halo, box: Box, 
 
 
 def assemble_own_gradient(halo: Halo, gradient: Tensor, exchange: HaloExchange | None) -> Tensor:
-    """Return the gradient of the own part: from the own outputs plus those of the ranks that it was sent to."""
+    """Return the gradient of the own part: from the own outputs plus those of the ranks that it was sent to.
+
+    [n, channels, *extents of halo.needed] -> [n, channels, *extents of halo.own].
+
+    Args:
+        halo: The boxes of this rank.
+        gradient: Gradient of the needed part.
+        exchange: The exchange that receives the other ranks' gradients; ``None`` if there are none to add.
+    """
     if halo.own == halo.needed and not halo.sends:
         own_gradient = gradient
     else:

@@ -50,7 +50,10 @@ class SpatialPlan:
         return tuple(range(extent) for extent in self.layer.extents)
 
     def needed_shape(self, like: Tensor) -> tuple[int, ...]:
-        """Return the shape of the own part with its halo and padding."""
+        """Return the shape [n, channels, *extents of halo.needed]: the own part with its halo and padding.
+
+        ``like`` is a tensor [n, channels, ...].
+        """
         return (*like.shape[:2], *map(len, self.halo().needed))
 
 
@@ -130,7 +133,10 @@ class _SpatialConvolutionFunction(torch.autograd.Function):
 
 
 class SpatialConvolution(nn.Module):
-    """Replaces a ``Conv2d`` or ``Conv3d``: the same parameters, on a rank's own part of the feature maps."""
+    """Replaces a ``Conv2d`` or ``Conv3d``: the same parameters, on a rank's own part of the feature maps.
+
+    A pass exchanges halos over ``grid.group``: [n, in, *own input extents] -> [n, out, *own output extents].
+    """
 
     def __init__(self, layer: nn.Conv2d | nn.Conv3d, grid: SpatialGrid, windows: HaloLayer, overlap: bool) -> None:
         super().__init__()
@@ -198,11 +204,17 @@ class _SpatialPool(nn.Module):
 
     @abstractmethod
     def forward_needed(self, needed: Tensor) -> list[Tensor]:
-        """Return the output for the needed part of the input, and the tensors to keep."""
+        """Return the output for the needed part of the input, and the tensors to keep for the backward pass.
+
+        ``needed`` is [n, channels, *extents of halo.needed], the output [n, channels, *own output extents].
+        """
 
     @abstractmethod
     def backward_needed(self, gradient: Tensor, *saved: Tensor) -> Tensor:
-        """Return the gradient of the needed part."""
+        """Return the gradient of the needed part: [n, channels, *own output extents] -> [n, channels, *needed extents].
+
+        ``saved`` are the tensors that ``forward_needed`` keeps.
+        """
 
 
 class SpatialMaxPool(_SpatialPool):
