@@ -173,7 +173,15 @@ def row_sort_key(row: ResultRow) -> tuple[Any, ...]:
 
 
 def sort_rows(rows: list[ResultRow], by: str) -> list[ResultRow]:
-    """Return ``rows`` by a field or parameter; ``-name`` has the largest first, rows without a value come last."""
+    """Return ``rows`` in the order of a field or parameter; rows without a value come last.
+
+    Args:
+        rows: the rows.
+        by: name of the field or parameter, ascending; ``-name`` has the largest value first.
+
+    Raises:
+        ConfigError: no field or parameter has that name.
+    """
     name = by.removeprefix("-")
     fields = {*ResultRow.__dataclass_fields__, *RunSpec.__struct_fields__, "ranks", "devices"}
     if name not in fields:

@@ -72,7 +72,11 @@ class TableRequest:
 
 
 def with_defaults(request: TableRequest) -> TableRequest:
-    """Return ``request`` with defaults: scaling over devices, or throughput and step time by strategy."""
+    """Return ``request`` with defaults: scaling over devices, or throughput and step time by strategy.
+
+    Raises:
+        ConfigError: the pivot is one of the columns of ``by``.
+    """
     scaled = (configurations.THROUGHPUT, "speedup", "efficiency")
     metrics = request.metrics or (scaled if request.scaling else (configurations.STEP_TIME, configurations.THROUGHPUT))
     pivot = request.pivot or ("devices" if request.scaling else None)

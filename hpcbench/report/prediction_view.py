@@ -44,7 +44,7 @@ class PredictedConfiguration:
 
     @property
     def known(self) -> Prediction | None:
-        """The prediction if there is one."""
+        """The prediction; ``None`` if the configuration is not predicted."""
         return None if isinstance(self.prediction, NotPredicted) else self.prediction
 
 

@@ -89,7 +89,15 @@ class BundleWriter:
         self._gzip.close()
 
     def add(self, name: str, data: bytes) -> None:
-        """Add a file; its name is one of a tree."""
+        """Add a file to the bundle.
+
+        Args:
+            name: relative path in the bundle; each name is added once.
+            data: the content.
+
+        Raises:
+            ConfigError: the file has more than ``MAX_FILE_BYTES``, or the bundle has ``MAX_MEMBERS`` files already.
+        """
         assert _SAFE_NAME_PATTERN.fullmatch(name), name
         assert name not in self._files, name
         if len(data) > MAX_FILE_BYTES:
@@ -119,7 +127,11 @@ class BundleReader:
         self._digests: dict[str, str] = {}
 
     def files(self) -> Iterator[tuple[str, bytes]]:
-        """Name and content of every plain file; then ``problems`` lists those that contradict the manifest."""
+        """Yield name and content of every plain file; then ``problems`` lists those that contradict the manifest.
+
+        Raises:
+            ConfigError: the archive cannot be read, is damaged, or is no ``.tar.gz``.
+        """
         try:
             with open(open_regular(self.path), "rb") as file, gzip.GzipFile(fileobj=file) as stream:
                 yield from self._files(stream)

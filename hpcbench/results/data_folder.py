@@ -149,7 +149,7 @@ def _list_synthetic(dataset: str, path: Path) -> DatasetListing | None:
 
 
 def find_imagenet(folder: Path) -> Path | None:
-    """The folder below ``folder`` that holds ImageNet's ``train``."""
+    """Return the folder below ``folder`` that contains ImageNet's ``train``; ``None`` if there is none."""
     return next((folder / name for name in IMAGENET_NAMES if (folder / name / "train").is_dir()), None)
 
 

@@ -275,7 +275,7 @@ def _sorted_entries(folder: Path | str) -> list[os.DirEntry[str]]:
 
 
 def environment_key(result: RunResult) -> str | None:
-    """Return the environment key that the submitter recorded for ``result``."""
+    """Return the environment key that the submitter recorded for ``result``; ``None`` if it recorded none."""
     key = result.provenance.get("environment_key")
     return key if isinstance(key, str) else None
 

@@ -195,7 +195,10 @@ def count_warmup_steps(times_s: Sequence[float]) -> int | None:
 
 
 def count_outliers(times_s: Sequence[float]) -> int | None:
-    """Steps above the median by ``OUTLIER_SIGMAS`` robust standard deviations and by ``OUTLIER_MIN_EXCESS`` of it."""
+    """Return the number of outliers in ``times_s`` (seconds); ``None`` for fewer than ``MIN_STEPS`` steps.
+
+    An outlier is above the median by ``OUTLIER_SIGMAS`` robust standard deviations and by ``OUTLIER_MIN_EXCESS`` of it.
+    """
     if len(times_s) < MIN_STEPS:
         return None
     limit = _outlier_limit(times_s, OUTLIER_SIGMAS, OUTLIER_MIN_EXCESS)
@@ -205,7 +208,8 @@ def count_outliers(times_s: Sequence[float]) -> int | None:
 def relative_drift(times_s: Sequence[float]) -> float | None:
     """Change from the first to the last step as a share of the median: the slope of Theil and Sen times their distance.
 
-    The median of the slopes between all pairs; a third of the steps may be outliers without moving it.
+    The median of the slopes between all pairs; a third of the steps may be outliers without moving it. ``None`` for
+    fewer than ``MIN_STEPS`` steps.
     """
     if len(times_s) < MIN_STEPS:
         return None

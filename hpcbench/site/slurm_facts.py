@@ -129,7 +129,7 @@ class SiteFacts:
 
     @property
     def default_qos(self) -> str | None:
-        """The QOS of jobs that name none."""
+        """The QOS of jobs that name none; ``None`` if no association of the user has a default."""
         return next((each.default_qos for each in self.associations if each.default_qos), None)
 
     @property

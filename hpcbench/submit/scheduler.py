@@ -226,6 +226,7 @@ def job_log(run: SubmittedRun) -> Path | None:
 
 
 def account_error(profile: ClusterProfile) -> ConfigError | None:
+    """Return the error if the cluster requires an account and the profile has none; else ``None``."""
     if not profile.account_required or profile.account is not None:
         return None
     return ConfigError(
@@ -319,6 +320,7 @@ def command_environment(profile: HasSchedulerSettings) -> dict[str, str]:
 
 
 def find_command(command: str, profile: HasSchedulerSettings) -> Path | None:
+    """Return the path of a scheduler's command; ``None`` if it is in no folder of the profile's PATH."""
     # Imported here: it imports the compression libraries, and the local scheduler has no command.
     import shutil
 

@@ -104,7 +104,7 @@ class IncrementalClusterTree(ClusterTree):
                 self._settled[run_id] = mtimes_ns[prefix]
 
     def summary(self, run_id: str) -> ResultSummary | None:
-        """The head of one result as its file is now."""
+        """Return the summary of one result as its file is now; ``None`` if there is no result."""
         head = super().summary(run_id)
         if head is None:
             self._heads.pop(run_id, None)
@@ -116,7 +116,7 @@ class IncrementalClusterTree(ClusterTree):
         return head
 
     def cached_summary(self, run_id: str) -> ResultSummary | None:
-        """The head as it was read last."""
+        """Return the summary as it was read last; ``None`` if none was."""
         return self._heads.get(run_id)
 
     def ended_unix_s(self, run_id: str) -> float | None:

@@ -105,7 +105,7 @@ def fetch_source(pip: Sequence[str], folder: Path, env: dict[str, str]) -> Path:
 
 
 def unpack_source(archive: Path, folder: Path) -> Path:
-    """Unpack the source package ``archive`` into ``folder``; returns its root."""
+    """Unpack the source package ``archive`` into ``folder`` and return its root; ``WorkerError`` if it has another."""
     with tarfile.open(archive) as package:
         # The filter came with security releases of Python 3.10 and 3.11, and is the default from 3.14 on.
         if hasattr(tarfile, "data_filter"):
@@ -350,7 +350,7 @@ def wheel_local_version(target: BuildTarget, parts: BuildFeatures) -> str:
 
 
 def find_cached_wheel(folder: Path, target: BuildTarget, parts: BuildFeatures) -> Path | None:
-    """The wheel that was built before, if there is one."""
+    """Return the path of the wheel that was built before; ``None`` if there is none."""
     return next(iter(sorted((folder / wheel_cache_key(target, parts)).glob("horovod-*.whl"))), None)
 
 

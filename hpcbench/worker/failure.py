@@ -221,9 +221,9 @@ def job_nodes() -> str | None:
 
 
 def missing_torch_failure(log: str, host: str) -> FailureRecord | None:
-    """The failure of ranks that a launcher could not start because the interpreter has no torch.
+    """Return the failure of ranks that a launcher could not start because the interpreter has no torch.
 
-    It is the one that a rank without a launcher leaves.
+    It is equal to that of a rank without a launcher. ``None`` if ``log`` ends with another error.
     """
     match = _MISSING_MODULE.search(last_error_line(log))
     if match is None or match[1].partition(".")[0] != "torch":

@@ -214,6 +214,9 @@ def write_run_result(
         rank_0: the result of rank 0.
         error: the exception that ended rank 0, or ``None``.
         wait_s: time limit for the results of the other ranks.
+
+    Raises:
+        StorageError: the results tree was moved or removed, or the result cannot be written.
     """
     attempt, spec = context.attempt, context.spec
     if not attempt.folder.is_dir():

@@ -132,7 +132,7 @@ def count_compiled_graphs() -> int:
 
 
 def recompilation_warning(count: int) -> str | None:
-    """Return the warning about graphs compiled within the timed steps."""
+    """Return the warning about ``count`` graphs compiled within the timed steps; ``None`` for 0."""
     if count == 0:
         return None
     return (

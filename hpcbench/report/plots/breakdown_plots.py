@@ -185,9 +185,12 @@ _WHISKER_SHARES = (0.1, 0.9)
 
 
 def distribution_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
-    """Every timed step of the slowest rank, of all launches of a configuration together.
+    """Return the distribution of the slowest rank's timed steps, of all launches of a configuration together.
 
     Steps that were found to be still warming up are left out, as they are of every figure.
+
+    Raises:
+        NothingToDraw: no result has step times.
     """
     points = plot_points(frame, request.by, STEP_TIME)
     rows, notes = select_rows(points, request.by, _MAX_DISTRIBUTION_ROWS)
@@ -229,7 +232,11 @@ _BUBBLE_COLUMN = "metrics.bubble_fraction"
 
 
 def timeline_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
-    """The untimed step whose actions were noted, of one launch of up to four configurations each."""
+    """Return the timeline of the untimed step whose actions were recorded, of a launch of up to four configurations.
+
+    Raises:
+        NothingToDraw: no result has a timeline.
+    """
     try:
         points = plot_points(frame, request.by, _BUBBLE_COLUMN)
     except NothingToDraw as empty:

@@ -145,7 +145,11 @@ _ENERGY_PER_SAMPLE = "metrics.energy_per_sample_j"
 
 
 def energy_plot(frame: pl.DataFrame, request: plot_model.PlotRequest) -> plot_model.Plot:
-    """The devices' energy over the timed steps, over the samples in them: mean step time x steps x samples/s."""
+    """Return the devices' energy over the timed steps per sample: samples are mean step time x steps x samples/s.
+
+    Raises:
+        plot_model.NothingToDraw: no result has an energy.
+    """
     samples = pl.col("metrics.step_time_s.mean") * pl.col("spec.steps") * pl.col(THROUGHPUT)
     # Of every launch by itself: a slow one may well have drawn less power.
     frame = frame.with_columns((pl.col("metrics.energy_j") / samples).alias(_ENERGY_PER_SAMPLE))
@@ -258,6 +262,9 @@ def measured_over_predicted_plot(frame: pl.DataFrame, request: PlotRequest) -> P
 
     From ``request.predicted`` (columns ``strategy, predicted, measured`` in seconds, and perhaps ``panel, label, low,
     high``), else from results of pipelines that have predicted their own step.
+
+    Raises:
+        NothingToDraw: there is no prediction.
     """
     shared, notes = "", list[str]()
     if request.predicted is not None:

@@ -149,7 +149,7 @@ class PlotAxis(NamedTuple):
     log: int = 0
 
     def shown(self, value: float | None) -> float | None:
-        """``value`` in the axis's unit, as exactly as anybody can see."""
+        """Return ``value`` in the axis's unit with five digits; ``None`` for ``None``, infinity and NaN."""
         return None if value is None or not math.isfinite(value) else float(f"{value / self.factor:.5g}")
 
     @property

@@ -89,14 +89,22 @@ def resolve_addresses(name: str) -> list[str]:
 
 
 def interface_holding(address: str, present: list[NetworkInterface]) -> str | None:
-    """The interface that holds ``address``."""
+    """Return the name of the interface that has ``address``; ``None`` if none has it."""
     return next((interface.name for interface in present if address in interface.addresses), None)
 
 
 def reachable_address(single_node: bool, wanted: str | None, host_suffix: str) -> tuple[str | None, str]:
-    """(interface, address) by which the other ranks reach this one.
+    """Return the interface and the address by which the other ranks reach this one.
 
-    A world on one node talks over loopback. ``host_suffix`` (JUWELS' ``i``) names the fast network's host name.
+    The interface is ``None`` if the host has an address but no interface that is up.
+
+    Args:
+        single_node: whether all ranks are on one node: they use loopback.
+        wanted: the profile's interface, or the beginning of its name; ``None`` if the profile names none.
+        host_suffix: suffix of this host's name in the fast network (JUWELS: ``i``); empty for none.
+
+    Raises:
+        WorkerError: there is no such interface or no address that another node could reach.
     """
     if single_node:
         return "lo", "127.0.0.1"

@@ -196,7 +196,7 @@ class RegionCounters:
 
     @property
     def watched(self) -> HostActivity | None:
-        """Activity in all regions together; what one reading lacks is absent."""
+        """Activity in all regions together; figures that one reading lacks are absent. ``None`` without a region."""
         return _summarize_regions(self._regions) if self._regions else None
 
     @property

@@ -44,7 +44,7 @@ class NvmlDevice:
         return query_or_none(lambda: convert(getattr(self.library, name)(self.handle, *arguments)))
 
     def energy_j(self) -> float | None:
-        """Return the energy since the driver was loaded."""
+        """Return the energy (J) since the driver was loaded; ``None`` for a MIG instance or without a counter."""
         if self.is_partition:
             return None
         return cast(float | None, self.query("nvmlDeviceGetTotalEnergyConsumption", convert=lambda mj: mj / 1e3))
@@ -52,7 +52,8 @@ class NvmlDevice:
     def other_processes(self, own_pids: set[int]) -> int | None:
         """Return the number of processes that compute on the device beside ``own_pids``.
 
-        In a container NVML's numbers may be the host's: then all but one, this rank's, are others.
+        In a container NVML's numbers may be the host's: then all but one, this rank's, are others. ``None`` if NVML
+        does not report them, and for a MIG instance.
         """
         if self.is_partition:
             return None

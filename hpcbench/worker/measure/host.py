@@ -82,7 +82,10 @@ def cpu_quota_cores(root: Path = ROOT) -> float | None:
 
 
 def throttled_s(root: Path = ROOT) -> float | None:
-    """Seconds for which quotas have held threads of this process's groups back, summed over cores, since ever."""
+    """Return the seconds since their creation for which quotas have stopped threads of this process's groups.
+
+    They are summed over cores; ``None`` if the system does not count them.
+    """
     keys = {1: ("throttled_time", 1e9), 2: ("throttled_usec", 1e6)}
     seconds = []
     for folder, version in _cgroup_folders("cpu", root):
