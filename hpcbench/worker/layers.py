@@ -166,9 +166,9 @@ def _sample_shape(small: list[int], large: list[int]) -> list[int]:
     """
     shape: list[int] = []
     for a, b in zip(small, large, strict=True):
-        own = a // _TRACED_BATCH_SIZES[0] if a != b else a
-        if own != 1 or a == b:
-            shape.append(own)
+        extent = a // _TRACED_BATCH_SIZES[0] if a != b else a
+        if extent != 1 or a == b:
+            shape.append(extent)
     return shape
 
 

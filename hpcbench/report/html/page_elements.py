@@ -90,9 +90,9 @@ def plain_columns(
     names: Sequence[str], headings: Mapping[str, str] | None = None, keys: Sequence[str] = ()
 ) -> list[Column]:
     """Columns of rows that are sequences in the order of ``names``; those of ``keys`` offer choices."""
-    known = headings or {}
+    texts = headings or {}
     return [
-        Column(name, known.get(name, column_heading(name)), itemgetter(number), choices=name in keys)
+        Column(name, texts.get(name, column_heading(name)), itemgetter(number), choices=name in keys)
         for number, name in enumerate(names)
     ]
 
