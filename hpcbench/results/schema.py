@@ -119,12 +119,17 @@ class RunMetrics(_ResultRecord, kw_only=True):
 
 
 class FailureRecord(_ResultRecord, kw_only=True):
-    """Why a run did not end well."""
+    """The error that ended a run or a rank."""
 
     type: str
+    """Class of the exception, or one of ``Stopped``, ``Preempted``, ``VerificationFailed``, ``RankLost``, ``NoResult``,
+    ``SchedulerEnded``."""
     message: str
+    """The error in one or a few lines."""
     hint: str | None = None
+    """A remedy."""
     traceback_tail: str | None = None
+    """The last lines of the traceback or of the log."""
     nodes: str | None = None
     """The nodes of the job, in the scheduler's notation, if its ranks left no reason."""
 
@@ -240,7 +245,7 @@ class HostActivity(_ResultRecord, kw_only=True):
     gpu_others: int | None = None
     """Other processes that computed on the rank's GPU, before or after."""
     gpu_reasons: list[str] = []
-    """Why the GPU's clock was held down, before or after."""
+    """The reasons for which the GPU's clock was held down, before or after."""
     gpu_held_s: dict[str, float] = {}
     """Seconds for which a limit held the GPU's clock down, by limit: ``power``, ``thermal``."""
     gpu_sm_hz: list[float] = []

@@ -134,6 +134,7 @@ class SiteFacts:
 
     @property
     def default_partition(self) -> PartitionFacts | None:
+        """The scheduler's default partition; ``None`` if it has none."""
         return next((partition for partition in self.partitions.values() if partition.is_default), None)
 
 

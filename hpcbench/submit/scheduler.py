@@ -86,6 +86,7 @@ class SendOutcome:
     """The scheduler did not answer."""
 
     def add(self, other: SendOutcome) -> None:
+        """Add the jobs and refusals of ``other``; the first reason and the first missing answer stay."""
         self.jobs += other.jobs
         self.waiting += other.waiting
         self.reason = self.reason or other.reason
