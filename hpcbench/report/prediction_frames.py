@@ -134,10 +134,10 @@ def enlarge_spec(spec: RunSpec, factor: int, *, is_strong: bool = False) -> RunS
 
     ``None`` if that is infeasible.
     """
-    own = get_strategy(spec.strategy).own_degree
-    if own is None:
+    degree_name = get_strategy(spec.strategy).own_degree
+    if degree_name is None:
         return None
-    degree = "dp_degree" if spec.dp_degree > 1 else own
+    degree = "dp_degree" if spec.dp_degree > 1 else degree_name
     point = msgspec.to_builtins(spec)
     point |= {"nodes": spec.nodes * factor, degree: getattr(spec, degree) * factor}
     point.pop("time_limit_min", None)

@@ -101,10 +101,10 @@ def _measure_blocks(
     blocks = []
     x, counted, is_kept = inputs.to(device), set[int](), False
     for place, (name, block) in enumerate(shapes.named_children()):
-        own = [parameter for parameter in block.parameters() if id(parameter) not in counted]
-        counted |= {id(parameter) for parameter in own}
+        parameters = [parameter for parameter in block.parameters() if id(parameter) not in counted]
+        counted |= {id(parameter) for parameter in parameters}
         row, x, is_kept = bench.measure(materialize_block(block, device), x, is_kept, place == len(shapes) - 1)
-        blocks.append(stage_balance.MeasuredBlock(name=name, parameter_bytes=sum(map(tensor_bytes, own)), **row))
+        blocks.append(stage_balance.MeasuredBlock(name=name, parameter_bytes=sum(map(tensor_bytes, parameters)), **row))
     return blocks
 
 

@@ -135,7 +135,7 @@ def count_compiled_graphs() -> int:
 
 
 def recompilation_warning(count: int) -> str | None:
-    """Return the warning about graphs compiled within the timed steps."""
+    """Return the warning about ``count`` graphs compiled within the timed steps; ``None`` for 0."""
     if count == 0:
         return None
     return (
@@ -154,7 +154,7 @@ class SequentialBlocks(nn.Sequential):
     """A sequence of blocks that is compiled as one; the compiler skips the ``forward`` of ``nn.Sequential``."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """One block after another."""
+        """Apply the blocks one after another: [n, *sample shape] -> outputs."""
         for block in self:
             x = block(x)
         return x
@@ -164,7 +164,10 @@ class CheckpointedBlocks(SequentialBlocks):
     """Keeps the input of every block and computes the block again in the backward pass (Chen et al. 2016)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """One block after another; dropout draws the same numbers the second time."""
+        """Apply the blocks one after another: [n, *sample shape] -> outputs.
+
+        In the recomputation dropout draws the same numbers again.
+        """
         if not torch.is_grad_enabled():
             return super().forward(x)
         for block in self:
@@ -216,14 +219,14 @@ def frozen_running_statistics(block: nn.Module) -> Iterator[None]:
         for module in block.modules()
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training and module.track_running_stats
     ]
-    kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    states = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
         # Not track_running_stats = False: the operator would save other tensors than in the first pass.
         norm.momentum, norm.num_batches_tracked = 0.0, None
     try:
         yield
     finally:
-        for norm, (momentum, count) in zip(norms, kept, strict=True):
+        for norm, (momentum, count) in zip(norms, states, strict=True):
             norm.momentum, norm.num_batches_tracked = momentum, count
 
 

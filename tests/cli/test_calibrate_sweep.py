@@ -315,7 +315,7 @@ def test_a_sweep_without_a_feasible_point_is_named(call: Call, tmp_path: Path) -
     (tmp_path / "mine.toml").write_text(SWEEP.replace("[[include]]", "[[include]]\ntasks_per_node = 1000"))
     done = call(*CALIBRATE, "--out", "probes.toml")
     assert isinstance(done.exception, HpcbenchError), done.output
-    assert "every one of the 3 points of sweep 'mine' is dropped on slurmbox" in str(done.exception)
+    assert "every one of the 3 points of sweep 'mine' is infeasible on slurmbox" in str(done.exception)
     (tmp_path / "mine.toml").write_text(SWEEP.replace("steps = 5", "steps = 5\ncompile = true"))
     done = call(*CALIBRATE, "--out", "probes.toml")
     assert isinstance(done.exception, HpcbenchError)

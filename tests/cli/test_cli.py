@@ -109,7 +109,7 @@ def test_render_writes_what_it_prints(sweep: Path, tmp_path: Path) -> None:
             GOOD.replace('["single", "ddp"]', '["single"]').replace("[1, 2]", "[2]"),
             ["run", "{}"],
             2,
-            "the only point of sweep 'tiny' is dropped on local",
+            "the only point of sweep 'tiny' is infeasible on local",
         ),
         (GOOD, ["plan", "{}", "--cluster", "locl"], 2, "unknown cluster 'locl'\n  did you mean 'local'?"),
         (GOOD, ["submit", "{}", "--cluster", "generic-slurm"], 3, "sbatch is not on PATH"),

@@ -274,7 +274,7 @@ class FileFeed(DataFeed):
         return self._finish(self._loader, pending)
 
     def held_out(self) -> Iterator[Batch] | None:
-        """Iterate over ImageNet's ``val``, if it is there."""
+        """Return an iterator over the held-out samples (ImageNet's ``val``); ``None`` if there are none."""
         if self.kind != "real" or DATASETS[self._spec.dataset].target != "class":
             return None
         samples = open_real_samples(self._spec, self._folder, held_out=True)

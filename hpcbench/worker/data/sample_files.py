@@ -135,7 +135,7 @@ class VolumeReader:
         return len(self._files) * self._per_edge**3
 
     def read(self, index: int, inputs: Any, target: Any) -> None:
-        """Fill ``inputs`` [channels, n, n, n] and ``target`` [values]."""
+        """Fill ``inputs`` [channels, n, n, n] and ``target`` [values]; ``WorkerError`` if the file has other shapes."""
         number, cube = divmod(index, self._per_edge**3)
         path = self._files[number]
         size, channels = self._shape[-1], self._shape[0]
@@ -202,7 +202,7 @@ class TokenReader:
         return self._ends[-1]
 
     def read(self, index: int, inputs: Any, target: Any) -> None:
-        """Fill ``inputs`` [length] and ``target`` [length]."""
+        """Fill ``inputs`` [length] and ``target`` [length]; ``WorkerError`` for a token beyond the vocabulary."""
         number = bisect.bisect_right(self._ends, index)
         first = (index - (self._ends[number - 1] if number else 0)) * self._length
         tokens = self._tokens[number][first : first + self._length + 1]

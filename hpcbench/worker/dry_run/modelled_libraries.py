@@ -88,7 +88,7 @@ class ModelledBucket:
     def views(self) -> list[Tensor]:
         if self._views is None:
             parts = torch.split(self._buffer, [parameter.numel() for parameter in self._parameters])
-            self._views = [part.view(one.shape) for part, one in zip(parts, self._parameters, strict=True)]
+            self._views = [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters, strict=True)]
         return self._views
 
     def index(self) -> int:
@@ -132,7 +132,7 @@ class ModelledReducer:
     def _make_buckets(self, assignment: list[list[nn.Parameter]]) -> None:
         self._buckets: list[ModelledBucket] = []
         last = len(assignment) - 1
-        self._buckets += [ModelledBucket(index, index == last, list(one)) for index, one in enumerate(assignment)]
+        self._buckets += [ModelledBucket(index, index == last, list(held)) for index, held in enumerate(assignment)]
         self._place = {
             id(parameter): (bucket, place)
             for bucket, held in enumerate(assignment)
@@ -239,7 +239,7 @@ def broadcast_coalesced(tensors: list[Tensor], group: dist.ProcessGroup | None) 
             members = [alike[len(alike) - 1 - place] for place in bucket]
             flat = torch.cat([tensor.flatten() for tensor in members])
             dist.broadcast(flat, source, group=group)
-            for tensor, part in zip(members, torch.split(flat, [one.numel() for one in members]), strict=True):
+            for tensor, part in zip(members, torch.split(flat, [member.numel() for member in members]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
 
 
@@ -345,9 +345,9 @@ def make_flat_parameter(fairscale_class: Any) -> Callable[..., Any]:
     """Return the stand-in for fairscale's ``FlatParameter``: a fake parameter is no instance of a user's subclass."""
 
     def flat_parameter(parameters: Sequence[nn.Parameter], requires_grad: bool = True) -> Any:
-        flat: Any = nn.Parameter(torch.cat([one.detach().reshape(-1) for one in parameters]), requires_grad)
-        flat._param_numels = [one.numel() for one in parameters]
-        flat._param_shapes = [one.size() for one in parameters]
+        flat: Any = nn.Parameter(torch.cat([parameter.detach().reshape(-1) for parameter in parameters]), requires_grad)
+        flat._param_numels = [parameter.numel() for parameter in parameters]
+        flat._param_shapes = [parameter.size() for parameter in parameters]
         flat._param_infos, flat._shared_param_infos = [], []
         reference = weakref.ref(flat)
         for name in ("get_param_views", "metadata"):

@@ -122,15 +122,15 @@ class _UnknownFormError(Exception):
 
 
 class _Result(NamedTuple):
-    """What makes one result: a constant, an argument itself, a view of it, or a new tensor."""
+    """The form of one result: a constant, an argument itself, a view of it, or a new tensor."""
 
     constant: Any = None
     argument: int | None = None
-    """Of which it is a view, or which it is, if it has no state."""
+    """Number of the argument that the result is a view of, or that it is itself if ``state`` is ``None``."""
     shape: Any = ()
     stride: tuple[int, ...] = ()
     offset: int = 0
-    """Of a view: from the beginning of its argument."""
+    """Elements between the beginning of the argument and that of its view."""
     dtype: torch.dtype | None = None
     state: dict[str, Any] | None = None
     """Attributes of the fake tensor."""
@@ -196,7 +196,7 @@ def _form(value: Any, tensors: list[Tensor]) -> Any:
     if kind in _NUMBERS:
         return kind, value
     if kind is list or kind is tuple or kind is torch.Size:
-        return tuple([_form(one, tensors) for one in value])
+        return tuple([_form(element, tensors) for element in value])
     if kind in _PLAIN:
         return value
     raise _UnknownFormError
@@ -208,13 +208,13 @@ def _results_of(out: Any, tensors: list[Tensor]) -> _Results | None:
     if container not in (None, list, tuple):
         return None
     arguments = {tensor.untyped_storage()._cdata: number for number, tensor in enumerate(tensors)}
-    storages = [one.untyped_storage()._cdata for one in members if isinstance(one, Tensor)]
-    own = [storage for storage in storages if storage not in arguments]
+    storages = [member.untyped_storage()._cdata for member in members if isinstance(member, Tensor)]
+    new_storages = [storage for storage in storages if storage not in arguments]
     try:
-        results = tuple(_result_of(one, tensors, arguments) for one in members)
+        results = tuple(_result_of(member, tensors, arguments) for member in members)
     except _UnknownFormError:
         return None
-    return _Results(container, results) if len(own) == len(set(own)) else None
+    return _Results(container, results) if len(new_storages) == len(set(new_storages)) else None
 
 
 def _result_of(out: Any, tensors: list[Tensor], arguments: dict[int, int]) -> _Result:

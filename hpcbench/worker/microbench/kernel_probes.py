@@ -359,8 +359,8 @@ def time_passes(calls: Sequence[LayerCall], timer: CallTimer) -> None:
 def _kernel_probe(piece: LayerCall, overhead_s: tuple[float, float]) -> KernelProbe:
     readings = [piece.forward_s[1:], piece.backward_s[1:]]
     forward_s, backward_s = (
-        max(median(own) - extra, _MIN_KERNEL_S) if own else None
-        for own, extra in zip(readings, overhead_s, strict=True)
+        max(median(seconds) - extra, _MIN_KERNEL_S) if seconds else None
+        for seconds, extra in zip(readings, overhead_s, strict=True)
     )
     assert forward_s is not None, f"{piece.row} was never called"
     return KernelProbe(
@@ -371,7 +371,7 @@ def _kernel_probe(piece: LayerCall, overhead_s: tuple[float, float]) -> KernelPr
         samples=piece.samples,
         forward_s=forward_s,
         backward_s=backward_s,
-        spread=max(relative_spread(own) for own in readings if own),
+        spread=max(relative_spread(seconds) for seconds in readings if seconds),
         repeats=len(readings[0]),
     )
 
@@ -397,8 +397,8 @@ def measure_optimizer_updates(spec: RunSpec, module: nn.Module, repeats: int = 5
     # The optimizer's state is made in its first step. Tensors of a size share their reading.
     shares = {size: [seconds / len(by_size[size]) for seconds in readings[size][1:]] for size in by_size}
     return [
-        UpdateProbe(optimizer=spec.optimizer, parameter_bytes=size, **reading_statistics(own))
-        for size, own in shares.items()
+        UpdateProbe(optimizer=spec.optimizer, parameter_bytes=size, **reading_statistics(seconds))
+        for size, seconds in shares.items()
     ]
 
 

@@ -82,22 +82,32 @@ class Strategy(ABC):
         """Receive the numbers of the coming steps, before the first one, if they are not 0, 1, 2, ...
 
         A pipeline that runs across steps begins the next step before the current one has ended.
+
+        Args:
+            steps: The numbers that ``step`` will be called with, in order.
         """
 
     @abstractmethod
     def step(self, feed: DataFeed, step: int) -> Tensor:
         """Run forward, backward and update for step number ``step``.
 
+        Args:
+            feed: The samples of the run; a replica takes [n, *sample shape] and targets.
+            step: Number of the step, from 0.
+
         Returns:
             This rank's part of the loss, a detached scalar on the device: the sum over its samples divided by the
             global sample count, so that the parts of all ranks add up to the mean loss.
+
+        Raises:
+            WorkerError: Another rank did not answer in time.
         """
 
     @abstractmethod
     def weights(self) -> dict[str, Tensor]:
-        """Return parameters and buffers of the whole model by their single-device names, complete on rank 0.
+        """Return parameters and buffers of the whole model by their single-device names, in their unsplit shapes.
 
-        Collective: all ranks call it together.
+        Collective: all ranks call it together. Complete on rank 0; other ranks may return a part.
         """
 
     @abstractmethod
@@ -105,22 +115,37 @@ class Strategy(ABC):
         """Return the gradients that the last step's update used, in the form of ``weights``. Collective."""
 
     def progress_report(self) -> str | None:
-        """Return one sentence on this rank's progress within the step, for error reports. Called from any thread."""
+        """Return one sentence on this rank's progress within the step, for error reports; ``None`` if there is none.
+
+        Called from any thread.
+        """
         return None
 
     def watchdog(self, context: RankContext, abandon: Callable[[BaseException], None]) -> AbstractContextManager[None]:
-        """Return a context around all steps that calls ``abandon`` from a thread when the step makes no progress."""
+        """Return a context around all steps that ends the run when a step makes no progress.
+
+        Args:
+            context: This rank; its ``wait_s`` is the time limit in seconds.
+            abandon: Called from a thread with the error; it ends the process.
+        """
         return nullcontext()
 
     def record_actions(self, feed: DataFeed, step: int, device: torch.device) -> list[TimelineSpan]:
         """Run one step and return when this rank's schedule actions ran, in seconds since a common barrier.
 
-        Called if the registry entry has ``records_timeline``.
+        Called on all ranks if the registry entry has ``records_timeline``; by default ``NotImplementedError``.
+
+        Args:
+            feed: The samples of the run.
+            step: Number of the step.
+            device: The rank's device, which is synchronised at the ends of actions.
         """
         raise NotImplementedError
 
     def measure(self, feed: DataFeed, check: Callable[[], None]) -> ProbeResults:
         """Measure the machine after all steps, on all ranks together; rank 0's result is kept.
+
+        Called if ``measures_machine``; by default ``NotImplementedError``.
 
         Args:
             feed: Samples to measure kernels on.
@@ -168,7 +193,7 @@ def make_optimizer(spec: RunSpec, module: nn.Module, *, without: Sequence[str] =
     create: Callable[..., torch.optim.Optimizer] = optimizer_class
     make = partial(create, **{name: value for name, value in arguments.items() if name not in without})
     # Those of fsdp are shards in fp32.
-    has_masters = spec.precision == "bf16_params" and any(one.dtype == torch.bfloat16 for one in parameters)
+    has_masters = spec.precision == "bf16_params" and any(parameter.dtype == torch.bfloat16 for parameter in parameters)
     return MasterWeights(parameters, make) if has_masters else make(parameters)
 
 
@@ -217,7 +242,7 @@ class DataParallelStrategy(Strategy):
         return make_optimizer(spec, self.module)
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of the samples' losses."""
+        """Return the sum of the samples' losses: outputs [n, ...] and targets -> a scalar."""
         return summed_loss(outputs, targets)
 
     def clear_gradients(self) -> None:
@@ -274,7 +299,10 @@ class DataParallelStrategy(Strategy):
         return {name: self.whole_tensor(name, gradient) for name, gradient in named if gradient is not None}
 
     def whole_tensor(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the weight or gradient ``name`` of the whole model, from this rank's ``tensor``. May be collective."""
+        """Return the weight or gradient ``name`` in the shape of the whole model, from this rank's ``tensor`` or shard.
+
+        May be collective: all ranks of a replica call it with the same names in the same order.
+        """
         return tensor.detach()
 
     def _accumulate(self, inputs: Tensor, targets: Tensor, samples: range, global_count: int) -> None:
@@ -299,7 +327,7 @@ class DataParallelStrategy(Strategy):
 
 
 def resolve_runtime(key: str) -> type[Strategy]:
-    """Import the runtime class of strategy ``key``."""
+    """Import and return the runtime class of strategy ``key``; ``ConfigError`` if the registry has no such key."""
     runtime = catalog.load_object(catalog.get_strategy(key).runtime)
     assert isinstance(runtime, type), f"{key}: {runtime} is no class"
     assert issubclass(runtime, Strategy), f"{key}: {runtime} is no Strategy"

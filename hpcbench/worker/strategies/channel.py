@@ -128,7 +128,7 @@ class _ChannelTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls: list[ModuleCall] = []
         self._problems: list[tuple[int, str]] = []
-        """With the number of layers called before."""
+        """Problems of the module, each with the number of layers that were called before it."""
         self._refused: list[str] = []
         self._depth = self._layers_called = 0
         self._tagged: list[Any] = []

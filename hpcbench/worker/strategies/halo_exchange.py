@@ -49,7 +49,10 @@ class SpatialGrid(NamedTuple):
 
 
 def box_view(tensor: Tensor, box: Box, origin: Box) -> Tensor:
-    """Return the view of ``box`` in ``tensor`` [n, channels, *extents of origin]."""
+    """Return the view of ``box`` in ``tensor``: [n, channels, *extents of origin] -> [n, channels, *extents of box].
+
+    ``origin`` is the box that ``tensor`` holds; it contains ``box``.
+    """
     for dim, (target, source) in enumerate(zip(box, origin, strict=True), start=2):
         tensor = tensor.narrow(dim, target.start - source.start, len(target))
     return tensor
@@ -64,9 +67,9 @@ def empty_box(like: Tensor, box: Box, channels: int | None = None) -> Tensor:
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=layout)
 
 
-def check_own_extents(x: Tensor, own: Box) -> None:
-    """Raise ``WorkerError`` (``unsupported``) if ``x`` does not have the extents of this rank's part."""
-    expected = tuple(map(len, own))
+def check_own_extents(x: Tensor, own_box: Box) -> None:
+    """Raise ``WorkerError`` (``unsupported``) unless ``x`` is [n, channels, *extents of own_box]."""
+    expected = tuple(map(len, own_box))
     if tuple(x.shape[2:]) != expected:
         raise unsupported(
             f"a layer that is cut got {list(x.shape)}, not {list(expected)} positions: the model moves them between "
@@ -113,31 +116,31 @@ class HaloExchange:
         self._works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> list[Tensor]:
-        """Return the received tensors, in the order of ``receives``."""
+        """Return the received tensors in the order of ``receives``, each [n, channels, *extents of its box]."""
         for work in self._works:
             work.wait()
         self._works, self._sent = [], []
         return self.received
 
 
-def assemble_input(own: Tensor, received: Sequence[Tensor], halo: Halo, box: Box, image: Box, fill: float) -> Tensor:
+def assemble_input(x: Tensor, received: Sequence[Tensor], halo: Halo, box: Box, image: Box, fill: float) -> Tensor:
     """Return ``box`` of the input, [n, channels, *extents of box].
 
     Args:
-        own: This rank's part.
-        received: The tensors of ``halo.receives``.
+        x: This rank's part, [n, channels, *extents of ``halo.own``].
+        received: The tensors of ``halo.receives``, each [n, channels, *extents of its box].
         halo: The boxes of this rank.
         box: Positions to assemble; may extend beyond the image.
         image: All positions of the image.
         fill: Value of positions outside the image (padding).
     """
     if box == halo.own:
-        return own
-    assembled = empty_box(own, box)
+        return x
+    assembled = empty_box(x, box)
     if box_intersection(box, image) != box:
         assembled.fill_(fill)
     boxes = [halo.own, *(message.box for message in halo.receives)]
-    for source, tensor in zip(boxes, [own, *received], strict=True):
+    for source, tensor in zip(boxes, [x, *received], strict=True):
         overlap = box_intersection(source, box)
         if box_volume(overlap):
             box_view(assembled, overlap, box).copy_(box_view(tensor, overlap, source))
@@ -145,7 +148,15 @@ def assemble_input(own: Tensor, received: Sequence[Tensor], halo: Halo, box: Box
 
 
 def assemble_own_gradient(halo: Halo, gradient: Tensor, exchange: HaloExchange | None) -> Tensor:
-    """Return the gradient of the own part: from the own outputs plus those of the ranks that it was sent to."""
+    """Return the gradient of the own part: from the own outputs plus those of the ranks that it was sent to.
+
+    [n, channels, *extents of halo.needed] -> [n, channels, *extents of halo.own].
+
+    Args:
+        halo: The boxes of this rank.
+        gradient: Gradient of the needed part.
+        exchange: The exchange that receives the other ranks' gradients; ``None`` if there are none to add.
+    """
     if halo.own == halo.needed and not halo.sends:
         own_gradient = gradient
     else:

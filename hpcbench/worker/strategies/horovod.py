@@ -32,7 +32,8 @@ from hpcbench.worker.failure import install_hint
 from hpcbench.worker.strategies.base import DataParallelStrategy
 
 _started_with: dict[str, str] = {}
-"""With what Horovod was started in this process. A second start with several ranks ends in a segmentation fault."""
+"""Variables with which Horovod was started in this process; empty before its start. A second start with several ranks
+ends in a segmentation fault."""
 
 
 def load_horovod() -> Any:

@@ -50,7 +50,10 @@ class SpatialPlan:
         return tuple(range(extent) for extent in self.layer.extents)
 
     def needed_shape(self, like: Tensor) -> tuple[int, ...]:
-        """Return the shape of the own part with its halo and padding."""
+        """Return the shape [n, channels, *extents of halo.needed]: the own part with its halo and padding.
+
+        ``like`` is a tensor [n, channels, ...].
+        """
         return (*like.shape[:2], *map(len, self.halo().needed))
 
 
@@ -69,7 +72,8 @@ class SpatialConvolutionPlan(SpatialPlan):
     """
 
     operation: ConvolutionOperation
-    """With torch's padding along dims that are not split; along the others it is part of the assembled input."""
+    """The convolution on an assembled input. Its padding is torch's along dims that are not split and 0 along the
+    others, whose padding is part of the assembled input."""
     overlap: bool
 
     def input_box(self, halo: Halo, outputs: Box) -> Box:
@@ -129,7 +133,10 @@ class _SpatialConvolutionFunction(torch.autograd.Function):
 
 
 class SpatialConvolution(nn.Module):
-    """Replaces a ``Conv2d`` or ``Conv3d``: the same parameters, on a rank's own part of the feature maps."""
+    """Replaces a ``Conv2d`` or ``Conv3d``: the same parameters, on a rank's own part of the feature maps.
+
+    A pass exchanges halos over ``grid.group``: [n, in, *own input extents] -> [n, out, *own output extents].
+    """
 
     def __init__(self, layer: nn.Conv2d | nn.Conv3d, grid: SpatialGrid, windows: HaloLayer, overlap: bool) -> None:
         super().__init__()
@@ -167,8 +174,8 @@ class _SpatialPoolFunction(torch.autograd.Function):
         halo = plan.halo()
         check_own_extents(x, halo.own)
         received = HaloExchange(plan.grid, x, halo.own, halo.sends, halo.receives).wait()
-        out, *kept = pool.forward_needed(assemble_input(x, received, halo, halo.needed, plan.image(), pool.fill))
-        ctx.save_for_backward(*kept)
+        out, *saved = pool.forward_needed(assemble_input(x, received, halo, halo.needed, plan.image(), pool.fill))
+        ctx.save_for_backward(*saved)
         return out
 
     @staticmethod
@@ -197,11 +204,17 @@ class _SpatialPool(nn.Module):
 
     @abstractmethod
     def forward_needed(self, needed: Tensor) -> list[Tensor]:
-        """Return the output for the needed part of the input, and the tensors to keep."""
+        """Return the output for the needed part of the input, and the tensors to keep for the backward pass.
+
+        ``needed`` is [n, channels, *extents of halo.needed], the output [n, channels, *own output extents].
+        """
 
     @abstractmethod
-    def backward_needed(self, gradient: Tensor, *kept: Tensor) -> Tensor:
-        """Return the gradient of the needed part."""
+    def backward_needed(self, gradient: Tensor, *saved: Tensor) -> Tensor:
+        """Return the gradient of the needed part: [n, channels, *own output extents] -> [n, channels, *needed extents].
+
+        ``saved`` are the tensors that ``forward_needed`` keeps.
+        """
 
 
 class SpatialMaxPool(_SpatialPool):
@@ -215,9 +228,9 @@ class SpatialMaxPool(_SpatialPool):
         pool: Any = {2: F.max_pool2d, 3: F.max_pool3d}[len(windows)]
         return list(pool(needed, kernel, stride, dilation=dilation, return_indices=True))
 
-    def backward_needed(self, gradient: Tensor, *kept: Tensor) -> Tensor:
+    def backward_needed(self, gradient: Tensor, *saved: Tensor) -> Tensor:
         grad_needed = gradient.new_zeros(self.plan.needed_shape(gradient))
-        grad_needed.flatten(2).scatter_add_(2, kept[0].flatten(2), gradient.flatten(2))
+        grad_needed.flatten(2).scatter_add_(2, saved[0].flatten(2), gradient.flatten(2))
         return grad_needed
 
 
@@ -244,7 +257,7 @@ class SpatialAveragePool(_SpatialPool):
         operation, ones = _ones_convolution(needed, self.plan)
         return [operation.forward(needed, ones, None)]
 
-    def backward_needed(self, gradient: Tensor, *kept: Tensor) -> Tensor:
+    def backward_needed(self, gradient: Tensor, *saved: Tensor) -> Tensor:
         needed = gradient.new_empty(1).expand(self.plan.needed_shape(gradient))
         operation, ones = _ones_convolution(needed, self.plan)
         grad_needed = operation.backward(gradient, needed, ones, (True, False, False))[0]
@@ -282,9 +295,9 @@ def group_statistics(x: Tensor, positions: Tensor, count: int, group: RankGroup)
     variances, means = torch.var_mean(wide.flatten(2), dim=2, correction=0)
     mean = means.mean(0)
     variance = variances.mean(0) + (means - mean).square().mean(0)
-    own = torch.stack([mean, variance])
-    parts = all_gather_equal_parts(own, group)
-    weights = positions.to(own.dtype)[:, None] / count
+    statistics = torch.stack([mean, variance])
+    parts = all_gather_equal_parts(statistics, group)
+    weights = positions.to(statistics.dtype)[:, None] / count
     mean = (weights * parts[:, 0]).sum(0)
     return mean, (weights * (parts[:, 1] + (parts[:, 0] - mean).square())).sum(0)
 

@@ -31,7 +31,10 @@ class PipeModule(nn.Module):
         return output
 
     def through(self, x: Tensor, parts: list[range]) -> Tensor:
-        """Return the output for ``x`` in the micro-batches ``parts``; Pipe itself makes the last one shorter."""
+        """Return the output for ``x`` in given micro-batches: [n, *sample shape] -> [n, ...].
+
+        ``parts`` are the samples of each micro-batch; Pipe's own division makes the last one shorter.
+        """
         batches = [self._microbatch.Batch(x[part.start : part.stop], number) for number, part in enumerate(parts)]
         self.pipe.pipeline.run(batches)
         output: Tensor = self._microbatch.gather(batches)

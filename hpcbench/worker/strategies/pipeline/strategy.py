@@ -113,9 +113,9 @@ class PipelineStrategy(ModelParallelStrategy):
     def make_reducers(self, module: nn.Module) -> list[GradientReducer]:
         """Create a reducer per chunk, which sends when the chunk is done, and one for tied weights, after their sum."""
         assert isinstance(module, stage_module.StageModule)
-        own = {id(parameter) for parameter in module.parameters()}
+        own_ids = {id(parameter) for parameter in module.parameters()}
         self._ties = [
-            tie if id(tie.parameter) in own else stage_module.TiedParameter(tie.ranks, None) for tie in self._ties
+            tie if id(tie.parameter) in own_ids else stage_module.TiedParameter(tie.ranks, None) for tie in self._ties
         ]
         tied = [tie.parameter for tie in self._ties if tie.parameter is not None]
         self._reducer_of: dict[int, GradientReducer] = {}
@@ -210,8 +210,8 @@ class PipelineStrategy(ModelParallelStrategy):
 
     def _gather_stages(self, tensors: dict[str, Tensor], chunk_of: dict[str, int]) -> dict[str, Tensor]:
         # In the whole model the names have no "chunks.<number>." in front.
-        own = {name.split(".", 2)[2]: tensor for name, tensor in tensors.items()}
-        return stage_module.gather_on_first_rank(own, chunk_of, self.layout, self.group, self.context.device)
+        own_tensors = {name.split(".", 2)[2]: tensor for name, tensor in tensors.items()}
+        return stage_module.gather_on_first_rank(own_tensors, chunk_of, self.layout, self.group, self.context.device)
 
     def _prepare_boundaries(self, feed: DataFeed, sizes: Iterable[int]) -> None:
         """Compute the shapes between chunks, also for the partial batch, so that no timed step does it."""
@@ -284,14 +284,14 @@ def run_chunks_once(
 @contextmanager
 def _without_trace(modules: nn.Module, reducers: Iterable[GradientReducer]) -> Iterator[None]:
     """Restore buffers at the end, and let ``reducers`` send nothing."""
-    kept = [(buffer, buffer.clone()) for buffer in modules.buffers()]
+    saved = [(buffer, buffer.clone()) for buffer in modules.buffers()]
     paused = [(reducer, reducer.is_paused) for reducer in reducers]
     for reducer, _ in paused:
         reducer.is_paused = True
     yield
     for reducer, was_paused in paused:
         reducer.is_paused = was_paused
-    for buffer, value in kept:
+    for buffer, value in saved:
         buffer.copy_(value)
 
 
