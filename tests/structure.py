@@ -1,6 +1,8 @@
-"""Count the package's structure and compare it with the thresholds of ``structure.toml``; exits 1 where one is exceeded.
+"""Count the package's structure and compare it with the bounds of ``structure.toml``.
 
-``python tests/structure.py --table`` prints the figures of every package instead.
+The exit code is 1 if a count is above its bound, or below it, since the bound is then too high.
+
+``--table`` prints the figures of every package. ``--tighten`` lowers the bounds in ``structure.toml`` to the counts.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tomli
 
@@ -224,16 +226,26 @@ def measure(modules: list[Module]) -> dict[str, float]:
     }
 
 
-def violations(modules: list[Module], bounds: dict[str, dict[str, float]]) -> Iterator[str]:
+def tighten(path: Path, modules: list[Module]) -> None:
+    """Lower every bound of ``at_most`` that is above its figure."""
+    text, measured = path.read_text(encoding="utf-8"), measure(modules)
+    for key, most in tomli.loads(text)["at_most"].items():
+        text = text.replace(f"{key} = {most}\n", f"{key} = {min(most, measured[key])}\n")
+    path.write_text(text, encoding="utf-8")
+
+
+def violations(modules: list[Module], bounds: dict[str, dict[str, Any]]) -> Iterator[str]:
     """A message for every figure that is out of its bounds, with the places that count."""
     measured = measure(modules)
     for key, most in bounds["at_most"].items():
         if measured[key] > most:
-            yield f"{key}: {measured[key]:g}, at most {most:g}"
+            yield f"{key}: {measured[key]:.0f}, at most {most:.0f}"
             yield from _places(key, modules, most)
-    for key, least in bounds["at_least"].items():
-        if measured[key] < least:
-            yield f"{key}: {measured[key]:g}, at least {least:g}"
+        elif measured[key] < most:
+            yield f"{key}: {measured[key]:.0f}; tighten its bound of {most:.0f} to {measured[key]:.0f} (--tighten)"
+    for key, (least, most) in bounds["between"].items():
+        if not least <= measured[key] <= most:
+            yield f"{key}: {measured[key]:g}, at least {least:g} and at most {most:g}"
     file_lines, function_lines = bounds["everywhere"]["file_lines"], bounds["everywhere"]["function_lines"]
     for module in [*modules, *read_modules("tests"), *read_modules("benchmarks")]:
         if module.lines > file_lines:
@@ -274,13 +286,14 @@ def print_table(modules: list[Module]) -> None:
 
 
 def main() -> int:
-    """Print the table or the violations; the exit code says whether there are any."""
-    modules = read_modules(PACKAGE)
+    """Print the table or the violations; the exit code is 1 if there are any."""
+    modules, path = read_modules(PACKAGE), ROOT / "tests" / "structure.toml"
     if "--table" in sys.argv:
         print_table(modules)
         return 0
-    bounds = tomli.loads((ROOT / "tests" / "structure.toml").read_text(encoding="utf-8"))
-    messages = list(violations(modules, bounds))
+    if "--tighten" in sys.argv:
+        tighten(path, modules)
+    messages = list(violations(modules, tomli.loads(path.read_text(encoding="utf-8"))))
     print("\n".join(messages), end="\n" if messages else "")
     return 1 if messages else 0
 
