@@ -102,7 +102,7 @@ def calibrate_cluster(
     """Measure a cluster: submit a sweep of ordinary runs, wait, and fit the oracle's machine parameters.
 
     An interrupted calibration continues when the same command is given again. Predictions use the newest calibration.
-    With --for, the newest calibration is extended by what a sweep consists of.
+    With --for, the newest calibration is extended by the kernels and collectives of a sweep.
     """
     profile, _ = load_cluster(name)
     if sweep is not None and sources:

@@ -56,7 +56,7 @@ def predict(
 
     Nothing is submitted and no scheduler is queried. The machine parameters come from the cluster's newest calibration,
     or from its profile; the lines above the table name the source and every default value. Measured results of the
-    cluster move predictions of what is like them; each row states which.
+    cluster adjust predictions of similar runs; each row states which.
     """
     plan = load_plan(sweep, cluster_name, results, overrides)
     forecast = Forecast(plan.profile, plan.tree, custom_model_folder(plan.sweep, plan.profile))

@@ -327,7 +327,7 @@ def test_a_profile_without_links_says_what_is_assumed(call: Call, tmp_path: Path
     done = call("cluster", "calibrate", "bare.toml", "--for", "mine.toml", "--out", "probes.toml")
     assert done.exit_code == 0, (done.output, done.exception)
     said = (
-        "says nothing of its links between nodes: 100 us and 1.25 GB/s are assumed for messages that are not measured"
+        "defines no links between nodes: 100 us and 1.25 GB/s are assumed for messages that are not measured"
     )
     assert said in done.stderr
     assert "inside nodes" not in done.stderr
