@@ -322,7 +322,7 @@ def validate(
     sources: tuple[str, ...], cluster_name: str | None, where: str | None, every: bool,
     takes_disturbed: bool, out: Path | None, results: ResultsTree, as_json: bool,
 ) -> None:  # fmt: skip
-    """Compare measurements with the predictions of the oracle and of simpler baselines.
+    """Compare measurements with the predictions of the oracle and of simple predictors.
 
     Each prediction leaves out the results of its own configuration. A failed run counts as a wrong prediction, unless
     the prediction was that it does not fit in memory.
