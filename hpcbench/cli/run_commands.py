@@ -53,7 +53,7 @@ over_budget_option = click.option(
 )  # fmt: skip
 remeasure_option = click.option(
     "--remeasure", is_flag=True,
-    help="Also run again what was measured in another environment; its results move to the archive.",
+    help="Also repeat runs that were measured in another environment; their results move to the archive.",
 )  # fmt: skip
 
 
@@ -289,7 +289,7 @@ def cancel(
     *, sweep: str, cluster_name: str | None, prefix: str | None, where: str | None, waits: bool, results: ResultsTree,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Stop the runs of SWEEP that are queued or running. What they measured is kept; submit runs them again.
+    """Stop the runs of SWEEP that are queued or running. Their measurements are kept; submit runs them again.
 
     Stopping takes a moment. Until a run has ended, `submit` treats it as running; use --wait.
     """
