@@ -211,6 +211,18 @@ def _strongly_connected(graph: dict[str, set[str]]) -> list[set[str]]:
     return components
 
 
+def plan_parameter_files(modules: list[Module]) -> list[str]:
+    """Files with a function that takes the plan of a sweep: all that the parameter ``plan`` of ``submit`` can pass."""
+    return [
+        str(module.path)
+        for module in modules
+        if any(
+            isinstance(node, ast.arg) and node.annotation is not None and "SweepPlan" in ast.unparse(node.annotation)
+            for node in ast.walk(module.tree)
+        )
+    ]
+
+
 def measure(modules: list[Module]) -> dict[str, float]:
     """The figures that ``structure.toml`` bounds."""
     files = [module for module in modules if not module.is_package]
@@ -223,6 +235,7 @@ def measure(modules: list[Module]) -> dict[str, float]:
         "import_cycles": len(import_cycles(modules)),
         "deferred_imports": sum(module.deferred_imports for module in modules),
         "longest_file_lines": max(module.lines for module in modules),
+        "plan_parameter_files": len(plan_parameter_files(modules)),
     }
 
 
@@ -264,6 +277,8 @@ def _places(key: str, modules: list[Module], most: float) -> Iterator[str]:
         yield from (f"  {' <-> '.join(cycle)}" for cycle in import_cycles(modules))
     elif key == "longest_file_lines":
         yield from (f"  {module.path}: {module.lines} lines" for module in modules if module.lines > most)
+    elif key == "plan_parameter_files":
+        yield from (f"  {path}" for path in plan_parameter_files(modules))
     elif key == "deferred_imports":
         counts = sorted(((module.deferred_imports, str(module.path)) for module in modules), reverse=True)
         yield from (f"  {path}: {count}" for count, path in counts[:20] if count)
