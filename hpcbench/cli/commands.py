@@ -37,7 +37,7 @@ over_budget_option = click.option(
 )  # fmt: skip
 remeasure_option = click.option(
     "--remeasure", is_flag=True,
-    help="Also run again what was measured in another environment; its results move to the archive.",
+    help="Also repeat runs that were measured in another environment; their results move to the archive.",
 )  # fmt: skip
 
 
@@ -140,7 +140,7 @@ def run(**options: Any) -> None:
 @click.option("--wait", "waits", is_flag=True, help="Stay until they have ended.")
 @output_options
 def cancel(**options: Any) -> None:
-    """Stop the runs of SWEEP that are queued or running. What they measured is kept; submit runs them again.
+    """Stop the runs of SWEEP that are queued or running. Their measurements are kept; submit runs them again.
 
     Stopping takes a moment. Until a run has ended, `submit` treats it as running; use --wait.
     """
@@ -347,7 +347,7 @@ def predict(**options: Any) -> None:
 
     Nothing is submitted and no scheduler is queried. The machine parameters come from the cluster's newest calibration,
     or from its profile; the lines above the table name the source and every default value. Measured results of the
-    cluster move predictions of what is like them; each row states which.
+    cluster adjust predictions of similar runs; each row states which.
     """
     from hpcbench.cli.oracle_commands import predict_sweep
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "check": ("hpcbench.cli.commands:check", "Validate sweeps and profiles."),
-    "plan": ("hpcbench.cli.commands:plan", "Show what a sweep would run."),
+    "plan": ("hpcbench.cli.commands:plan", "Show the runs and jobs of a sweep."),
     "render": ("hpcbench.cli.commands:render", "Show the job scripts that submit would send."),
     "dry-run": ("hpcbench.cli.dry_run_command:dry_run", "Build and step every configuration without devices."),
     "submit": ("hpcbench.cli.commands:submit", "Submit the runs of a sweep that have no result yet."),

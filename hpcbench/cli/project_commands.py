@@ -57,7 +57,7 @@ def schema(kind: str) -> None:
 def doctor(
     cluster_name: str, no_job: bool, runs_strategies: bool, out: Path | None, results: ResultsTree, as_json: bool
 ) -> None:
-    """Check what the jobs of a cluster need, and print the command that installs a missing part.
+    """Check the requirements of a cluster's jobs, and print the command that installs a missing part.
 
     If the cluster's scheduler answers, a short job checks on one node. With --gpu, runs of all strategies follow, and
     their results, predictions and comparisons with other training loops are written to one file.

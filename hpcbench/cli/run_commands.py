@@ -135,7 +135,7 @@ def submit_and_watch(plan: SweepPlan, selection: RunSelection, go_on: str) -> di
 def _submit_and_print(plan: SweepPlan, *, over_budget: bool, remeasure: bool) -> SubmitOutcome:
     """Submit the runs of ``plan`` that have no result; print what was submitted and what was left alone, and why."""
     for reason, count in Counter(point.reason for point in plan.dropped).items():
-        print_message(f"{count} point{'s' if count > 1 else ''} dropped: {reason}")
+        print_message(f"{count} point{'s' if count > 1 else ''} infeasible: {reason}")
     earlier = read_sweep_record(plan.tree, plan.sweep.name)
     hidden = set(earlier.run_ids) - plan.runs.keys() if earlier else ()
     if hidden:
@@ -216,7 +216,7 @@ def cancel_sweep(
     *, sweep: str, cluster_name: str | None, prefix: str | None, where: str | None, waits: bool, results: ResultsTree,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Stop the runs of SWEEP that are queued or running. What they measured is kept; submit runs them again."""
+    """Stop the runs of SWEEP that are queued or running. Their measurements are kept; submit runs them again."""
     documents = []
     for cluster, record in select_sweeps(results, (sweep,), cluster_name):
         profile, _ = load_cluster(record.profile)

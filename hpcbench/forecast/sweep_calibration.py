@@ -215,7 +215,7 @@ def _link_notes(profile: ClusterProfile, partition: str | None, specs: Iterable[
         link = getattr(comm, name)
         if is_used and getattr(profile.links, name) is None:
             notes.append(
-                f"the profile {profile.name} says nothing of its links {where}: {link.latency_s * 1e6:g} us and "
+                f"the profile {profile.name} defines no links {where}: {link.latency_s * 1e6:g} us and "
                 f"{1e-9 / link.beta_s_per_byte:g} GB/s are assumed for messages that are not measured"
             )
     return notes

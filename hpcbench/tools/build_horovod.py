@@ -228,7 +228,7 @@ def compile_error(command: Sequence[str], source: str) -> str:
             done = _run([*command, str(file), "-o", str(Path(folder) / "try")])
         except OSError as error:
             return str(error)
-        return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it says nothing"])[0]
+        return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no output"])[0]
 
 
 def find_features(target: BuildTarget, mpi: bool, nccl: bool) -> BuildFeatures:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import tomli
 
+from benchmarks.planted_results import write_planted
 from hpcbench.cli.main import COMMANDS
 from hpcbench.config.cluster_profile import load_cluster_file
 from hpcbench.config.sweep_loader import load_sweep
@@ -64,6 +65,17 @@ def test_shipped_toml_fits_its_schema_in_an_editor() -> None:
     files = [str(path) for folder in ("sweeps", "clusters") for path in sorted((ROOT / folder).rglob("*.toml"))]
     done = subprocess.run([*command, *files], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_sample_of_report_in_the_readme_is_printed_for_planted_results(tmp_path: Path) -> None:
+    write_planted(tmp_path / "planted")
+    command = [sys.executable, "-m", "hpcbench", "report", "planted"]
+    env = {**os.environ, "COLUMNS": "80"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    printed = [line.rstrip() for line in done.stdout.splitlines()]
+    sample = re.search(r"```text\n(Fastest strategy\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert sample
+    assert sample[1].splitlines() == printed[2 : 2 + sample[1].count("\n")]
 
 
 def test_an_editor_sees_a_wrong_key(tmp_path: Path) -> None:
