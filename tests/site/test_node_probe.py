@@ -17,7 +17,7 @@ from hpcbench.site.cluster_doctor import check_cluster, compare_probe
 from hpcbench.site.node_probe import parse_probe, parse_topology, render_probe, run_probe
 from hpcbench.site.profile_writer import profile_toml
 from hpcbench.submit.slurm_scheduler import SlurmScheduler
-from tests.submit.test_site import box, recorded
+from tests.site.test_slurm_facts import box, recorded
 
 PROBED = """=== hpcbench interfaces
 1: lo    inet 127.0.0.1/8 scope host lo
