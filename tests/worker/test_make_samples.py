@@ -17,7 +17,7 @@ import pytest
 from hpcbench.errors import ConfigError, StorageError
 from hpcbench.results.data_folder import MANIFEST_NAME, SampleManifest, list_datasets, read_sample_manifest
 from hpcbench.worker.data.make_samples import default_sample_count, make_samples, samples_per_folder
-from tests.worker.test_start import run_blocked
+from tests.worker.test_start_environment import run_blocked
 
 SAMPLES = 1024
 SIZE = 8
