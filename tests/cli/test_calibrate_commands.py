@@ -227,7 +227,9 @@ def test_a_quiet_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(1500)
-def test_a_whole_calibration_of_this_machine(calibrate: Callable[..., Result], tmp_path: Path) -> None:
+def test_a_calibration_of_this_machine_contains_kernels_and_strategies(
+    calibrate: Callable[..., Result], tmp_path: Path
+) -> None:
     done = calibrate("local", "--budget", "0.5", "--busy", "--json")
     document = json.loads(done.stdout)
     machine = document["calibration"]["machine"]

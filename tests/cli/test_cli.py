@@ -134,7 +134,7 @@ def test_wrong_input_exits_with_a_message_and_leaves_no_files(
     assert not results.exists()
 
 
-def test_a_template_with_an_undefined_variable(sweep: Path, tmp_path: Path) -> None:
+def test_an_undefined_template_variable_is_reported_with_its_line(sweep: Path, tmp_path: Path) -> None:
     (tmp_path / "templates").mkdir()
     (tmp_path / "templates" / "_ending.sh.j2").write_text("# one\n{{ task_fiel }}\n")
     done = hpcbench("run", str(sweep), cwd=tmp_path)
@@ -143,7 +143,7 @@ def test_a_template_with_an_undefined_variable(sweep: Path, tmp_path: Path) -> N
     assert not list((tmp_path / "results" / "local" / "submissions").glob("tiny*"))
 
 
-def test_results_that_cannot_be_written(sweep: Path, tmp_path: Path) -> None:
+def test_an_unwritable_results_folder_exits_with_code_3(sweep: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = hpcbench("run", str(sweep), "--results", str(tmp_path / "file"))
     assert done.returncode == 3
@@ -212,7 +212,7 @@ def test_a_list_in_a_narrow_terminal_cuts_no_file(tmp_path: Path) -> None:
     assert done.returncode == 0
 
 
-def test_run_to_table_and_again(sweep: Path, tmp_path: Path) -> None:
+def test_a_repeated_run_measures_nothing_again(sweep: Path, tmp_path: Path) -> None:
     results = ["--results", str(tmp_path / "r")]
     done = hpcbench("run", str(sweep), *results)
     assert done.returncode == 0, done.stderr + done.stdout

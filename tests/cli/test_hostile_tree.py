@@ -181,7 +181,9 @@ def test_names_of_files_and_folders_carry_no_codes(tree: ClusterTree) -> None:
 
 
 @pytest.mark.parametrize("attempt", [b"[" * 100_000, b"\xff", b'{"attempt": "x"}'])
-def test_logs_of_a_run_that_others_wrote_to(tree: ClusterTree, attempt: bytes, tmp_path: Path) -> None:
+def test_logs_of_a_hostile_run_are_shown_without_escape_codes(
+    tree: ClusterTree, attempt: bytes, tmp_path: Path
+) -> None:
     folder = begin_attempt(tree.run_folder(ID), launch="l", host="h", started_unix_s=1.0).folder
     (folder / "attempt.json").write_bytes(attempt)
     (folder / "rank-0.json").write_bytes(attempt)

@@ -13,7 +13,7 @@ from hpcbench.parallel.layer_table import LayerRow, read_shipped_table
 from tests.cli.test_cli import hpcbench
 
 
-def test_a_row_for_every_pair_in_80_columns() -> None:
+def test_models_lists_every_pair_within_80_columns() -> None:
     done = hpcbench("models", "--model", "resnet18", "--sort", "forward_flops", env={"COLUMNS": "80"})
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith("resnet18")]
@@ -22,7 +22,7 @@ def test_a_row_for_every_pair_in_80_columns() -> None:
     assert max(len(line) for line in done.stdout.splitlines()) <= 80
 
 
-def test_the_layers_of_one_pair() -> None:
+def test_models_with_layers_lists_the_layers_of_a_pair() -> None:
     done = hpcbench("models", "--model", "vgg11", "--dataset", "digits", "--layers", env={"COLUMNS": "80"})
     assert done.returncode == 0, done.stderr
     assert "vgg11 on digits, input size 8: 12 blocks" in done.stdout

@@ -36,7 +36,7 @@ def test_every_command_that_plans_takes_overrides(project: Path, command: list[s
     assert (done.returncode, "--set steps=none: fixed.steps" in done.stderr) == (2, True), done.stderr
 
 
-def test_a_run_without_a_file(project: Path) -> None:
+def test_a_run_without_a_sweep_file_can_be_retried(project: Path) -> None:
     arguments = ("--model", "resnet18", "--strategy", "single", "--set", "steps=1", "--set", "warmup_steps=0")
     done = hpcbench("run", *arguments, "--dataset", "digits", "--batch-size", "2", "--name", "mine", cwd=project)
     assert done.returncode == 0, done.stderr

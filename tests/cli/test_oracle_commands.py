@@ -152,7 +152,7 @@ def test_a_recommendation_ranks_candidates_and_gives_reasons_for_the_rest(tmp_pa
     assert found["priced"] == len(found["candidates"])
 
 
-def test_the_table_of_a_recommendation_and_its_sweep(tmp_path: Path) -> None:
+def test_recommend_prints_a_table_and_writes_a_valid_sweep(tmp_path: Path) -> None:
     out = tmp_path / "best.toml"
     done = call(tmp_path, *WISH, "--nodes", "1", "--nodes", "2", "--top", "3", "--out", out)
     assert max(map(len, done.stdout.splitlines())) <= 80
@@ -210,7 +210,7 @@ def test_layouts_that_can_be_run_resolve_to_runs_of_their_size(tmp_path: Path) -
         assert spec.batch_size // spec.micro_batches == layout["micro_batch"]
 
 
-def test_the_table_of_layouts_and_its_sweep(tmp_path: Path) -> None:
+def test_recommend_for_decoders_prints_layouts_and_writes_a_sweep(tmp_path: Path) -> None:
     out = tmp_path / "best.toml"
     done = call(tmp_path, *LAYOUTS, "--nodes", "1", "--nodes", "2", "--top", "3", "--out", out)
     for words in ("1 node x 8 = 8 GPUs:", "2 nodes x 8 = 16 GPUs:", "to best [90 %]", "layouts examined", "left out"):
@@ -297,7 +297,7 @@ def planted(tree: Path, strategy: str, factor: float, launches: int = 3, status:
         (folder / "result.json").write_bytes(msgspec.json.encode(result_document(made)))
 
 
-def test_validation_of_planted_results(tmp_path: Path) -> None:
+def test_validation_of_planted_results_gives_their_accuracy(tmp_path: Path) -> None:
     tree = tmp_path / "results"
     planted(tree, "single", 1.0)
     planted(tree, "ddp", 1.25)
@@ -419,7 +419,7 @@ def test_measured_configurations_move_predictions(tmp_path: Path) -> None:
     assert "rests on" in call(tmp_path, *wish, "--nodes", "2").stdout
 
 
-def test_the_tables_of_a_validation(tmp_path: Path) -> None:
+def test_the_tables_of_a_validation_fit_80_columns(tmp_path: Path) -> None:
     tree = tmp_path / "results"
     planted(tree, "ddp", 1.25)
     planted(tree, "fsdp", 0.8)

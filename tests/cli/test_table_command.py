@@ -51,7 +51,7 @@ def test_rows_are_in_run_order_unless_sort_is_given(tree: Path) -> None:
     assert rows[-1]["status"] == "oom"
 
 
-def test_grouped_json_and_files(tree: Path, tmp_path: Path) -> None:
+def test_grouped_tables_are_written_as_json_and_files(tree: Path, tmp_path: Path) -> None:
     asked = ["table", "--by", "strategy", "--where", "nodes == 2 and batch_size == 8"]
     rows = json.loads(call(tree, *asked, "--json").stdout)["rows"]
     assert [row["strategy"] for row in rows] == ["ddp", "fsdp"]
