@@ -104,7 +104,7 @@ STEPS = ((91, 120.0), (183, 360.0))
         (1, None, (), 1.5, 90.0), (4, None, (), 1.5, 22.5), (4, 20.0, (), 1.5, 20.0),
     ],
 )  # fmt: skip
-def test_the_longest_time_by_nodes(
+def test_the_longest_job_time_follows_nodes_steps_and_node_hours(
     nodes: int, most: float | None, steps: tuple[tuple[int, float], ...], node_hours: float | None, expected: float
 ) -> None:
     assert max_job_minutes(nodes, most, steps, node_hours) == expected

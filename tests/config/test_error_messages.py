@@ -25,7 +25,7 @@ from tests.cli.test_cli import GOOD, hpcbench
         ("dp", "ddp"),
     ],
 )
-def test_strategies_under_the_names_of_other_tools(wrong: str, meant: str) -> None:
+def test_strategy_names_of_other_tools_get_a_suggestion(wrong: str, meant: str) -> None:
     assert did_you_mean(wrong, selectable_strategies()).startswith(f"did you mean {meant!r}?")
 
 
@@ -50,7 +50,7 @@ def test_mistakes_are_reported_with_line_and_suggestion(tmp_path: Path, text: st
     assert len(max(str(caught.value).splitlines(), key=len)) < 300
 
 
-def test_an_expression_that_ends_early() -> None:
+def test_an_incomplete_expression_is_refused_with_its_place() -> None:
     with pytest.raises(ConfigError, match="no expression: invalid syntax at "):
         Expression("nodes >")
 

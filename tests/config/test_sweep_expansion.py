@@ -74,7 +74,7 @@ def test_includes_without_axes_are_all_points(write_sweep: Write, text: str, nod
     assert count_points(sweep) == len(nodes)
 
 
-def test_excludes_by_keys_by_expression_and_by_both(write_sweep: Write) -> None:
+def test_points_are_excluded_by_keys_expression_or_both(write_sweep: Write) -> None:
     sweep = write_sweep(
         'name = "s"\n[grid]\nmodel = ["a", "b"]\nnodes = [1, 2, 4]\n[[exclude]]\nmodel = "a"\nnodes = [2, 4]\n[[exclude]]\nmodel = "b"\nwhen = "nodes > 2"\n'
     )
