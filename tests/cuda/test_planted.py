@@ -68,7 +68,7 @@ def test_a_planted_wait_or_stray_tensor_is_found(monkeypatch: pytest.MonkeyPatch
         assert "tests/cuda/test_planted.py:" in problems[0]
 
 
-def test_a_second_copy_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_second_copy_of_the_model_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = DataParallelStrategy.setup
 
     def with_copy(self: Any, model: nn.Sequential, spec: RunSpec, context: Any) -> None:
@@ -106,7 +106,7 @@ def test_swapped_gradient_buckets_are_found_on_one_or_all_ranks(
     assert any("the oracle prices" in problem for problem in problems)
 
 
-def test_two_swapped_exchanges_of_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swapped_pipeline_exchanges_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two exchanges of one link or of two, without an action between: no action is disturbed, but the other rank waits elsewhere."""
     spec, order = gpu_run("1f1b", "transformer", 8), PairedTransport.order
 

@@ -62,7 +62,7 @@ def test_waits_of_the_host_are_counted() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_fake_step_of_layers_and_attention(dtype: torch.dtype) -> None:
+def test_a_fake_step_of_layers_and_attention_runs_on_cuda(dtype: torch.dtype) -> None:
     with FakeTensorMode(), torch.device("cuda", 1):
         module = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.Flatten())
         head = torch.nn.Linear(8 * 36, 64)
