@@ -66,7 +66,9 @@ def sent(spec: RunSpec, group: dist.ProcessGroup) -> list[Traffic]:
         ("channel", "sharded", 2, 2, {"model": "vgg11", "activation_checkpointing": True}),
     ],
 )
-def test_payloads_on_real_ranks(pool: Pool, strategy: str, form: str, tp: int, dp: int, more: dict[str, Any]) -> None:
+def test_channel_ranks_pass_the_predicted_payloads(
+    pool: Pool, strategy: str, form: str, tp: int, dp: int, more: dict[str, Any]
+) -> None:
     spec = spec_of(strategy, form, tp, dp, **more)
     table, cost = table_of(spec), resolve_cost(strategy)
     for rank, found in enumerate(pool.call(spec.ranks, sent, spec)):
@@ -90,7 +92,7 @@ LARGE_VGG = {"model": "vgg11", "dataset": "imagenet", "input_size": 64}
         pytest.param(2, 1, 0, {**LARGE_VGG, "activation_checkpointing": True}, marks=pytest.mark.soak),
     ],
 )
-def test_payloads_in_a_world_that_is_not_there(
+def test_fake_channel_ranks_pass_the_predicted_payloads(
     strategy: str, form: str, tp: int, dp: int, rank: int, more: dict[str, Any]
 ) -> None:
     spec = spec_of(strategy, form, tp, dp, **{"batch_size": 2, **more})

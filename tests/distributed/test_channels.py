@@ -156,7 +156,7 @@ def test_channel_and_data_hybrids_equal_one_device_per_micro_batch(pool: Pool, s
 
 
 @pytest.mark.parametrize(("strategy", "form"), SHARDED)
-def test_hybrids_of_a_residual_network(pool: Pool, strategy: str, form: str) -> None:
+def test_channel_hybrids_of_a_residual_network_equal_one_device(pool: Pool, strategy: str, form: str) -> None:
     """Statistics are each replica's own; those of the first one count."""
     case = one_step(strategy, form, 2, "resnet18", dp=2)
     check_exactly(pool.run(case), run_reference(case), WHOLE_MODEL)
@@ -214,6 +214,6 @@ def test_every_rank_holds_the_same_model(pool: Pool, strategy: str, form: str) -
 
 @pytest.mark.parametrize(("strategy", "form"), ALL)
 @pytest.mark.parametrize("split_last", [False, True])
-def test_a_model_with_odd_channels(pool: Pool, strategy: str, form: str, split_last: bool) -> None:
+def test_a_model_with_odd_channels_equals_one_device(pool: Pool, strategy: str, form: str, split_last: bool) -> None:
     case = split_case(strategy, form, 4, precision="fp64", options={"split_last": split_last}, batch_size=8)
     check_stranger(pool, case)

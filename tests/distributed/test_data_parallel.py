@@ -140,7 +140,7 @@ def test_ddp_gradient_accumulation_equals_the_reference(pool: Pool, micro_batche
     check_rounding(pool.run, case)
 
 
-def test_gradient_accumulation_on_four_ranks(pool: Pool) -> None:
+def test_gradient_accumulation_on_four_ddp_ranks_equals_the_reference(pool: Pool) -> None:
     case = make_narrow(4, "resnet18", "mnist", micro_batches=2, precision="fp64", batch_size=4)
     check(pool.run(case), run_reference(case), EXACT)
 

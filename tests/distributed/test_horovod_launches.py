@@ -54,7 +54,7 @@ def forked_launch(tmp_path: Path) -> Iterator[Launch]:
     started.kill()
 
 
-def test_a_sweep_on_this_machine(tmp_path: Path) -> None:
+def test_a_horovod_sweep_runs_on_this_machine(tmp_path: Path) -> None:
     (tmp_path / "sweeps").mkdir()
     (tmp_path / "sweeps" / "two.toml").write_text(SWEEP)
     env = environment(HPCBENCH_RESULTS=str(tmp_path / "results"))

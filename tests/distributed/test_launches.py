@@ -122,7 +122,7 @@ def test_the_runs_own_variables_are_there_when_torch_starts(tmp_path: Path, whol
     assert result.provenance["env"]["MALLOC_ARENA_MAX"] == "3"
 
 
-def test_two_launches_of_one_job_at_once(tmp_path: Path, launch: Launch) -> None:
+def test_two_launches_of_one_job_do_not_meet(tmp_path: Path, launch: Launch) -> None:
     other = make_spec(strategy="ddp", tasks_per_node=2, dp_degree=2, seed=1)
     tasks = write_tasks(tmp_path, PAIR, other)
     for index in (0, 1):
@@ -185,7 +185,7 @@ def test_a_signal_after_the_last_timed_step_takes_nothing_away(tmp_path: Path, l
 
 
 @pytest.mark.parametrize("how", ["torchrun", "by_hand"])
-def test_a_signal_to_two_ranks(tmp_path: Path, launch: Launch, how: str) -> None:
+def test_a_signal_cancels_both_ranks_with_their_measurements(tmp_path: Path, launch: Launch, how: str) -> None:
     tasks = write_tasks(tmp_path, ENDLESS_PAIR)
     stop_at_step_4(launch, lambda **more: getattr(launch, how)(2, tasks, **more), signal.SIGTERM, 2)
     result = result_of(tmp_path, ENDLESS_PAIR)
@@ -270,7 +270,7 @@ def test_an_exception_of_a_rank_is_the_runs_error(
     assert "happen" in (result.error.traceback_tail or "")
 
 
-def test_out_of_memory_on_one_rank(tmp_path: Path, launch: Launch) -> None:
+def test_out_of_memory_on_one_rank_makes_the_run_oom(tmp_path: Path, launch: Launch) -> None:
     tasks = write_tasks(tmp_path, ENDLESS_PAIR)
     launch.by_hand(2, tasks, HOOKED, ACCIDENT="1:3:memory").wait()
     result = result_of(tmp_path, ENDLESS_PAIR)
@@ -283,7 +283,7 @@ def test_out_of_memory_on_one_rank(tmp_path: Path, launch: Launch) -> None:
 # Ranks that do not meet
 
 
-def test_a_world_of_the_wrong_size(tmp_path: Path, launch: Launch) -> None:
+def test_a_launch_with_too_few_ranks_fails(tmp_path: Path, launch: Launch) -> None:
     assert launch.lone(write_tasks(tmp_path, PAIR)).wait() == [1]
     assert "wants 2 ranks" in message_of(result_of(tmp_path, PAIR))
 

@@ -186,7 +186,7 @@ AGAIN: dict[str, Any] = {"batch_size": 256, "activation_checkpointing": True}
     ],
     ids=lambda spec: f"{spec.strategy}-{spec.model}",
 )
-def test_the_peak_where_layers_are_shared(spec: RunSpec) -> None:
+def test_the_predicted_peak_of_shared_layers_is_the_allocators(spec: RunSpec) -> None:
     found = resolve_cost(spec.strategy).memory(spec, table_of(spec), spec.ranks - 1)
     measured, predicted = peak_bytes(spec, spec.ranks - 1), bytes_beside_samples(found)
     print(f"{predicted / measured:.3f}", found)

@@ -98,18 +98,20 @@ def test_stages_equal_the_simulation(pool: Pool, stages: int, options: dict[str,
     check_stack(pool, stack_case(stages, options))
 
 
-def test_a_whole_model_with_batch_norm(pool: Pool) -> None:
+def test_pipedream_with_batch_norm_equals_its_simulation(pool: Pool) -> None:
     case = pipedream_case(2, "resnet18", precision="fp64", steps=4)
     check(pool.run(case), run_reference(case), EXACT)
 
 
-def test_a_whole_model_in_fp32(pool: Pool) -> None:
+def test_pipedream_in_fp32_stays_within_rounding(pool: Pool) -> None:
     check_rounding(pool.run, pipedream_case(4, "vit", steps=4))
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("options", VERSIONS)
-def test_any_number_of_minibatches_in_a_step(pool: Pool, micro_batches: int, options: dict[str, Any]) -> None:
+def test_pipedream_takes_any_number_of_minibatches_per_step(
+    pool: Pool, micro_batches: int, options: dict[str, Any]
+) -> None:
     """Stages are up to three steps ahead if a step is one minibatch."""
     check_stack(pool, stack_case(4, options, micro_batches=micro_batches))
 
@@ -153,7 +155,7 @@ def test_a_wrong_weight_version_is_detected(pool: Pool) -> None:
         check(found, expected, EXACT)
 
 
-def test_steps_that_do_not_follow_one_another(pool: Pool) -> None:
+def test_pipedream_steps_need_not_be_consecutive(pool: Pool) -> None:
     """``verify`` takes the partial batch last: forward passes ahead belong to the next real step."""
     case = pipedream_case(4, precision="fp64")
     spec = msgspec.structs.replace(case.spec, micro_batches=1)

@@ -32,14 +32,14 @@ def pipeline_case(
 
 @pytest.mark.parametrize(("batch_size", "steps"), [(8, 2), (16, 3)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_two_stages_with_batch_norm(pool: Pool, schedule: str, batch_size: int, steps: int) -> None:
+def test_pipelines_of_two_stages_equal_the_reference(pool: Pool, schedule: str, batch_size: int, steps: int) -> None:
     """BatchNorm over two samples per micro-batch becomes chaotic within three steps, see below."""
     case = pipeline_case(schedule, 2, precision="fp64", batch_size=batch_size, steps=steps)
     check(pool.run(case), run_reference(case), EXACT)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_four_stages_with_batch_norm(pool: Pool, schedule: str) -> None:
+def test_pipelines_of_four_stages_equal_the_reference(pool: Pool, schedule: str) -> None:
     """One step: of two samples whose extents are 1 x 1 in the end BatchNorm makes chaos, and gpipe's backward passes
     add gradients up in another order."""
     case = pipeline_case(schedule, 4, "mobilenetv2", precision="fp64", steps=1)
@@ -79,7 +79,7 @@ def test_pipelines_of_a_transformer_equal_the_reference(pool: Pool, schedule: st
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved_1f1b", marks=SOAK), "zero_bubble"])
-def test_two_replicas_of_two_stages(pool: Pool, schedule: str) -> None:
+def test_replicated_pipelines_equal_the_reference(pool: Pool, schedule: str) -> None:
     """Both replicas make as many micro-batches, also of 8 and 7 samples."""
     case = pipeline_case(schedule, 2, replicas=2, precision="fp64", steps=3)
     check(pool.run(case), run_reference(case), EXACT)
@@ -103,7 +103,7 @@ def test_recomputed_stages_equal_the_reference(pool: Pool, schedule: str, recomp
 
 
 @pytest.mark.parametrize(("schedule", "recompute"), [("gpipe", "except_last"), ("interleaved_1f1b", "always")])
-def test_recomputation_in_four_stages(pool: Pool, schedule: str, recompute: str) -> None:
+def test_recomputation_in_four_stages_equals_the_reference(pool: Pool, schedule: str, recompute: str) -> None:
     case = pipeline_case(schedule, 4, "vgg11", precision="fp64", steps=1, options={"recompute": recompute})
     check(pool.run(case), run_reference(case), EXACT)
 
@@ -159,7 +159,7 @@ def test_pipeline_options_change_no_number(pool: Pool, schedule: str, more: dict
 
 
 @pytest.mark.parametrize(("replicas", "recompute"), [(1, "always"), (2, "never")])
-def test_running_statistics_of_whole_mini_batches(pool: Pool, replicas: int, recompute: str) -> None:
+def test_deferred_batch_norm_counts_whole_mini_batches(pool: Pool, replicas: int, recompute: str) -> None:
     options = {"batch_norm": "deferred", "recompute": recompute}
     case = pipeline_case("1f1b", 2, replicas=replicas, precision="fp64", steps=3, options=options)
     expected = run_reference(case)

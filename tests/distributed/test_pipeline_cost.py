@@ -154,7 +154,7 @@ def test_a_stage_keeps_the_predicted_activations(pool: Pool, schedule: str) -> N
 
 
 @small_vocabulary()
-def test_kept_activations_of_ranks_that_share_blocks(pool: Pool) -> None:
+def test_tensor_parallel_stages_keep_the_predicted_activations(pool: Pool) -> None:
     """Heads and features are shared, norms and what is between blocks is not."""
     spec = spec_of(
         "1f1b", 2, "gpt", "tokens", tp_degree=2, tasks_per_node=4, batch_size=4, micro_batches=4, input_size=16,

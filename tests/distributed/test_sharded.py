@@ -157,7 +157,7 @@ def test_bucket_and_sharding_options_change_no_number(pool: Pool, key: str, opti
 
 
 @pytest.mark.parametrize("options", [{"reshard_after_forward": False}, {"shard_degree": 2}])
-def test_options_of_tied_weights(pool: Pool, options: dict[str, Any]) -> None:
+def test_sharding_options_keep_tied_weights_within_rounding(pool: Pool, options: dict[str, Any]) -> None:
     case = tokens_case("fsdp", 4, options=options)
     check_rounding(pool.run, case)
 

@@ -103,7 +103,7 @@ def test_tensor_and_data_hybrids_equal_one_device(pool: Pool, model: str, more: 
 
 @pytest.mark.parametrize("options", [{}, SEQUENCE])
 @pytest.mark.parametrize("model", ["gpt", "vit"])
-def test_blocks_that_are_computed_again(pool: Pool, model: str, options: dict[str, Any]) -> None:
+def test_tensor_parallel_recomputation_equals_one_device(pool: Pool, model: str, options: dict[str, Any]) -> None:
     case = tensor_case(2, model, precision="fp64", activation_checkpointing=True, options=options, steps=2)
     check_exactly(*both(pool, case))
 
@@ -118,7 +118,7 @@ def test_tensor_parallel_training_in_fp32_stays_within_rounding(
 
 
 @pytest.mark.parametrize("options", [{}, SEQUENCE])
-def test_a_step_in_bf16(pool: Pool, options: dict[str, Any]) -> None:
+def test_a_tensor_parallel_step_in_bf16_stays_within_rounding(pool: Pool, options: dict[str, Any]) -> None:
     check_small(pool, tensor_case(2, precision="bf16", options=options, steps=1))
 
 

@@ -99,7 +99,7 @@ def test_tensor_ranks_pass_the_predicted_traffic(pool: Pool, ranks: int, model: 
         (1024, "vit", {"dp_degree": 256, "batch_size": 1}),
     ],
 )
-def test_ranks_of_a_world_that_is_not_there(ranks: int, model: str, more: dict[str, Any]) -> None:
+def test_fake_tensor_ranks_pass_the_predicted_traffic(ranks: int, model: str, more: dict[str, Any]) -> None:
     with small_vocabulary():
         spec = tensor_case(ranks, model, **more).spec
         table = table_of(spec)

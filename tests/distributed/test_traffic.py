@@ -116,7 +116,9 @@ CASES: list[tuple[str, int, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("key", "ranks", "model", "more"), CASES)
-def test_every_call_of_a_steady_step(pool: Pool, key: str, ranks: int, model: str, more: dict[str, Any]) -> None:
+def test_every_call_of_a_steady_step_is_the_predicted_one(
+    pool: Pool, key: str, ranks: int, model: str, more: dict[str, Any]
+) -> None:
     spec = spec_of(key, ranks, model, **more)
     for rank, found in enumerate(pool.call(ranks, steady, spec)):
         assert found == expected(spec, rank)
@@ -189,7 +191,7 @@ def handed_over(spec: RunSpec, group: dist.ProcessGroup) -> int:
     return sum(found)
 
 
-def test_horovods_bytes_in_all() -> None:
+def test_horovod_passes_the_predicted_sum_of_bytes() -> None:
     """Timing decides about the grouping of messages."""
     require_horovod()
     pool = Pool(2)
