@@ -175,7 +175,7 @@ def calibrated() -> tuple[Any, list[CalibrationRun]]:
     return fit_calibration(PROFILE, None, runs, when), runs
 
 
-def test_factors_and_other_models(calibrated: Any) -> None:
+def test_kernel_factors_are_recovered_and_checked_on_other_models(calibrated: Any) -> None:
     calibration, runs = calibrated
     factors = calibration.machine.compute.factors
     assert factors == {name: pytest.approx(1.5, rel=0.1) for name in ("vit", "vgg11", "resnet18", "")}
@@ -216,7 +216,7 @@ def test_the_fit_recovers_crowding_and_overlap_of_simulated_runs(calibrated: Any
     assert machine.comm.call_s == pytest.approx(5e-5)
 
 
-def test_links_and_what_was_left_out(calibrated: Any) -> None:
+def test_links_are_recovered_and_unmeasured_operations_are_noted(calibrated: Any) -> None:
     calibration, runs = calibrated
     clock = CostModel(calibration.machine, RunSpec(model="vit", dataset="cifar10", strategy="ddp", batch_size=8, nodes=4, dp_degree=4))  # fmt: skip
     span = GroupLinks(4, 4, HockneyLink(0, 0), TRUE, trees=False)

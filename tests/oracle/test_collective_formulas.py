@@ -64,7 +64,7 @@ def test_more_bytes_take_no_less(operation: str, ranks: int, payload_bytes: int)
     assert times[0] <= times[1]
 
 
-def test_a_ring_whose_latencies_add_up() -> None:
+def test_ring_latencies_add_up_over_its_links() -> None:
     nodes = GroupLinks(8, 2, HockneyLink(1e-6, 1e-10), HockneyLink(1e-5, 1e-9), trees=False, by_hop=True)
     # Of the ring's eight links two lie between nodes.
     step_s = (6 * 1e-6 + 2 * 1e-5) / 8 + 1e3 * 1e-9
@@ -82,5 +82,5 @@ def test_without_trees_a_small_all_reduce_is_a_ring() -> None:
 
 
 @pytest.mark.parametrize(("count", "expected"), [(1, 1.0), (4, 25 / 12), (256, 6.124344962817)])
-def test_the_largest_of_exponential_delays(count: int, expected: float) -> None:
+def test_the_mean_largest_exponential_delay_is_a_harmonic_number(count: int, expected: float) -> None:
     assert harmonic_number(count) == pytest.approx(expected, rel=1e-11)

@@ -35,7 +35,7 @@ def test_the_slowest_halo_rank_and_its_links_are_found(
         assert found.across == GroupPlacement(2, 2, 1, across)
 
 
-def test_neighbours_on_the_same_node() -> None:
+def test_halo_neighbours_on_a_node_use_its_links() -> None:
     found = halo_placement((16, 1), GroupPlacement(16, 4, 4, 1))
     assert found.group_with(5) == SAME_NODE_PAIR
     assert found.group_with(3) == found.across

@@ -71,7 +71,7 @@ def test_an_exhaustive_search_finds_nothing_faster() -> None:
 
 
 @pytest.mark.parametrize("gpus", [8, 8192])
-def test_the_smallest_and_the_largest_job(gpus: int) -> None:
+def test_the_layout_search_covers_8_to_8192_gpus(gpus: int) -> None:
     found = ranking("llama_8b", gpus)
     assert found.examined < 12_000, "of so many the time stays below three seconds"
     assert found.layouts[0].layout.gpus == gpus

@@ -43,7 +43,7 @@ def test_predicted_memory_is_near_megatrons_published_memory() -> None:
 
 
 @pytest.mark.parametrize("gpt", [GPT_175B, Gpt(48, 6144, 64), Gpt(105, 20480, 128)])
-def test_activations_of_a_block(gpt: Gpt) -> None:
+def test_activations_of_a_block_are_korthikantis(gpt: Gpt) -> None:
     """Korthikanti et al. 2022, equations 1, 2 and 4 and table 2, per sample on 8 ranks."""
     rows, ranks = kept_in_block(gpt).values(), 8
     split, whole = sum(row.split for row in rows), sum(row.whole for row in rows)

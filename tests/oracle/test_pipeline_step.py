@@ -87,7 +87,7 @@ def test_one_stage_of_pipedream_updates_after_every_minibatch() -> None:
 
 @pytest.mark.parametrize(("stages", "count"), [(2, 4), (4, 8), (4, 128)])
 @pytest.mark.parametrize("strategy", ["gpipe", "1f1b", "interleaved_1f1b", "pipedream"])
-def test_equal_stages_and_free_messages(strategy: str, stages: int, count: int) -> None:
+def test_equal_stages_with_free_messages_have_the_papers_bubble(strategy: str, stages: int, count: int) -> None:
     """The share of one device's time with the same micro-batches: (m + p - 1) / (m p), interleaved
     (v m + p - 1) / (v m p), and without a bubble 1 / p."""
     table = equal_blocks(8)
@@ -273,7 +273,7 @@ def test_ranks_that_share_a_stage_compute_less() -> None:
     assert [len(busy.forward_calls) + len(busy.backward_calls) for busy in found] == [0, 16, 16]
 
 
-def test_halves_of_a_backward_pass_by_what_they_compute() -> None:
+def test_the_backward_pass_is_split_by_layer_kind() -> None:
     """The first layer has no input to make a gradient of; normalisation has nothing to put off."""
     parts: dict[str, set[float]] = {}
     for row in TABLE.layers[1:]:
@@ -284,7 +284,7 @@ def test_halves_of_a_backward_pass_by_what_they_compute() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_one_process_of_several_devices(device: str) -> None:
+def test_fairscale_pipe_is_priced_as_gpipe_on_gpus(device: str) -> None:
     """GPUs act as gpipe on a node; a cpu shares work and memory with none."""
     spec = RunSpec(
         model="resnet18", dataset="cifar10", strategy="fairscale_pipe", pp_degree=4, devices_per_task=4, batch_size=64,
@@ -318,7 +318,7 @@ def test_one_process_of_several_devices(device: str) -> None:
         (3, 4, {"pp_degree": 6, "dp_degree": 2}, (0, 1), True),
     ],
 )
-def test_neighbours_on_one_node(
+def test_stage_neighbours_are_on_one_node_by_their_ranks(
     nodes: int, tasks: int, degrees: dict[str, Any], places: tuple[int, int], expected: bool
 ) -> None:
     spec = RunSpec(
@@ -327,7 +327,7 @@ def test_neighbours_on_one_node(
     assert are_on_one_node(spec, "pp", *places) is expected
 
 
-def test_deep_pipelines_of_many_micro_batches() -> None:
+def test_deep_pipelines_are_predicted_without_full_simulation() -> None:
     """80 blocks on 64 stages, 512 micro-batches: what is not walked through fills most of the step."""
     spec = RunSpec(
         model="gpt_17b", dataset="tokens", strategy="1f1b", pp_degree=64, tp_degree=4, dp_degree=4, batch_size=512,

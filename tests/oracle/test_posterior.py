@@ -173,7 +173,7 @@ def test_cholesky_factor_and_solution_are_exact() -> None:
     assert solve_positive_definite(matrix, [10.0, 19.0, 9.0]) == pytest.approx([1.0, 3.0, 2.0])
 
 
-def test_the_mode_of_a_line_with_a_prior() -> None:
+def test_the_posterior_mode_of_a_line_is_analytic() -> None:
     # One residual and one prior, both of width 1: halfway, but for the flatter tails of Student's t.
     found = find_mode(lambda at: [at[0] - 0.1], [1.0])
     assert found.at == pytest.approx([0.0555], abs=2e-4)

@@ -29,7 +29,7 @@ INTRA_NODE = HockneyLink(9e-6, 1 / 50e9)
         (1024, 30.98e-6, 12.5e9, 3.8993775, 1.5584128296),
     ],
 )
-def test_data_parallel_resnet50_of_paradl(
+def test_data_parallel_resnet50_has_paradls_printed_times(
     p: int, alpha_s: float, bandwidth: float, compute_s: float, comm_s: float
 ) -> None:
     found = published_formulas.paradl_data(
@@ -53,7 +53,7 @@ UNSPLIT_S = (1150.44474057 / SAMPLES - 3.119502e-3 / 4) * 4 / 3
         (64, 71.9027962855, 159.1174734),
     ],
 )
-def test_data_filter_resnet50_of_paradl(p: int, compute_s: float, comm_s: float) -> None:
+def test_data_filter_resnet50_has_paradls_printed_times(p: int, compute_s: float, comm_s: float) -> None:
     """49 convolutions are split, and what follows them is not; a device holds 7,219,504 weights."""
     outputs, weights, split_s = 9_096_256 / 49, 22_734_016, RESNET50.forward_s - UNSPLIT_S
     split = (weights - 7_219_504) * 4 / 3
@@ -107,7 +107,7 @@ def test_a_long_pipeline_of_equal_stages_is_perfect() -> None:
 
 
 @pytest.mark.parametrize(("micro_batches", "factor"), [(12, 0.3125), (20, 0.2875), (28, 0.276785714), (30, 0.275)])
-def test_gpipe_factors_of_ddlbench(micro_batches: int, factor: float) -> None:
+def test_gpipe_factors_are_those_of_ddlbenchs_table(micro_batches: int, factor: float) -> None:
     """Table 6.1, four workers."""
     assert published_formulas.ddlbench_gpipe_compute_s(1.0, 4, micro_batches) == pytest.approx(factor, rel=1e-8)
 
@@ -116,7 +116,9 @@ def test_gpipe_factors_of_ddlbench(micro_batches: int, factor: float) -> None:
     ("transfers_s", "micro_batches", "expected_s"),
     [([], 4, 0), ([1.0], 4, 8), ([1.0, 1.0, 1.0], 4, 12), ([1.0, 3.0, 2.0], 5, 2 * (1 + 3 + 3 * 3 + 3 + 2))],
 )
-def test_gpipe_transfers_of_ddlbench(transfers_s: list[float], micro_batches: int, expected_s: float) -> None:
+def test_gpipe_transfers_follow_ddlbenchs_formula(
+    transfers_s: list[float], micro_batches: int, expected_s: float
+) -> None:
     assert published_formulas.ddlbench_gpipe_comm_s(transfers_s, micro_batches) == pytest.approx(expected_s)
 
 

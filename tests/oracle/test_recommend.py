@@ -93,7 +93,7 @@ def test_degrees_and_micro_batches_divide_devices_and_samples() -> None:
     assert [micro_batch_choices(*case) for case in ((64, 4), (6, 4), (1, 2), (0, 4))] == [[8, 32], [6], [1], []]
 
 
-def test_samples_of_a_replica() -> None:
+def test_a_replicas_samples_follow_batch_or_global_batch() -> None:
     assert DeviceAllocation(2, 4, {"batch_size": 16}).samples(4) == 16
     assert DeviceAllocation(2, 4, {"global_batch_size": 16}).samples(4) == 8
     assert DeviceAllocation(2, 4, {"global_batch_size": 15}).samples(4) == 0
@@ -172,7 +172,9 @@ def test_an_excess_of_memory_is_refused_with_both_sizes() -> None:
     ("need_bytes", "limit_bytes", "texts"),
     [(3 * 2**30, 2**30, ("3.0 GiB", "1.0 GiB")), (1450 * 2**20, 1400 * 2**20, ("1450 MiB", "1400 MiB"))],
 )
-def test_both_numbers_differ_where_they_do(need_bytes: int, limit_bytes: int, texts: tuple[str, str]) -> None:
+def test_need_and_limit_are_printed_with_differing_digits(
+    need_bytes: int, limit_bytes: int, texts: tuple[str, str]
+) -> None:
     assert format_need_and_limit(need_bytes, limit_bytes) == texts
 
 
@@ -185,7 +187,7 @@ def test_candidates_beyond_cluster_limits_are_refused_with_the_limit() -> None:
 
 
 @pytest.mark.parametrize("limit", [8, 9, 100, 1000])
-def test_the_largest_batch_that_fits(limit: int) -> None:
+def test_the_largest_fitting_batch_is_near_the_limit(limit: int) -> None:
     spec = RunSpec(**RESNET, strategy="ddp", batch_size=8, dp_degree=2, nodes=2)
     found = largest_batch_size(spec, Answers(by_samples, limit))
     assert found is not None
