@@ -112,7 +112,7 @@ def test_a_gathered_layer_is_split_as_the_table_states(
         ),
     ],
 )
-def test_a_last_layer_that_is_split(scheme: ChannelScheme, split: ChannelLayerSplit) -> None:
+def test_the_last_layer_is_split_with_its_option(scheme: ChannelScheme, split: ChannelLayerSplit) -> None:
     assert channel_split(LAST, scheme, 4) == split
 
 
@@ -128,11 +128,11 @@ def test_a_last_layer_that_is_split(scheme: ChannelScheme, split: ChannelLayerSp
         (ChannelLayer(8, 8, 2), 4, False),
     ],
 )
-def test_shares_that_fall_on_the_borders_of_groups(layer: ChannelLayer, degree: int, expected: bool) -> None:
+def test_rank_shares_are_aligned_with_groups_or_not(layer: ChannelLayer, degree: int, expected: bool) -> None:
     assert has_rank_aligned_groups(layer, degree) == expected
 
 
-def test_pieces_of_groups_that_are_cut() -> None:
+def test_a_share_of_grouped_channels_is_cut_into_pieces() -> None:
     assert grouped_conv_pieces(ChannelLayer(8, 12, 4), range(2, 11)) == [
         GroupedConvPiece(range(2), range(1), 1),
         GroupedConvPiece(range(2, 6), range(1, 7), 2),

@@ -201,7 +201,7 @@ def test_fixed_places_cost_nothing_with_free_messages(schedule: str, stages: int
 
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]), st.integers(2, 8), CHUNK_TIMES)
-def test_messages_of_a_tenth_of_a_forward_pass(schedule: str, stages: int, times: list[float]) -> None:
+def test_paired_messages_cost_at_most_a_tenth_of_a_step(schedule: str, stages: int, times: list[float]) -> None:
     """A step takes at most a tenth more than with receives posted ahead, which hide every message that they can."""
     layout = PipelineLayout(stages, 2 if schedule == "interleaved_1f1b" else 1)
     ranks = schedule_actions(schedule, layout, 2 * stages)

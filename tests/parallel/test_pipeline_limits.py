@@ -79,7 +79,7 @@ def test_tensor_parallel_stages_need_a_transformer_and_a_dividing_degree() -> No
         assert reason in found.reason
 
 
-def test_another_name_for_1f1b_with_replicas_on_every_node() -> None:
+def test_data_pipeline_is_1f1b_with_replicas_per_node() -> None:
     spec = resolved(strategy="data_pipeline", nodes=2)
     assert isinstance(spec, RunSpec), spec
     assert (spec.strategy, spec.dp_degree, spec.pp_degree) == ("1f1b", 2, 4)

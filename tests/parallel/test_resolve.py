@@ -89,7 +89,9 @@ def test_a_target_needs_samples_that_are_held_out() -> None:
         ),
     ],
 )
-def test_limits_of_the_partition(limits: PartitionLimits, point: dict[str, Any], text: str) -> None:
+def test_a_point_beyond_partition_limits_has_a_reason(
+    limits: PartitionLimits, point: dict[str, Any], text: str
+) -> None:
     assert reason(limits, strategy="ddp", **point) == text
 
 

@@ -47,7 +47,7 @@ def test_parameters_belong_to_the_part_that_uses_them() -> None:
     ]  # fmt: skip
 
 
-def test_until_ends_it_earlier_and_is_a_limit() -> None:
+def test_the_option_until_ends_the_spatial_split_earlier() -> None:
     assert spatial_split(table("resnet50", "imagenet"), (4, 1), until=3).block == 3
     with pytest.raises(ConfigError, match=r"blocks until 16 cannot be cut: .*extent of 7 in dim 0, fewer than 8 ranks"):
         spatial_split(table("resnet50", "imagenet"), (8, 1), until=16)
@@ -69,7 +69,7 @@ def changed(rows: dict[str, dict[str, Any]]) -> LayerTable:
         ({"5.conv1": {"kind": "ConvTranspose2d"}}, 5),
     ],
 )
-def test_a_block_that_cannot_be_cut_ends_it(rows: dict[str, dict[str, Any]], block: int) -> None:
+def test_a_block_that_cannot_be_split_ends_the_spatial_split(rows: dict[str, dict[str, Any]], block: int) -> None:
     found = spatial_split(changed(rows), (2, 1))
     assert found.block == block
     assert found.begins_block

@@ -198,6 +198,6 @@ def test_a_balance_is_the_best_of_all(costs: list[int], stages: int) -> None:
     assert largest(found) == min(map(largest, every))
 
 
-def test_a_balance_whose_stages_differ_in_what_they_keep() -> None:
+def test_stages_that_keep_more_micro_batches_get_fewer_blocks() -> None:
     """The first of two stages keeps two micro-batches of each block's bytes, the second one."""
     assert minimax_cuts(6, 2, lambda stage, first, last: (2 - stage) * (last - first)) == (2,)

@@ -32,7 +32,7 @@ def test_dependency_cycles_of_two_stages_are_those_by_hand() -> None:
         (Staleness(3, double_buffered=True), 4, 16.2),
     ],
 )
-def test_a_step_by_hand(delay: Staleness, micro_batches: int, expected: float) -> None:
+def test_the_steady_step_time_is_that_by_hand(delay: Staleness, micro_batches: int, expected: float) -> None:
     assert steady_step_time_s(UNEVEN, delay, micro_batches) == pytest.approx(expected)
 
 
