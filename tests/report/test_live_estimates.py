@@ -65,7 +65,7 @@ def test_the_rate_is_that_of_all_arrays_of_the_submissions_that_are_under_way() 
     assert runs_per_hour(look(done, earlier, array(timed=(), running=1))) == (18.0, 2)
 
 
-def test_the_end_of_a_queue_that_keeps_its_width() -> None:
+def test_the_remaining_time_assumes_constant_concurrency() -> None:
     # 4 queued at 120 s; one that runs since 60 s has 60 left, one since 200 s a tenth: 552 s of runs, two at a time.
     found = estimate_remaining_time(look(array(running=2, pending=4, since=(340.0, 200.0))))
     assert found == RemainingTime(

@@ -32,7 +32,7 @@ def put(tree: Path, cluster: str, **options: bool | float | str) -> None:
     )
 
 
-def test_trees_and_clusters_together(tmp_path: Path) -> None:
+def test_several_trees_and_clusters_load_as_one_frame(tmp_path: Path) -> None:
     write_results(tmp_path / "one" / "made-up", 10)
     put(tmp_path / "one", "c", a=1)
     put(tmp_path / "two", "d", a=1)
@@ -54,7 +54,7 @@ def test_strategy_options_are_columns_of_the_frame(tmp_path: Path) -> None:
     assert frame["warnings"].to_list() == [["first; of two", "second"]] * 4
 
 
-def test_from_python_in_one_line(tmp_path: Path) -> None:
+def test_a_tree_loads_as_a_polars_frame(tmp_path: Path) -> None:
     write_results(tmp_path / "made-up", 30)
     frame = hpcbench.load(tmp_path).filter(polars.col("status") == "ok")
     best = frame.group_by("spec.strategy").agg(polars.col("metrics.samples_per_s").max())
@@ -76,7 +76,7 @@ def test_a_missing_source_is_refused(tmp_path: Path) -> None:
     assert ResultsTree(tmp_path / "nowhere").clusters() == []
 
 
-def test_short_names_tables_and_plots_from_python(tmp_path: Path) -> None:
+def test_short_column_names_tables_and_plots_work_in_python(tmp_path: Path) -> None:
     write_results(tmp_path / "made-up", 60)
     frame = hpcbench.load(tmp_path, short=True)
     assert {"strategy", "step_time_s", "batch_size", "status"} <= set(frame.columns)

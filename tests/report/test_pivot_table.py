@@ -134,7 +134,7 @@ def test_ddlbenchs_speedups_are_those_of_the_best_configuration() -> None:
     ]
 
 
-def test_paradls_parts_of_an_iteration() -> None:
+def test_the_paradl_layout_has_its_parts_of_an_iteration() -> None:
     view = ask(layout="paradl", where=f"{SAME} and nodes == 4")
     assert [column.heading for column in view.columns[3:]] == [
         "compute", "comm", "exposed comm", "step time", "launches",

@@ -66,7 +66,7 @@ def test_a_page_needs_no_network(tree: Path, tmp_path: Path) -> None:
     assert 'aria-label="Efficiency over 1 to 16 devices, 3 lines.' in body
 
 
-def test_json_of_the_command(tree: Path) -> None:
+def test_plot_json_has_specification_rows_and_reason(tree: Path) -> None:
     (one,) = json.loads(call(tree, "plot", "energy", "--json").stdout)["plots"]
     assert list(one) == ["name", "title", "alt", "notes", "nothing", "specification", "rows"]
     assert (one["name"], one["nothing"], len(one["rows"])) == ("energy", None, 16)

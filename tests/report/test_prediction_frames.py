@@ -93,7 +93,7 @@ def test_plots_with_predict_show_measured_and_predicted_points(place: Path, kind
     assert "measured" in roles
 
 
-def test_a_report_with_predictions(place: Path, tmp_path: Path) -> None:
+def test_a_report_with_predict_has_predicted_lines(place: Path, tmp_path: Path) -> None:
     call(place, "report", "--predict", "--out", tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "Predicted and measured" in text
@@ -121,7 +121,7 @@ def spec(strategy: str, **more: Any) -> RunSpec:
         (spec("spatial", dataset="digits", nodes=4, sp_degree=4), None),
     ],
 )
-def test_a_run_on_four_times_as_many_nodes(given: RunSpec, grown: dict[str, int] | None) -> None:
+def test_a_run_is_enlarged_to_four_times_the_nodes(given: RunSpec, grown: dict[str, int] | None) -> None:
     made = enlarge_spec(given, 4)
     assert (made is None) == (grown is None)
     if made is not None and grown is not None:

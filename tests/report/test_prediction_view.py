@@ -35,7 +35,7 @@ def lines(shown: Any) -> list[str]:
     return [line.rstrip() for line in captured.get().splitlines() if line.strip()]
 
 
-def test_a_table_of_predictions() -> None:
+def test_the_table_of_predictions_shows_time_memory_and_interval() -> None:
     fits = told(
         0.09,
         0.01,
@@ -156,7 +156,7 @@ def test_views_list_the_best_per_scale_and_refusals() -> None:
     ]  # fmt: skip
 
 
-def test_a_sweep_of_the_best() -> None:
+def test_the_best_candidates_are_written_as_a_sweep() -> None:
     assert recommended_sweep_toml([recommendation()], "best").split("\n\n")[:3] == [
         'name = "best"\nrepeats = 3',
         '[fixed]\nmodel = "resnet18"\ndataset = "cifar10"\nprecision = "fp32"',

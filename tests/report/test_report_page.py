@@ -190,7 +190,7 @@ def contrast(one: str, other: str) -> float:
     return (lighter + 0.05) / (darker + 0.05)
 
 
-def test_all_text_stands_out() -> None:
+def test_all_text_has_enough_contrast() -> None:
     assert contrast("#ffffff", "#767676") == pytest.approx(4.54, abs=0.01)
     style = (TEMPLATE_FOLDER / "style.css").read_text()
     themes = [
