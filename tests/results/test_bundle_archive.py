@@ -118,7 +118,7 @@ def test_a_run_without_a_result_is_passed_over_as_in_a_tree(tmp_path: Path) -> N
     assert [entry.run_id for entry in collect_bundle_results(write(tmp_path / "x.tar.gz", (0, 2)))] == [IDS[0], IDS[2]]
 
 
-def test_an_archive_that_was_unpacked_and_packed_again(tmp_path: Path) -> None:
+def test_a_repacked_archive_gives_the_same_results(tmp_path: Path) -> None:
     path = write(tmp_path / "x.tar.gz")
     (tmp_path / "folder").mkdir()
     subprocess.run(["tar", "xzf", path, "-C", tmp_path / "folder"], check=True)
@@ -226,7 +226,7 @@ HEAD = with_size("bundle.json", len(BODY)) + BODY + bytes(-len(BODY) % 512)
         (with_size("bundle.json", 1) + b"{".ljust(512, b"\0"), "bundle.json is broken"),
     ],
 )
-def test_archives_that_are_not_read(tmp_path: Path, raw: bytes, reason: str) -> None:
+def test_invalid_archives_are_refused_with_the_reason(tmp_path: Path, raw: bytes, reason: str) -> None:
     path = tmp_path / "x.tar.gz"
     path.write_bytes(gzip.compress(raw))
     with pytest.raises(ConfigError) as caught:
@@ -234,7 +234,7 @@ def test_archives_that_are_not_read(tmp_path: Path, raw: bytes, reason: str) -> 
     assert reason in str(caught.value)
 
 
-def test_files_that_are_no_archives(tmp_path: Path) -> None:
+def test_damaged_or_absent_archive_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.tar.gz"
     for body in (b"", b"plain", gzip.compress(HEAD)[:-20], write(tmp_path / "y.tar.gz").read_bytes()[:-40]):
         path.write_bytes(body)
@@ -248,7 +248,7 @@ def test_files_that_are_no_archives(tmp_path: Path) -> None:
         collect_bundle_results(path)
 
 
-def test_more_members_than_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_archive_with_too_many_members_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "x.tar.gz")
     monkeypatch.setattr(bundle_archive, "MAX_MEMBERS", 5)
     assert len(collect_bundle_results(path)) == 3

@@ -147,7 +147,7 @@ def test_the_tree_as_a_whole_may_be_a_link(tree: ClusterTree, tmp_path: Path) ->
     assert begin(through).number == 2
 
 
-def test_a_cluster_that_is_a_link_or_no_name(tree: ClusterTree, tmp_path: Path) -> None:
+def test_a_cluster_behind_a_link_or_path_is_refused(tree: ClusterTree, tmp_path: Path) -> None:
     (tree.root.parent / "other").symlink_to(tree.root)
     results = ResultsTree(tree.root.parent)
     assert results.clusters() == ["c"]

@@ -18,7 +18,7 @@ def test_quantiles_are_linear_between_neighbours() -> None:
     assert quantile([7.0], 0.9) == 7.0
 
 
-def test_spread_of_nothing_one_and_many() -> None:
+def test_the_spread_of_none_one_and_many_steps_is_defined() -> None:
     assert step_time_statistics([]) is None
     one = step_time_statistics([2.0])
     assert one is not None

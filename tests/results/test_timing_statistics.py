@@ -99,7 +99,7 @@ def test_drift_of_a_long_run_is_that_of_its_blocks() -> None:
     assert relative_drift(times) == pytest.approx(1 / 1.5, rel=0.01)
 
 
-def test_the_trend_of_ten_steps_in_order() -> None:
+def test_the_mann_kendall_p_value_of_ten_steps_is_exact() -> None:
     # S = 45, its variance 10 * 9 * 25 / 18 = 125: z = 44 / sqrt(125) = 3.935.
     assert mann_kendall_p_value([float(number) for number in range(10)]) == pytest.approx(8.3e-5, rel=0.01)
     assert mann_kendall_p_value([1.0] * 10) == 1.0
