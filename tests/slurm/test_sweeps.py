@@ -110,7 +110,7 @@ def two_nodes_only(slurm: Callable[..., str]) -> Any:
 
 
 @pytest.mark.usefixtures("two_nodes_only")
-def test_two_array_tasks_on_the_same_nodes(
+def test_two_array_tasks_share_nodes_without_conflict(
     hpcbench: Command, results: Results, tmp_path: Path, slurm: Callable[..., str]
 ) -> None:
     two_array_tasks_meet_on_the_same_nodes(hpcbench, results, tmp_path, slurm)
@@ -119,7 +119,7 @@ def test_two_array_tasks_on_the_same_nodes(
 @pytest.mark.soak
 @pytest.mark.parametrize("time_", range(20))
 @pytest.mark.usefixtures("two_nodes_only")
-def test_two_array_tasks_on_the_same_nodes_twenty_times(
+def test_two_array_tasks_share_nodes_twenty_times(
     time_: int, hpcbench: Command, results: Results, tmp_path: Path, slurm: Callable[..., str]
 ) -> None:
     two_array_tasks_meet_on_the_same_nodes(hpcbench, results, tmp_path, slurm)

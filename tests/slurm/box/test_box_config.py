@@ -96,7 +96,7 @@ def test_the_cpu_quota_is_at_least_a_millisecond(cpus: float, quota: tuple[int, 
     assert quota[0] >= 1000, "the kernel refuses less"
 
 
-def test_limit_files_of_both_versions() -> None:
+def test_cgroup_limit_files_exist_for_both_versions() -> None:
     assert cgroups.limit_files(2, 0.4, 3 * GIB) == {
         "cpu.max": "4000 10000",
         "memory.max": "3221225472",
@@ -131,7 +131,7 @@ def test_interface_names_are_short_enough() -> None:
     assert all(len(name) <= 15 for name in (paths.BRIDGE, network.host_end("n64")))
 
 
-def test_hosts_block_comes_and_goes() -> None:
+def test_the_hosts_block_is_added_and_removed() -> None:
     for before in ("", "127.0.0.1 localhost\n"):
         after = hosts.with_block(before, Options(nodes=2))
         assert "10.77.0.2 n2\n10.77.0.254 slurmbox-controller\n" in after
