@@ -85,11 +85,11 @@ def test_a_probe_report_is_parsed_into_a_profile() -> None:
         (["No devices were found"], []), ([], []),
     ],
 )  # fmt: skip
-def test_the_order_of_devices_by_their_cores(rows: list[str], order: list[int]) -> None:
+def test_devices_are_ordered_by_their_cores(rows: list[str], order: list[int]) -> None:
     assert parse_topology(rows).device_order == order
 
 
-def test_a_profile_against_what_a_probe_saw() -> None:
+def test_a_probe_that_contradicts_the_profile_gives_findings() -> None:
     made = ClusterProfile.model_validate({
         "name": "c", "device": "cuda", "node": {"devices": 4, "scratch_folder": "$SCRATCH"}, "network": {"interface": "ib"},
     })  # fmt: skip

@@ -50,7 +50,7 @@ def recorded(name: str) -> str:
         ("craynetwork:4,gpu:2", [(None, 2)]), ("gpu:0", []), ("N/A", []), ("(null)", []), ("", []), ("shard:gpu:4", []),
     ],
 )  # fmt: skip
-def test_every_spelling_of_gres(text: str, expected: list[tuple[str | None, int]]) -> None:
+def test_every_form_of_gres_is_parsed(text: str, expected: list[tuple[str | None, int]]) -> None:
     assert parse_gres(text) == expected
 
 
@@ -252,7 +252,7 @@ def test_a_profile_is_written_that_its_own_check_accepts(tmp_path: Path) -> None
     assert "Your accounts: box, root" in source.text
 
 
-def test_a_site_of_several_kinds_of_nodes(tmp_path: Path) -> None:
+def test_a_profile_of_several_node_kinds_is_written(tmp_path: Path) -> None:
     nodes = (
         "NodeName=c1 Arch=x86_64 CPUTot=256 RealMemory=250000 Gres=(null) AvailableFeatures=amd Partitions=cpu ThreadsPerCore=2\n"
         "NodeName=g1 Arch=aarch64 CPUTot=72 RealMemory=480000 Gres=gpu:h100:4(S:0-1) AvailableFeatures=nvme,h100 Partitions=gpu\n"

@@ -131,7 +131,7 @@ def test_a_broken_result_keeps_all_attempts(plan: SweepPlan, cluster_tree: Clust
     assert found(cluster_tree, plan) == {}
 
 
-def test_leftovers_of_a_killed_submit(plan: SweepPlan, cluster_tree: ClusterTree, run_id: str) -> None:
+def test_leftovers_of_a_killed_submit_are_found(plan: SweepPlan, cluster_tree: ClusterTree, run_id: str) -> None:
     killed = cluster_tree.submissions / "small-0003"
     killed.mkdir()
     (killed / "0.sh").write_text("#!/bin/sh\n")

@@ -70,7 +70,7 @@ def test_cancelling_a_sweep_cancels_its_array_once(project: Path, fake_slurm: Pa
     assert cancelled(fake_slurm) == ["4711"]
 
 
-def test_cancel_by_expression_and_by_run(project: Path, fake_slurm: Path) -> None:
+def test_runs_are_cancelled_by_expression_or_run_id(project: Path, fake_slurm: Path) -> None:
     hpcbench("submit", "small", "--cluster", "test")
     running(fake_slurm)
     assert "2 runs asked to stop" in hpcbench("cancel", "small", "--where", "batch_size == 8 and devices <= 2").stderr
@@ -181,7 +181,7 @@ def test_submit_leaves_lost_and_ended_runs_to_retry(
         ), done.stderr
 
 
-def test_status_and_logs_by_parameter(
+def test_status_and_logs_select_runs_by_parameter(
     project: Path, fake_slurm: Path, plan: SweepPlan, cluster_tree: ClusterTree
 ) -> None:
     submit(plan, cluster_tree)
@@ -211,7 +211,7 @@ def test_status_and_logs_by_parameter(
     assert [file["text"] for file in entry["files"]] == [f"log of {second}\n"]
 
 
-def test_documents_of_commands_that_change_or_check_something(project: Path, fake_slurm: Path) -> None:
+def test_check_render_cancel_and_retry_print_json_documents(project: Path, fake_slurm: Path) -> None:
     def document(*arguments: str) -> dict[str, Any]:
         done = hpcbench(*arguments, "--json")
         found: dict[str, Any] = json.loads(done.stdout)

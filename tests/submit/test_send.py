@@ -237,7 +237,7 @@ def test_an_unclear_sbatch_call_is_not_repeated_while_squeue_fails(
     assert (again.jobs, again.waiting, len(calls(fake_slurm))) == (0, 10, 1)
 
 
-def test_a_submit_that_died_before_it_sent_anything(
+def test_a_submit_killed_before_sending_is_completed(
     ten: Callable[..., SweepPlan], cluster_tree: ClusterTree, fake_slurm: Path
 ) -> None:
     written(ten(), cluster_tree)
@@ -247,7 +247,7 @@ def test_a_submit_that_died_before_it_sent_anything(
 
 
 @pytest.mark.parametrize("is_queued", [True, False])
-def test_a_submit_that_died_while_it_was_sending(
+def test_a_submit_killed_while_sending_is_completed(
     ten: Callable[..., SweepPlan],
     cluster_tree: ClusterTree,
     fake_slurm: Path,

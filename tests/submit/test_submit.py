@@ -164,7 +164,7 @@ def test_absent_sbatch_is_found_before_anything_is_written(
     assert not cluster_tree.root.exists()
 
 
-def test_a_tree_that_cannot_be_written(plan: SweepPlan, tmp_path: Path, fake_slurm: Path) -> None:
+def test_submit_into_an_unwritable_tree_exits_with_code_3(plan: SweepPlan, tmp_path: Path, fake_slurm: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError, match="cannot write") as caught:
         submit(plan, ClusterTree(tmp_path / "file" / "test"))
