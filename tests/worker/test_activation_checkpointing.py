@@ -88,7 +88,7 @@ def test_checkpointing_refuses_a_model_with_its_own_forward() -> None:
         wrap_blocks(Twice(nn.Linear(2, 2)), make_spec(activation_checkpointing=True))
 
 
-def test_a_block_that_would_overwrite_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_overwrites_its_input_is_recomputed_correctly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks as in torchvision's VGG: the block is recomputed from its input."""
 
     def overwriting() -> nn.Sequential:

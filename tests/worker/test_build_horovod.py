@@ -161,7 +161,7 @@ def test_the_horovod_build_names_a_missing_interpreter(capsys: pytest.CaptureFix
     assert "/nowhere/python: No such file or directory" in capsys.readouterr().err
 
 
-def test_an_interpreter_without_torch(tmp_path: Path) -> None:
+def test_an_interpreter_without_torch_gets_the_install_command(tmp_path: Path) -> None:
     # -S leaves out what is installed, torch included.
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')

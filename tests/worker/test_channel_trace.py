@@ -111,13 +111,13 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.parametrize("form", ["sharded", "gathered"])
-def test_linear_layers_of_several_dims(form: str) -> None:
+def test_linear_layers_of_several_dims_are_refused(form: str) -> None:
     with pytest.raises(WorkerError, match="across, a linear layer, is given 3 dims") as caught:
         divided(around(Mixed()), form=form)
     assert (caught.value.status, caught.value.hint) == ("unsupported", "use ddp or fsdp")
 
 
-def test_a_last_linear_layer_of_several_dims() -> None:
+def test_a_last_linear_layer_of_several_dims_is_refused() -> None:
     with pytest.raises(WorkerError, match="1, a linear layer, is given 4 dims"):
         divided(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Linear(8, 4)))
 

@@ -117,7 +117,7 @@ def test_rapl_adds_packages_and_memory_and_wraps_around(tmp_path: Path) -> None:
     assert meter.end(wall_s=3600.0) is None, "it may have wrapped around twice"
 
 
-def test_counters_of_a_cray_node(tmp_path: Path) -> None:
+def test_energy_of_a_cray_node_is_read_from_pm_counters(tmp_path: Path) -> None:
     assert open_node_meter(tmp_path) == (None, None)
     files: dict[str, object] = {"sys/cray/pm_counters/energy": "1000 J 17 us"}
     meter, _ = open_node_meter(write_tree(tmp_path, files))
@@ -148,7 +148,7 @@ def info(local_rank: int = 0) -> RankInfo:
     return RankInfo(local_rank, local_rank, 2, 2, 0, "srun", "x")
 
 
-def test_the_difference_between_the_edges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_are_differences_between_the_timed_edges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "cpu_mask", lambda: [0, 3])
     files: dict[str, object] = {
         "proc/stat": stat(cpu0="100 0 0 0 0 0 0 10 0 0", cpu3="0 0 0 0 0 0 0 0 0 0"),

@@ -50,7 +50,7 @@ def test_digits_are_those_of_scikit_learn() -> None:
     assert labels.dtype == torch.int64
 
 
-def test_a_scikit_learn_without_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scikit_learn_without_digits_is_unsupported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = ModuleSpec("sklearn", None, is_package=True)
     assert package.submodule_search_locations is not None
     package.submodule_search_locations.append(str(tmp_path))
@@ -184,7 +184,7 @@ def test_a_partial_batch_is_a_true_beginning() -> None:
     assert feed.replica_count(1, 0) == 10
 
 
-def test_input_size_type_and_memory_format() -> None:
+def test_inputs_have_the_runs_size_type_and_memory_format() -> None:
     inputs, labels = feed_of("cifar10", input_size=40, precision="fp64", channels_last=True).batch(0, 0)
     assert inputs.shape == (8, 3, 40, 40)
     assert (inputs.dtype, labels.dtype) == (torch.float64, torch.int64)

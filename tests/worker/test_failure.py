@@ -34,7 +34,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("error", "status"), ERRORS)
-def test_the_status_of_an_exception(error: BaseException, status: str) -> None:
+def test_an_exception_determines_status_and_error_record(error: BaseException, status: str) -> None:
     found, record = describe_error(error)
     assert found == status
     assert record.type == type(error).__name__
@@ -124,7 +124,7 @@ def test_a_rank_without_a_file_is_failed_or_oom(before: int | None, status: str)
 
 
 @pytest.mark.parametrize(("launcher", "status"), [("srun", "cancelled"), ("torchrun", "failed")])
-def test_a_term_beside_a_lost_rank(launcher: str, status: str) -> None:
+def test_a_sigterm_counts_as_cancelled_only_under_srun(launcher: str, status: str) -> None:
     """torchrun tells the others TERM when it has lost a rank; srun passes on what the job was told."""
     ranks = {0: make_rank(0, status="cancelled", error=failure("Stopped", "stopped by SIGTERM"))}
     told = cause("cancelled", rank=0, kind="Stopped")

@@ -85,7 +85,7 @@ def test_a_list_of_cores_is_parsed_or_empty(text: str, expected: set[int]) -> No
     assert parse_core_list(text) == expected
 
 
-def test_packages_and_the_build_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_package_versions_are_read_with_torchs_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("nvidia_nccl_cu12-2.27.5", "nvidia_ml_py-13.0", "other-1.0"):
         (tmp_path / f"{name}.dist-info").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))

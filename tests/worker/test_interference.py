@@ -38,7 +38,9 @@ def of(*ranks: dict[str, Any]) -> list[str]:
         (1, 9.0, 9.9, []),
     ],
 )
-def test_use_of_the_cores_by_others(cores: int, busy_s: float, own_s: float, expected: list[str]) -> None:
+def test_other_processes_on_the_cores_give_a_warning(
+    cores: int, busy_s: float, own_s: float, expected: list[str]
+) -> None:
     seen = watched(busy_s=[busy_s / cores] * cores, stolen_s=[0.0] * cores, own_s=own_s)
     found = of({"cpu_mask": list(range(cores)), "watched": seen})
     assert [text.removeprefix("other processes used the cores during the timed steps: ") for text in found] == expected

@@ -128,7 +128,7 @@ def test_cosmoflow_computes_small_volumes(size: int) -> None:
 
 
 @pytest.mark.parametrize("model", IMAGES)
-def test_one_channel_at_a_large_size(model: str) -> None:
+def test_image_models_take_one_channel_at_a_large_size(model: str) -> None:
     built = build_meta_model(make_spec(model=model, dataset="mnist", input_size=64))
     assert built(torch.randn(2, 1, 64, 64, device="meta")).shape == (2, 10)
 
@@ -295,7 +295,7 @@ def test_rotary_positions_are_relative() -> None:
     assert not torch.allclose(scores.diagonal(3)[0], scores.diagonal(0)[0])
 
 
-def test_the_gradient_of_rotary_positions() -> None:
+def test_the_gradient_of_rotary_positions_is_numerically_correct() -> None:
     x = torch.randn(1, 2, 3, 6, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: RotaryEmbedding.apply(x, 100.0), (x,))  # type: ignore[no-untyped-call]
 
@@ -311,7 +311,7 @@ def test_heads_that_share_keys_attend_as_with_copies_of_them() -> None:
     torch.testing.assert_close(shared(x), copied(x))
 
 
-def test_precision_and_memory_format() -> None:
+def test_models_have_the_runs_precision_and_memory_format() -> None:
     assert next(build_model(make_spec(precision="fp64")).parameters()).dtype == torch.float64
     convolution = next(build_model(make_spec(channels_last=True, dataset="cifar10")).parameters())
     assert convolution.is_contiguous(memory_format=torch.channels_last)

@@ -107,7 +107,7 @@ def watch_between(fake: FakeNvml, **after: Any) -> RegionCounters:
     return watch
 
 
-def test_a_gpu_at_both_edges(use: Any) -> None:
+def test_gpu_counters_are_differences_between_the_timed_edges(use: Any) -> None:
     fake = use(FakeNvml(processes=[4_000_001]))
     watch = watch_between(
         fake, energy=12_500, reasons=0x44, processes=[4_000_001, 4_000_002], power_ns=3 * 10**9, clock=1500
@@ -119,7 +119,7 @@ def test_a_gpu_at_both_edges(use: Any) -> None:
     assert (seen.gpu_held_s, seen.gpu_sm_hz) == ({"power": 3.0, "thermal": 0.0}, [1.9e9, 1.98e9])
 
 
-def test_a_gpu_over_two_regions(use: Any) -> None:
+def test_gpu_counters_of_two_regions_add_up(use: Any) -> None:
     fake = use(FakeNvml())
     watch = watch_between(fake, energy=6000, reasons=0x4, power_ns=10**9)
     watch.begin()

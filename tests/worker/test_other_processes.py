@@ -115,7 +115,7 @@ def test_threads_that_may_use_other_cores_count_by_the_core_that_they_used_last(
     assert shares == [1.0, 0.0]
 
 
-def test_seconds_between_two_readings() -> None:
+def test_seconds_between_two_readings_count_new_tasks() -> None:
     before = {
         (1, 5): TaskTime(10.0, 1.0),
         (2, 5): TaskTime(3.0, 0.0),

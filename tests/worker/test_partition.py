@@ -32,7 +32,7 @@ def run(*arguments: str) -> int:
         return main(words)
 
 
-def test_plans_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plans_are_printed_with_stages_and_options(capsys: pytest.CaptureFixture[str]) -> None:
     """Three replicas of the convolutions and one of the large layer behind them, as in the paper's 15-1."""
     assert run("--workers", "4 x 1 MB/s") == 0
     lines = capsys.readouterr().out.splitlines()
@@ -50,7 +50,9 @@ def test_plans_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:
         ("2 x 1 TB/s, 2 x 1 MB/s", 'strategy = "pipedream", pp_degree = 2, dp_degree = 2, options.cuts = "2"'),
     ],
 )
-def test_the_options_of_a_run(capsys: pytest.CaptureFixture[str], workers: str, options: str) -> None:
+def test_the_best_plan_is_printed_as_run_options(
+    capsys: pytest.CaptureFixture[str], workers: str, options: str
+) -> None:
     """Inside a node weights pass at once, between nodes 10 MB take longer than two blocks."""
     assert run("--workers", workers) == 0
     assert options in capsys.readouterr().out

@@ -61,7 +61,7 @@ def test_missing_variables_cause_one_restart() -> None:
     assert missing_variables({"A": "2", RESTARTED_FOR_RUN: "another"}, {"A": "1"}, "run") == {"A": "1"}
 
 
-def test_variables_of_the_digest() -> None:
+def test_the_digest_contains_performance_variables_of_the_user() -> None:
     env = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1", "HOME": "/x", "CUDA_VISIBLE_DEVICES": "3", "GLOO_X": "1"}
     assert user_performance_environment(env, {"GLOO_X": "1"}) == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1"}
 
@@ -103,7 +103,7 @@ def test_the_peak_of_memory_begins_anew() -> None:
     assert before - after > 150_000_000
 
 
-def test_peak_memory_without_the_kernels_file(tmp_path: Path) -> None:
+def test_peak_memory_without_procfs_is_that_of_getrusage(tmp_path: Path) -> None:
     assert peak_resident_bytes(tmp_path / "absent") == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     status = tmp_path / "proc/self/status"
     status.parent.mkdir(parents=True)

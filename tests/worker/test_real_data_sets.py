@@ -138,7 +138,7 @@ PYTHON_2 = (
 """As Python 2 wrote the set's own files: numpy's names of then, strings of bytes."""
 
 
-def test_a_batch_that_python_2_wrote(tmp_path: Path) -> None:
+def test_a_cifar_batch_of_python_2_is_read(tmp_path: Path) -> None:
     path = tmp_path / "data_batch_1"
     path.write_bytes(PYTHON_2)
     pixels, labels = read_cifar_batch(path)
@@ -183,7 +183,7 @@ def test_invalid_cifar_batches_are_refused(tmp_path: Path, held: Any, text: str)
         read_cifar_batch(path)
 
 
-def test_a_batch_that_is_cut_short(tmp_path: Path) -> None:
+def test_a_truncated_cifar_batch_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "data_batch_1"
     path.write_bytes(PYTHON_2[:500])
     with pytest.raises(WorkerError, match="is no batch of CIFAR-10"):

@@ -33,7 +33,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("present", "wanted", "names", "expected"), TABLE)
-def test_the_interface_of_the_rendezvous(
+def test_the_rendezvous_takes_the_chosen_interface(
     present: list[NetworkInterface], wanted: str | None, names: dict[str, str], expected: tuple[str, str] | None
 ) -> None:
     assert choose_interface(present, wanted, names) == expected
@@ -50,7 +50,7 @@ def test_one_node_communicates_over_loopback() -> None:
     assert reachable_address(True, "ib0", "i") == ("lo", "127.0.0.1")
 
 
-def test_a_suffix_that_names_no_host() -> None:
+def test_a_host_suffix_without_an_address_is_refused() -> None:
     with pytest.raises(WorkerError, match="host_suffix"):
         reachable_address(False, None, "-no-such-network")
 

@@ -42,7 +42,7 @@ def run_blocked(blocked: list[str], *words: str) -> subprocess.CompletedProcess[
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
 
 
-def test_a_run_without_the_login_nodes_packages(tmp_path: Path) -> None:
+def test_a_run_needs_no_package_of_the_login_node(tmp_path: Path) -> None:
     spec = make_spec(steps=1, warmup_steps=0)
     given = ["--tasks", str(write_tasks(tmp_path, spec)), "--index", "0"]
     began = run_blocked(LOGIN_NODE, "begin", *given)

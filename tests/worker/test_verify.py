@@ -234,7 +234,7 @@ def test_verification_disables_every_kind_of_dropout() -> None:
     assert comparison_spec(spec, "fp64").model_options == {"dropout": 0.0, "batch_norm": False}
 
 
-def test_a_change_in_the_last_bit() -> None:
+def test_a_weight_is_perturbed_only_in_its_last_bit() -> None:
     model = nn.Linear(3, 2).double()
     before = model.weight.detach().clone()
     perturb_last_bit(model)
