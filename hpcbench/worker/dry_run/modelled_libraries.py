@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.catalog import options_with_defaults
 from hpcbench.parallel.gradient_buckets import DEFAULT_BUCKET_CAP_MB, FIRST_BUCKET_CAP_BYTES, MIB, fill_buckets
+from hpcbench.worker.dry_run.step_recorder import StepRecorder
 
 _MAX_BROADCAST_BYTES = 250 * MIB
 
@@ -241,6 +245,37 @@ def broadcast_coalesced(tensors: list[Tensor], group: dist.ProcessGroup | None) 
             dist.broadcast(flat, source, group=group)
             for tensor, part in zip(members, torch.split(flat, [member.numel() for member in members]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
+
+
+def horovod_stand_ins(spec: RunSpec, recorder: StepRecorder) -> dict[str, Any]:
+    """See ``Strategy.stand_ins``."""
+    fusion_bytes = int(float(options_with_defaults(spec)["fusion_threshold_mb"]) * MIB)
+
+    def load_modelled() -> ModelledHorovod:
+        recorder.modelled.add("horovod")
+        return ModelledHorovod(fusion_bytes)
+
+    runtime = "hpcbench.worker.strategies.horovod"
+    return {f"{runtime}:load_horovod": load_modelled, f"{runtime}:start_horovod": lambda *_arguments: None}
+
+
+def fairscale_stand_ins(spec: RunSpec, recorder: StepRecorder) -> dict[str, Any]:
+    """See ``Strategy.stand_ins``; nothing without fairscale: the strategy reports how to install it."""
+    del spec
+    replacements: dict[str, Any] = {}
+    with suppress(ImportError):
+        wrapper = importlib.import_module("fairscale.nn.misc.flatten_params_wrapper")
+        importlib.import_module("fairscale.nn.pipe.pipeline")
+        replacements[f"{wrapper.__name__}:FlatParameter"] = make_flat_parameter(wrapper.FlatParameter)
+        replacements["fairscale.nn.pipe.pipeline:create_workers"] = create_inline_workers
+        replacements["fairscale.nn.pipe.pipeline:join_workers"] = lambda *_queues: None
+        sharded = importlib.import_module("fairscale.nn.data_parallel.fully_sharded_data_parallel")
+        # It compares values of all ranks, once, on cuda.
+        replacements[f"{sharded.__name__}:validate_process_group"] = lambda *_group: None
+        # Tensors that it keeps for the process would be those of an earlier dry run.
+        replacements["fairscale.nn.pipe.phony:_phonies"] = dict[Any, Any]()
+        replacements["fairscale.nn.pipe.copy:get_device"] = lambda _stream: recorder.device
+    return replacements
 
 
 class ModelledHorovod:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,13 @@ class Strategy(ABC):
     """Called with a phase name, returns the context of that part of a step; the profiler replaces it."""
     predicted: PipelinePrediction | None = None
     """The step that measured block times predict, if the stages were balanced by them."""
+    optimizer: torch.optim.Optimizer | None = None
+    """The optimizer of this rank's weights; ``None``: the strategy updates them in another way. Set by ``setup``."""
+    warm_up: ClassVar[Literal["step", "micro_batch", "optimizer_state"]] = "step"
+    """The part of a first step that creates everything that later steps keep; a dry run leaves out the others."""
+    stand_ins: ClassVar[str | None] = None
+    """``"module:function"`` that returns stand-ins for what cannot run on fake tensors, by ``"module:name"``, from the
+    run and the recorder of a dry run; ``None``: everything can."""
 
     @abstractmethod
     def setup(self, model: nn.Sequential, spec: RunSpec, context: RankContext) -> None:
@@ -77,6 +84,14 @@ class Strategy(ABC):
         Raises:
             WorkerError: ``unsupported`` if the strategy cannot train this model with these options.
         """
+
+    @classmethod
+    def steps_until_steady(cls, spec: RunSpec) -> int:  # noqa: ARG003 - overridden
+        """Return the number of steps of which the last one does what all later ones do.
+
+        By default the first one creates the optimizer's state and learns the order of gradients.
+        """
+        return 2
 
     def announce(self, steps: Sequence[int]) -> None:  # noqa: B027 - optional
         """Receive the numbers of the coming steps, before the first one, if they are not 0, 1, 2, ...
@@ -133,7 +148,7 @@ class Strategy(ABC):
     def record_actions(self, feed: DataFeed, step: int, device: torch.device) -> list[TimelineSpan]:
         """Run one step and return when this rank's schedule actions ran, in seconds since a common barrier.
 
-        Called on all ranks if the registry entry has ``records_timeline``; by default ``NotImplementedError``.
+        Called if the registry entry has ``records_timeline``: then it must be overridden.
 
         Args:
             feed: The samples of the run.
@@ -145,7 +160,7 @@ class Strategy(ABC):
     def measure(self, feed: DataFeed, check: Callable[[], None]) -> ProbeResults:
         """Measure the machine after all steps, on all ranks together; rank 0's result is kept.
 
-        Called if ``measures_machine``; by default ``NotImplementedError``.
+        Called if ``measures_machine`` is set: then, and only then, it must be overridden.
 
         Args:
             feed: Samples to measure kernels on.
@@ -206,6 +221,7 @@ class DataParallelStrategy(Strategy):
                micro-batch 0      micro-batch 1      micro-batch 2
     """
 
+    optimizer: torch.optim.Optimizer
     loss_factor = 1.0
     """Undoes the scaling that the wrapper applies to gradients (DDP averages over replicas)."""
     _loss: Tensor | None = None
@@ -350,6 +366,8 @@ class WrapperStrategy(DataParallelStrategy):
 class SingleStrategy(DataParallelStrategy):
     """The unchanged model on one device: the baseline of every speed-up."""
 
+    warm_up = "optimizer_state"
+
 
 def untied_blocks(module: nn.Module) -> list[nn.Module]:
     """Return the blocks whose parameters no other block uses, for wrapping one by one.
@@ -362,6 +380,10 @@ def untied_blocks(module: nn.Module) -> list[nn.Module]:
         for block in module.children()
         if (parameters := list(block.parameters())) and all(users[id(parameter)] == 1 for parameter in parameters)
     ]
+
+
+FAIRSCALE_STAND_INS = "hpcbench.worker.dry_run.modelled_libraries:fairscale_stand_ins"
+"""``Strategy.stand_ins`` of the strategies that use fairscale."""
 
 
 def import_fairscale(module: str) -> ModuleType:

@@ -103,7 +103,7 @@ class SpatialStrategy(ModelParallelStrategy):
         if row.kind in spatial.CONVOLUTION_KINDS:
             if layer.padding_mode != "zeros":
                 raise _unsupported_layer(row, f"padding_mode {layer.padding_mode!r}, only zeros can be cut")
-            return spatial_layers.SpatialConvolution(layer, grid, windows, self.options["overlap"])
+            return spatial_layers.SpatialConvolution(layer, grid, windows, bool(self.options["overlap"]))
         if row.kind in spatial.MAX_POOL_KINDS:
             if layer.return_indices:
                 raise _unsupported_layer(row, "return_indices, which would be a part's own")

@@ -60,7 +60,7 @@ class PipelineStrategy(ModelParallelStrategy):
             transport=self._make_paired_transport(chunks) if pairs else self._make_p2p_transport(),
             boundaries=self.boundaries,
             arithmetic=self.arithmetic,
-            recompute=self.options["recompute"],
+            recompute=str(self.options["recompute"]),
             wait_s=context.wait_s,
             reducers=self._reducer_of,
         )
