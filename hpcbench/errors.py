@@ -4,7 +4,8 @@ Any other exception is a bug of hpcbench and keeps its traceback."""
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 EXIT_OK = 0
 EXIT_RUNS_FAILED = 1
@@ -83,28 +84,38 @@ def unsupported(message: str, hint: str | None = None) -> WorkerError:
     return WorkerError(message, status="unsupported", hint=hint)
 
 
-_OTHER_NAMES = {
-    "pipeline_stages": ("pp_degree",), "num_stages": ("pp_degree",), "stages": ("pp_degree",),
-    "pp": ("pp_degree", "1f1b"),
-    "pipeline": ("1f1b",), "tp": ("tp_degree", "tensor"), "tensor_parallel_size": ("tp_degree",),
-    "dp": ("dp_degree", "ddp"),
-    "sp": ("sp_degree", "spatial"), "zero2": ("fsdp",), "zero3": ("fsdp",), "deepspeed": ("fsdp",), "fsdp2": ("fsdp",),
-    "data_parallel": ("ddp",), "world_size": ("tasks_per_node",), "gpus": ("tasks_per_node",), "lr": ("learning_rate",),
-    "micro_batch_size": ("micro_batches",), "gradient_accumulation_steps": ("micro_batches",), "epochs": ("steps",),
+_PARAMETERS_OF_OTHER_TOOLS = {
+    "pipeline_stages": "pp_degree", "num_stages": "pp_degree", "stages": "pp_degree", "pp": "pp_degree",
+    "tp": "tp_degree", "tensor_parallel_size": "tp_degree", "dp": "dp_degree", "sp": "sp_degree",
+    "world_size": "tasks_per_node", "gpus": "tasks_per_node", "lr": "learning_rate",
+    "micro_batch_size": "micro_batches", "gradient_accumulation_steps": "micro_batches", "epochs": "steps",
 }  # fmt: skip
-"""Parameters and strategies by their names in other tools; a hint names the first one that is among the choices."""
+"""Parameters of a sweep by their names in other tools."""
 _MAX_LISTED = 30
 """A hint that names a near choice leaves out a longer list of choices."""
 
 
+@runtime_checkable
+class HasOtherNames(Protocol):
+    """A choice that has other names in other tools."""
+
+    other_names: tuple[str, ...]
+
+
 def did_you_mean(wrong: str, choices: Iterable[str]) -> str:
-    """A hint that names the nearest choice, if one is near, and then all of them unless they are many."""
+    """A hint that names the nearest choice, if one is near, and then all of them unless they are many.
+
+    Where ``choices`` is a mapping, a choice whose value has ``wrong`` among its ``other_names`` is near, too.
+    """
     # Imported here: most commands are spelled right.
     import difflib
 
     ordered = sorted(choices)
-    equivalents = [name for name in _OTHER_NAMES.get(wrong.lower(), ()) if name in ordered]
-    near = equivalents or difflib.get_close_matches(wrong, ordered, n=1)
+    other = wrong.lower()
+    entries = choices.items() if isinstance(choices, Mapping) else ()
+    named = [name for name, entry in entries if isinstance(entry, HasOtherNames) and other in entry.other_names]
+    near = [name for name in (_PARAMETERS_OF_OTHER_TOOLS.get(other), *named) if name in ordered]
+    near = near or difflib.get_close_matches(wrong, ordered, n=1)
     if near and len(ordered) > _MAX_LISTED:
         return f"did you mean {near[0]!r}?"
     listed = f"choices: {', '.join(ordered)}" if ordered else "there are none to choose from"

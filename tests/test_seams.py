@@ -1,8 +1,14 @@
-"""The seams of a strategy: every runtime extends ``Strategy``, every cost extends ``Cost``, for mypy and when loaded."""
+"""The seams of a strategy: every runtime extends ``Strategy``, every cost extends ``Cost``, for mypy and when loaded.
+
+No module beside entries, runtimes and costs has names of strategies."""
 
 from __future__ import annotations
 
+import ast
 import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -21,9 +27,17 @@ from hpcbench.oracle.strategies.pipeline import FairscalePipeCost, PipedreamCost
 from hpcbench.oracle.strategies.sharded import FairscaleFsdpCost, FsdpCost
 from hpcbench.oracle.strategies.spatial import SpatialCost
 from hpcbench.oracle.strategies.tensor import TensorCost
-from hpcbench.parallel.catalog import PROBES, REFERENCE_TRAINERS, STRATEGIES, load_object
+from hpcbench.parallel.catalog import (
+    PROBES,
+    REFERENCE_TRAINERS,
+    STRATEGIES,
+    load_object,
+    representative,
+    selectable_strategies,
+)
 from hpcbench.parallel.pipeline.schedules import SCHEDULES
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
+from hpcbench.parallel.strategy_entry import Parallelism
 from hpcbench.worker.strategies.base import DataParallelStrategy, SingleStrategy, Strategy, resolve_runtime
 from hpcbench.worker.strategies.channel import ChannelStrategy, FilterStrategy
 from hpcbench.worker.strategies.data import (
@@ -123,6 +137,91 @@ def test_the_references_of_a_strategy_entry_exist(key: str) -> None:
     assert callable(resolve_reference_trainer(key))
     assert entry.library_facts is None or callable(load_object(entry.library_facts))
     assert entry.schedule is None or entry.schedule in SCHEDULES
+
+
+@pytest.mark.parametrize("key", ALL)
+def test_an_entry_and_its_runtime_agree_on_the_optional_members(key: str) -> None:
+    entry, runtime = ALL[key], resolve_runtime(key)
+    assert runtime.record_actions is not Strategy.record_actions or not entry.records_timeline
+    assert (runtime.measure is not Strategy.measure) == runtime.measures_machine
+    assert runtime.stand_ins is None or callable(load_object(runtime.stand_ins))
+
+
+@pytest.mark.parametrize("parallelism", get_args(Parallelism))
+def test_one_strategy_represents_each_way_to_divide_a_training(parallelism: Parallelism) -> None:
+    keys = [key for key, entry in STRATEGIES.items() if entry.represents == parallelism]
+    assert keys == [representative(parallelism)]
+
+
+PACKAGE = Path(__file__).resolve().parents[1] / "hpcbench"
+FILES_OF_STRATEGIES = ("parallel/strategies/", "worker/strategies/", "oracle/strategies/")
+ALLOWED_NAMES: dict[str, tuple[set[str], str]] = {
+    "parallel/pipeline/schedules.py": (
+        {"gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "pipedream"},
+        "names of schedules: a new one is a part of its strategy's runtime and cost",
+    ),
+    "parallel/catalog.py": ({"pipedream"}, "name of a reference training"),
+    "oracle/transformer/layout.py": ({"fsdp", "tensor"}, "a software, and a field of a layout"),
+    "oracle/transformer/layout_search.py": ({"tensor"}, "field of a layout"),
+    "oracle/transformer/work.py": ({"tensor"}, "field of a layout"),
+    "report/recommendation_view.py": ({"fsdp", "zero1"}, "words for the degrees of a layout"),
+    "submit/plan.py": ({"horovod"}, "name of a package"),
+    "tools/build_horovod.py": ({"horovod", "data_filter"}, "name of a package, and of a function of tarfile"),
+    "worker/dry_run/modelled_libraries.py": ({"horovod"}, "name of a modelled library"),
+    "worker/failure.py": ({"horovod"}, "name of a package"),
+    "worker/measure/environment_record.py": ({"horovod"}, "name of a package"),
+}
+"""Files in which a string equals the name of a strategy and stands for something else."""
+NAMES_OF_PARAMETERS = {"model"}
+"""Names of strategies that parameters have as well: only those that are compared with or assigned to ``strategy``."""
+
+
+def names_of_strategies(source: str) -> Iterator[str]:
+    """Yield the names of strategies in ``source``."""
+    names = {*selectable_strategies()}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and node.value in names - NAMES_OF_PARAMETERS:
+            yield str(node.value)
+        nearby: list[ast.expr] = []
+        if isinstance(node, ast.Compare) and ".strategy" in ast.unparse(node):
+            nearby = [node.left, *node.comparators]
+        elif isinstance(node, ast.keyword) and node.arg == "strategy":
+            nearby = [node.value]
+        elif isinstance(node, ast.Dict):
+            pairs = zip(node.keys, node.values, strict=True)
+            nearby = [value for key, value in pairs if isinstance(key, ast.Constant) and key.value == "strategy"]
+        for expression in nearby:
+            for part in ast.walk(expression):
+                if isinstance(part, ast.Constant) and part.value in NAMES_OF_PARAMETERS:
+                    yield str(part.value)
+
+
+def test_no_other_module_has_names_of_strategies() -> None:
+    unexpected = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).as_posix()
+        if not name.startswith(FILES_OF_STRATEGIES):
+            names = {*names_of_strategies(path.read_text(encoding="utf-8"))}
+            allowed, _ = ALLOWED_NAMES.get(name, (set(), ""))
+            if names != allowed:
+                unexpected[name] = names ^ allowed
+    assert unexpected == {}, "put it into StrategyEntry, Strategy or Cost, or correct ALLOWED_NAMES"
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ('is_own = spec.strategy == "ddp"', ["ddp"]),
+        ('FACTORS = {"horovod": 1.0}', ["horovod"]),
+        ('if run.spec.strategy in ("model", "x"): pass', ["model"]),
+        ('point = {"model": "vit", "strategy": "model"}', ["model"]),
+        ('spec = RunSpec(model="vit", strategy="model")', ["model"]),
+        ('point = {"model": "vit", "strategy": strategy}', []),
+        ('"""Replicas as of ddp."""', []),
+    ],
+)
+def test_a_planted_name_of_a_strategy_is_found(source: str, names: list[str]) -> None:
+    assert [*names_of_strategies(source)] == names
 
 
 @pytest.mark.parametrize("key", STRATEGIES)

@@ -21,10 +21,10 @@ from hpcbench.config.sweep_loader import Sweep, parse_sweep
 from hpcbench.config.toml_tables import TomlSource
 from hpcbench.errors import StorageError
 from hpcbench.forecast.forecast import Forecast
-from hpcbench.oracle.calibration.calibration_runs import PROBE_LOOPS
 from hpcbench.oracle.prediction import Prediction
 from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
+from hpcbench.parallel.strategies.probes import PROBE_LOOPS
 from hpcbench.parallel.strategy_entry import StrategyEntry
 from hpcbench.results.anonymize import Anonymizer
 from hpcbench.results.probe_records import LoopProbe

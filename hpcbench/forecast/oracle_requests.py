@@ -19,7 +19,6 @@ from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_me
 from hpcbench.fileio import write_file
 from hpcbench.forecast.forecast import Forecast
 from hpcbench.oracle.calibration.calibration_runs import (
-    PROBE_LOOPS,
     CalibrationRun,
     calibration_sweep_name,
     calibration_sweep_toml,
@@ -39,9 +38,11 @@ from hpcbench.oracle.transformer.layout_search import (
 )
 from hpcbench.oracle.transformer.machines import FittedMachine, fitted_machine
 from hpcbench.parallel.catalog import get_model as catalog_model
+from hpcbench.parallel.catalog import representative
 from hpcbench.parallel.decoder_shapes import DecoderShape, named_shape, named_shapes
 from hpcbench.parallel.layer_table import default_input_size
 from hpcbench.parallel.resolve import InfeasiblePoint, single_device_run
+from hpcbench.parallel.strategies.probes import PROBE_LOOPS
 from hpcbench.parallel.workloads import DATASETS, check_custom_model, is_custom_model
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.results.schema import STATUS_OK
@@ -318,13 +319,14 @@ def run_point(layout: Layout) -> dict[str, Any]:
     }  # fmt: skip
     if layout.shards > 1:
         hybrid = {"options": {"shard_degree": layout.shards}} if layout.replicas > 1 else {}
-        return {**point, "strategy": "fsdp", **hybrid}
+        return {**point, "strategy": representative("sharded_parameters"), **hybrid}
     if layout.tensor > 1:
-        return {
-            **point, "strategy": "tensor", "tp_degree": layout.tensor, "options": {"sequence_parallel": True},
-        }  # fmt: skip
+        strategy = representative("split_layers")
+        return {**point, "strategy": strategy, "tp_degree": layout.tensor, "options": {"sequence_parallel": True}}
     if layout.pipeline > 1:
-        interleaved = {"strategy": "interleaved_1f1b", "options": {"virtual_stages": layout.chunks}}
-        schedule = interleaved if layout.chunks > 1 else {"strategy": "1f1b"}
-        return {**point, "pp_degree": layout.pipeline, **schedule}
-    return {**point, "strategy": "zero1" if layout.zero else "ddp" if layout.gpus > 1 else "single"}
+        interleaved = {"options": {"virtual_stages": layout.chunks}} if layout.chunks > 1 else {}
+        schedule = representative("interleaved_stages" if interleaved else "stages")
+        return {**point, "strategy": schedule, "pp_degree": layout.pipeline, **interleaved}
+    if layout.zero:
+        return {**point, "strategy": representative("sharded_optimizer")}
+    return {**point, "strategy": representative("replicas" if layout.gpus > 1 else "single_device")}

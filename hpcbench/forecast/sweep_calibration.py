@@ -36,6 +36,7 @@ from hpcbench.oracle.machine import nominal_machine
 from hpcbench.oracle.measured_shapes import MeasuredShapes
 from hpcbench.oracle.prediction import MemoryFit, NotPredicted, format_need_and_limit
 from hpcbench.oracle.strategies.base import resolve_cost
+from hpcbench.parallel.catalog import SINGLE_DEVICE
 from hpcbench.parallel.check_names import custom_model_folder
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.results.results_tree import ClusterTree
@@ -227,7 +228,7 @@ def _without_oversized(probes: Sequence[SweepProbe], forecast: Forecast) -> tupl
     left_out: list[str] = []
     for probe in probes:
         point = {key: value for key, value in probe.point.items() if key not in ("options", "tasks_per_node")}
-        single = resolve_point(point | {"strategy": "single"}, PartitionLimits("any"))
+        single = resolve_point(point | {"strategy": SINGLE_DEVICE}, PartitionLimits("any"))
         fit = single if isinstance(single, InfeasiblePoint) else forecast.memory_fit(single)
         limit = fit.memory_limit_bytes if isinstance(fit, MemoryFit) else None
         # The ranks of a node share the memory of its processors.

@@ -36,7 +36,7 @@ from hpcbench.oracle.scoring import PredictorResult
 from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.oracle.tensor_sizes import FP32_BYTES, activation_number_bytes, parameter_bytes, parameter_number_bytes
 from hpcbench.parallel import layer_table
-from hpcbench.parallel.catalog import options_with_defaults
+from hpcbench.parallel.catalog import SINGLE_DEVICE, get_strategy, options_with_defaults, representative
 from hpcbench.parallel.gradient_buckets import MIB
 from hpcbench.parallel.layer_table import LayerTable
 from hpcbench.parallel.strategies.pipeline import pipeline_layout
@@ -75,14 +75,14 @@ def single_device_spec(spec: RunSpec) -> RunSpec:
     """Return the run of one replica's samples on one device."""
     degrees = dict.fromkeys(DEGREE_NAMES, 1)
     return msgspec.structs.replace(
-        spec, strategy="single", options={}, nodes=1, tasks_per_node=1, devices_per_task=1, **degrees
+        spec, strategy=SINGLE_DEVICE, options={}, nodes=1, tasks_per_node=1, devices_per_task=1, **degrees
     )
 
 
 def single_device_step(request: BaselineRequest) -> StepBreakdown:
     """Return the oracle's step of ``single_device_spec``."""
     spec = single_device_spec(request.spec)
-    return resolve_cost("single").step(spec, request.table, CostModel(request.machine, spec))
+    return resolve_cost(spec.strategy).step(spec, request.table, CostModel(request.machine, spec))
 
 
 _PARADL_SPLIT_KINDS = ("Conv1d", "Conv2d", "Conv3d", "Linear")
@@ -92,12 +92,12 @@ _PARADL_SPLIT_KINDS = ("Conv1d", "Conv2d", "Conv3d", "Linear")
 def paradl_baseline(request: BaselineRequest) -> BaselineEstimate:
     """Return the paper's table III for the run, with its memory; the reason where it has no row for the run."""
     spec = request.spec
-    formula = _PARADL_ESTIMATES.get(spec.strategy)
-    if formula is None:
+    row = get_strategy(spec.strategy).paradl
+    if row is None:
         return BaselineEstimate(reason=f"ParaDL has no formula for {spec.strategy}")
-    if formula is _paradl_pipeline and _is_hybrid_pipeline(spec):
+    if row in ("pipeline", "layer") and _is_hybrid_pipeline(spec):
         return BaselineEstimate(reason="ParaDL has no formula for pipelines with replicas or split layers")
-    estimate = formula(request)
+    estimate = _PARADL_ESTIMATES[row](request)
     return BaselineEstimate(estimate.epoch_s, estimate.compute_s, estimate.comm_s, estimate.memory_bytes)
 
 
@@ -155,7 +155,7 @@ def _paradl_data(request: BaselineRequest) -> ParadlEstimate:
 def _paradl_hybrid(request: BaselineRequest) -> ParadlEstimate:
     """Replicas of ranks that split filters, channels or samples."""
     spec, rows = request.spec, request.table.layers
-    if spec.strategy == "spatial":
+    if get_strategy(spec.strategy).paradl == "samples":
         end = spatial_split_of_run(spec, request.table).end if spec.sp_degree > 1 else len(rows)
         formula, axis, split = paradl_data_spatial, "sp", [number < end for number in range(len(rows))]
     else:
@@ -167,10 +167,10 @@ def _paradl_hybrid(request: BaselineRequest) -> ParadlEstimate:
 
 
 def _paradl_pipeline(request: BaselineRequest) -> ParadlEstimate:
-    """Stages of one pipeline; of ``model`` one segment after another, and one update."""
+    """Stages of one pipeline; in the row ``layer`` one segment after another, and one update."""
     job, link, parts = _paradl_job(request), _ring_link(request, "pp"), request.spec.micro_batches
     stages = [[job.layers[row] for row in rows] for rows in PipelineRank(request.spec, request.table, 0).rows]
-    if request.spec.strategy != "model":
+    if get_strategy(request.spec.strategy).paradl == "pipeline":
         return paradl_pipeline(job, stages, parts, link)
     without_update = [[layer._replace(update_s=0.0) for layer in stage] for stage in stages]
     part = job._replace(samples=job.samples / parts, batch=job.batch / parts)
@@ -180,14 +180,11 @@ def _paradl_pipeline(request: BaselineRequest) -> ParadlEstimate:
 
 
 _PARADL_ESTIMATES: dict[str, Callable[[BaselineRequest], ParadlEstimate]] = {
-    **dict.fromkeys(("single", "ddp", "horovod"), _paradl_data),
-    **dict.fromkeys(("filter", "channel", "spatial"), _paradl_hybrid),
-    **dict.fromkeys(("model", "gpipe", "1f1b", "fairscale_pipe"), _paradl_pipeline),
+    "data": _paradl_data,
+    **dict.fromkeys(("channels", "samples"), _paradl_hybrid),
+    **dict.fromkeys(("pipeline", "layer"), _paradl_pipeline),
 }
-
-
-_DDLBENCH_PIPELINES = ("gpipe", "fairscale_pipe", "model")
-_FUSION_OPTIONS = {"ddp": "bucket_cap_mb", "horovod": "fusion_threshold_mb"}
+"""Formulas by ``StrategyEntry.paradl``."""
 
 
 def ddlbench_baseline(request: BaselineRequest) -> BaselineEstimate:
@@ -196,13 +193,14 @@ def ddlbench_baseline(request: BaselineRequest) -> BaselineEstimate:
     All links of a ring are taken to be its slowest.
     """
     spec, comm, parts = request.spec, request.machine.comm, request.spec.micro_batches
-    if spec.strategy in _FUSION_OPTIONS:
-        threshold = float(options_with_defaults(spec)[_FUSION_OPTIONS[spec.strategy]]) * MIB
+    entry = get_strategy(spec.strategy)
+    if entry.fusion_option is not None:
+        threshold = float(options_with_defaults(spec)[entry.fusion_option]) * MIB
         replica_s, sent = single_device_step(request).step_time_s, sum(parameter_bytes(spec, request.table))
         links = [_ring_link(request, "dp")] * spec.dp_degree
         step_s = ddlbench_horovod_step_s(replica_s * spec.dp_degree, links, sent, threshold)
         return BaselineEstimate(step_s, replica_s, step_s - replica_s)
-    if spec.strategy not in _DDLBENCH_PIPELINES:
+    if entry.ddlbench is None:
         return BaselineEstimate(reason=f"DDLBench has no equation for {spec.strategy}")
     if _is_hybrid_pipeline(spec):
         return BaselineEstimate(reason="DDLBench has no equation for pipelines with replicas or split layers")
@@ -211,7 +209,7 @@ def ddlbench_baseline(request: BaselineRequest) -> BaselineEstimate:
         link = comm.intra_node if are_on_one_node(spec, "pp", stage, stage + 1) else comm.inter_node
         transfers_s.append(link.message_s(spec.batch_size / parts * pipeline.boundary_bytes(stage)))
     compute_s = single_device_step(request).step_time_s
-    if spec.strategy == "model":
+    if entry.ddlbench == "layer":
         comm_s = parts * ddlbench_gpipe_comm_s(transfers_s, 1)
     else:
         compute_s = ddlbench_gpipe_compute_s(compute_s, spec.pp_degree, parts)
@@ -286,7 +284,8 @@ BASELINES: dict[str, Callable[[BaselineRequest], BaselineEstimate]] = {
 """Functions of the baselines by name; each has a section in ``docs/formulas.md``."""
 
 
-CHOICE_BASELINES: dict[str, tuple[str, ...]] = {"always_ddp": ("ddp",), "ddp_else_fsdp": ("ddp", "fsdp")}
+_DDP, _FSDP = representative("replicas"), representative("sharded_parameters")
+CHOICE_BASELINES: dict[str, tuple[str, ...]] = {"always_ddp": (_DDP,), "ddp_else_fsdp": (_DDP, _FSDP)}
 """Strategies of each baseline, the preferred one first. A baseline with several chooses only runs that fit into
 memory."""
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from hpcbench.parallel.catalog import STRATEGIES
+from hpcbench.parallel.catalog import STRATEGIES, representative
 
 SweepPoint = dict[str, Any]
 
 PIPELINES = [key for key, entry in STRATEGIES.items() if entry.schedule and not entry.drives_several_devices]
 """Pipelines whose stages each have a rank of their own."""
 
-LEADING_SCHEDULE = "1f1b"
+LEADING_SCHEDULE = representative("stages")
 """The pipeline whose degrees and micro-batches are looked at first; those that are best for it are tried with the
 other schedules, which cut the model and send the same."""
 MAX_MODEL_PARALLEL_DEVICES = 16

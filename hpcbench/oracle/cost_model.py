@@ -18,9 +18,9 @@ from hpcbench.oracle.machine import CollectiveSample, Machine, StrategyOverhead
 from hpcbench.oracle.measured_shapes import KernelConditions, MeasuredTimes
 from hpcbench.oracle.placement import GroupPlacement
 from hpcbench.oracle.tensor_sizes import FP32_BYTES, activation_number_bytes, input_bytes, optimizer_tensors
+from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.layer_table import LayerRow, LayerTable, cached_by_identity, cached_by_run_fields
 from hpcbench.parallel.roofline import BACKWARD, COPY_KIND, FORWARD, UPDATE, Kernel, RooflineModel
-from hpcbench.parallel.strategies.pipeline import pipedream_staleness
 from hpcbench.parallel.traffic import MessageShape, Traffic
 
 
@@ -137,10 +137,11 @@ class UnmeasuredShapes(NamedTuple):
 def accumulations_per_pass(spec: RunSpec) -> float:
     """Return how often a backward pass adds a weight's gradients to earlier ones: in all but a step's first.
 
-    PipeDream's versions take each micro-batch's gradients alone, unless two versions are shared by a window (2bw).
-    An emulated device takes the time of its kernels alone.
+    Versions of an asynchronous pipeline take each micro-batch's gradients alone, unless two versions are shared by a
+    window (2bw). An emulated device takes the time of its kernels alone.
     """
-    is_single = spec.strategy == "pipedream" and not pipedream_staleness(spec).double_buffered
+    staleness = get_strategy(spec.strategy).staleness
+    is_single = staleness is not None and not staleness(spec).double_buffered
     return 0.0 if is_single or spec.rehearse is not None else (spec.micro_batches - 1) / spec.micro_batches
 
 

@@ -23,6 +23,7 @@ from hpcbench.oracle.candidate_points import (
 )
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.prediction import NotPredicted, Prediction, Predictor, format_need_and_limit
+from hpcbench.parallel.catalog import representative
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.parallel.workloads import DATASETS
 
@@ -118,7 +119,8 @@ def recommend(
     """
     search = _CandidateSearch(limits, predictor, OBJECTIVES[objective])
     search.add(non_pipeline_points(base, world))
-    leaders = search.add(leading_pipeline_points(base, world, shared=not search.is_excluded("tensor")))
+    shares_layers = not search.is_excluded(representative("split_layers"))
+    leaders = search.add(leading_pipeline_points(base, world, shared=shares_layers))
     leaders.sort(key=lambda pair: search.value(pair[1]))
     for point, _ in leaders[:LEADERS_EXPANDED]:
         search.add(other_schedule_points(point))

@@ -9,10 +9,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpcbench.config.run_spec import RunSpec
+from hpcbench.config.run_spec import OptionValue, RunSpec
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.parallel.strategies import channel, data, pipeline, probes, spatial, tensor
-from hpcbench.parallel.strategy_entry import HybridAlias, Option, StrategyEntry
+from hpcbench.parallel.strategy_entry import HybridAlias, Option, Parallelism, StrategyEntry
 from hpcbench.parallel.workloads import is_custom_model
 
 REFERENCE_TRAINERS = {
@@ -20,7 +20,7 @@ REFERENCE_TRAINERS = {
     "pipeline": "hpcbench.worker.verification.reference_pipelines:train_pipeline_reference",
     "pipedream": "hpcbench.worker.verification.reference_pipelines:train_pipedream_reference",
 }
-"""Trainings in one process that strategies are compared with, by name."""
+"""Trainings in one process that strategies are compared with, by name; the reports of verification have the name."""
 
 STRATEGIES: dict[str, StrategyEntry] = {
     **data.STRATEGIES,
@@ -40,6 +40,19 @@ ALIASES: dict[str, HybridAlias] = {**channel.ALIASES, **spatial.ALIASES, **tenso
 def selectable_strategies() -> dict[str, StrategyEntry]:
     """Return every name that a sweep may use, with the entry that it stands for."""
     return {**STRATEGIES, **PROBES, **{name: STRATEGIES[alias.strategy] for name, alias in ALIASES.items()}}
+
+
+def representative(parallelism: Parallelism) -> str:
+    """Return the key of the strategy that hpcbench itself chooses for ``parallelism``.
+
+    >>> representative("single_device")
+    'single'
+    """
+    return next(key for key, entry in STRATEGIES.items() if entry.represents == parallelism)
+
+
+SINGLE_DEVICE = representative("single_device")
+"""The strategy that every speed-up, and the overhead of every other strategy, refers to."""
 
 
 class ModelEntry(NamedTuple):
@@ -76,7 +89,7 @@ def get_strategy(key: str) -> StrategyEntry:
     return entry
 
 
-def options_with_defaults(spec: RunSpec) -> dict[str, Any]:
+def options_with_defaults(spec: RunSpec) -> dict[str, OptionValue]:
     """The options of the run's strategy, defaults filled in."""
     return {name: option.default for name, option in get_strategy(spec.strategy).options.items()} | spec.options
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from hpcbench.config.run_spec import DEGREE_NAMES, RunSpec, max_job_minutes
+from hpcbench.parallel import catalog
 from hpcbench.parallel.catalog import ALIASES, exclusion_reason, get_model, get_strategy, shipped_model_entries
 from hpcbench.parallel.layer_table import LayerTable
 from hpcbench.parallel.strategy_entry import StrategyEntry
@@ -266,7 +267,7 @@ def single_device_run(
     model: str, dataset: str, input_size: int | None = None, model_options: dict[str, Any] | None = None
 ) -> RunSpec | InfeasiblePoint:
     """A run of a sample on one device, or why there is none."""
-    point: dict[str, Any] = {"model": model, "dataset": dataset, "strategy": "single", "batch_size": 1}
+    point: dict[str, Any] = {"model": model, "dataset": dataset, "strategy": catalog.SINGLE_DEVICE, "batch_size": 1}
     optional = {"input_size": input_size, "model_options": model_options}
     return resolve_point(
         point | {name: value for name, value in optional.items() if value not in (None, {})}, PartitionLimits("any")

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from hpcbench.config.run_spec import RunSpec
+from hpcbench.config.run_spec import OptionValue, RunSpec
 from hpcbench.parallel.layer_table import LayerTable
 
 if TYPE_CHECKING:
     from hpcbench.parallel.pipeline.weight_versions import Staleness
 
-_EMPTY: Mapping[str, Any] = MappingProxyType({})
+_EMPTY: Mapping[str, OptionValue] = MappingProxyType({})
 
 
 class Option(NamedTuple):
@@ -26,10 +26,10 @@ class Option(NamedTuple):
         (True, False, '"gathered" or "sharded"')
     """
 
-    default: Any
+    default: OptionValue
     description: str
-    choices: tuple[Any, ...] = ()
-    lossy: Mapping[Any, float] = MappingProxyType({})
+    choices: tuple[OptionValue, ...] = ()
+    lossy: Mapping[OptionValue, float] = MappingProxyType({})
     """Values with which gradients are inexact, each with the largest difference that ``verify`` accepts."""
 
     @property
@@ -72,11 +72,11 @@ class ParityCase(NamedTuple):
 
     model: str
     dataset: str
-    model_options: Mapping[str, Any] = _EMPTY
-    options: Mapping[str, Any] = _EMPTY
+    model_options: Mapping[str, OptionValue] = _EMPTY
+    options: Mapping[str, OptionValue] = _EMPTY
     ranks: int = 2
     micro_batches: int = 1
-    degrees: Mapping[str, int] = _EMPTY
+    degrees: Mapping[str, int] = MappingProxyType({})
     devices_per_task: int = 1
     """Devices that one process drives; above 1 for strategies that drive several."""
 
@@ -90,8 +90,15 @@ class CalibrationRuns(NamedTuple):
     micro_batches: int = 1
     one_process: bool = False
     """Whether one process drives two devices; otherwise 2 and 4 ranks run."""
-    cpu_options: Mapping[str, Any] = _EMPTY
+    cpu_options: Mapping[str, OptionValue] = _EMPTY
     """Options of the runs on CPUs."""
+
+
+Parallelism = Literal[
+    "single_device", "replicas", "sharded_optimizer", "sharded_parameters", "split_layers", "stages",
+    "interleaved_stages", "asynchronous_stages",
+]  # fmt: skip
+"""Ways to divide a training. Where hpcbench itself chooses a strategy for one, it takes the one that represents it."""
 
 
 class PlotStyle(NamedTuple):
@@ -106,7 +113,8 @@ class StrategyEntry(NamedTuple):
     """Everything that the rest of hpcbench reads about a strategy.
 
     Runtime and cost are strings ``"module:Class"``, so that a login node reads the registry without torch. All other
-    behaviour that differs between strategies is a field here: no other module compares names of strategies.
+    behaviour that differs between strategies is a field here, a member of the runtime or a member of the cost. A test
+    searches the package for names of strategies outside these three (``tests/test_seams.py``).
     """
 
     own_degree: str | None
@@ -116,6 +124,10 @@ class StrategyEntry(NamedTuple):
     description: str
     cost: str | None = None
     """``"module:Class"`` of a ``hpcbench.oracle.strategies.base.Cost``; ``None``: runs are not predicted."""
+    other_names: tuple[str, ...] = ()
+    """Names of the strategy in other tools, which a hint about an unknown name understands."""
+    represents: Parallelism | None = None
+    """The way to divide a training for which hpcbench itself chooses this strategy; each has one strategy."""
     options: Mapping[str, Option] = MappingProxyType({})
     exclusion: Callable[[RunSpec], str | None] | None = None
     """The reason why a run is infeasible by its integers and names alone, or ``None``."""
@@ -160,9 +172,16 @@ class StrategyEntry(NamedTuple):
     staleness: Callable[[RunSpec], Staleness] | None = None
     """Weight versions of an asynchronous pipeline; ``None``: every step uses the newest weights."""
 
-    # Calibration, reports, provenance
+    # Calibration, scores of the oracle, reports, provenance
     calibration: CalibrationRuns | None = None
     """Runs in a calibration sweep; ``None``: none."""
+    paradl: Literal["data", "channels", "samples", "pipeline", "layer"] | None = None
+    """Row of table III of ParaDL (Kahira et al. 2021) for the strategy; ``None``: there is none."""
+    fusion_option: str | None = None
+    """Option with the MiB up to which gradients are sent together, for equation 5.1 of DDLBench (Jansen et al.);
+    ``None``: the equation is not for this strategy."""
+    ddlbench: Literal["pipeline", "layer"] | None = None
+    """Equations 6.1 and 6.2 of DDLBench, or these for one micro-batch; ``None``: they are not for this strategy."""
     plot_style: PlotStyle | None = None
     """Style in plots; ``None``: the first free one."""
     library_facts: str | None = None

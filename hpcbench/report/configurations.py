@@ -11,6 +11,7 @@ import polars as pl
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError, did_you_mean
+from hpcbench.parallel.catalog import SINGLE_DEVICE
 from hpcbench.report.column_names import Condition, with_derived_columns
 from hpcbench.report.results_table import ResultRow
 from hpcbench.results.frame import JSON_TEXT, column_types
@@ -112,7 +113,7 @@ def with_speedups(
     candidates = rows.filter(is_baseline & (pl.col("status") == STATUS_OK) & (pl.col(THROUGHPUT) > 0))
     if baseline and candidates.is_empty():
         raise ConfigError(f"no measured row fits the baseline {baseline.expression.text!r:.120}")
-    order = [pl.col("spec.strategy") != "single", pl.col("devices"), -pl.col(THROUGHPUT)]
+    order = [pl.col("spec.strategy") != SINGLE_DEVICE, pl.col("devices"), -pl.col(THROUGHPUT)]
     figures = {
         "_rate": THROUGHPUT,
         "_low": f"{THROUGHPUT}:{LOW}",

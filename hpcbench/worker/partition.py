@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from hpcbench.errors import ConfigError, HpcbenchError
+from hpcbench.parallel.catalog import representative
 from hpcbench.parallel.pipeline.stage_balance import BlockProfile, BlockProfileRequest
 from hpcbench.parallel.pipeline.stage_partition import InterconnectLevel, PartitionStage, partition_pipeline
 from hpcbench.units import format_bytes, format_seconds, parse_quantity
@@ -122,14 +123,15 @@ def _sweep_options(plan: PartitionPlan) -> str:
     """Return the options of a sweep."""
     widths = {stage["replicas"] for stage in plan.stages}
     if len(plan.stages) == 1:
-        return f'strategy = "ddp", dp_degree = {plan.stages[0]["replicas"]:.0f}'
-    degree = f'strategy = "pipedream", pp_degree = {len(plan.stages)}'
+        return f'strategy = "{representative("replicas")}", dp_degree = {plan.stages[0]["replicas"]:.0f}'
+    degree = f'strategy = "{representative("asynchronous_stages")}", pp_degree = {len(plan.stages)}'
     cuts = f'options.cuts = "{plan.cuts}"'
     if len(widths) == 1:
         replicas = f", dp_degree = {widths.pop():.0f}" if widths != {1} else ""
         return f"{degree}{replicas}, {cuts}"
     ranks = sum(int(stage["replicas"]) for stage in plan.stages)
-    return f'strategy = "1f1b", pp_degree = {ranks}, {cuts}, options.stage_replicas = "{plan.stage_replicas}"'
+    strategy = representative("stages")
+    return f'strategy = "{strategy}", pp_degree = {ranks}, {cuts}, options.stage_replicas = "{plan.stage_replicas}"'
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -16,16 +16,13 @@ from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError
 from hpcbench.oracle.calibration.calibration_store import FitResidual
-from hpcbench.parallel.catalog import STRATEGIES
+from hpcbench.parallel.catalog import SINGLE_DEVICE, STRATEGIES
 from hpcbench.parallel.layer_table import LayerTable
+from hpcbench.parallel.strategies.probes import PROBE_COLLECTIVES, PROBE_LAYERS
 from hpcbench.parallel.strategy_entry import CalibrationRuns
 from hpcbench.results.schema import STATUS_OK, RunResult
 
 _Z95 = 1.96
-PROBE_LAYERS, PROBE_COLLECTIVES = "probe_layers", "probe_collectives"
-PROBE_BLOCKS, PROBE_MESSAGES = "probe_blocks", "probe_messages"
-PROBE_LOOPS = "probe_loops"
-"""Measures the tool, not the machine: no calibration is fitted to it."""
 
 
 class CalibrationRun(NamedTuple):
@@ -204,14 +201,14 @@ def _probe_points(
     size: CalibrationScale, workloads: DeviceWorkloads, seed: int, budget_s: float
 ) -> Iterator[dict[str, Any]]:
     for workload in workloads.layers:
-        yield {"strategy": "probe_layers", **workload.keys(), "options": {"budget_s": budget_s}}
+        yield {"strategy": PROBE_LAYERS, **workload.keys(), "options": {"budget_s": budget_s}}
         # Launches differ by more than steps do, and all other figures are fitted relative to the time of a lone rank.
         for launch in range(1, _LAUNCHES):
-            yield {"strategy": "single", **workload.keys(), "seed": seed + launch}
+            yield {"strategy": SINGLE_DEVICE, **workload.keys(), "seed": seed + launch}
     for world in collective_scales(size):
         is_between = world.nodes > 1 and world.tasks_per_node == 1
         for launch in range(_LAUNCHES if is_between else 1):
-            point = {"strategy": "probe_collectives", **workloads.transformer.keys(), **world.keys()}
+            point = {"strategy": PROBE_COLLECTIVES, **workloads.transformer.keys(), **world.keys()}
             yield point | {"options": {"budget_s": budget_s}} | ({"seed": seed + launch} if launch else {})
 
 

@@ -14,15 +14,17 @@ from statistics import fmean, median
 import msgspec
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.calibration.calibration_runs import PROBE_LAYERS, CalibrationRun, fit_residual, runs_of_strategy
+from hpcbench.oracle.calibration.calibration_runs import CalibrationRun, fit_residual, runs_of_strategy
 from hpcbench.oracle.calibration.calibration_store import FitResidual
 from hpcbench.oracle.calibration.fit_overheads import WorkloadKey, workload_key
 from hpcbench.oracle.calibration.least_squares import find_mode
 from hpcbench.oracle.cost_model import RowShare, row_kernels, unsharded_row_kernels, update_kernels
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.tensor_sizes import parameter_bytes
+from hpcbench.parallel.catalog import SINGLE_DEVICE
 from hpcbench.parallel.layer_table import LayerTable
 from hpcbench.parallel.roofline import DeviceCompute, KernelSample, RooflineModel
+from hpcbench.parallel.strategies.probes import PROBE_LAYERS
 from hpcbench.results.probe_records import KernelProbe, ProbeResults
 
 _STEP_NOISE = 0.03
@@ -33,7 +35,7 @@ _KIND_PRIOR_SPREAD = 0.3
 
 def _seconds_by_kind(compute: DeviceCompute, run: CalibrationRun) -> dict[str, float]:
     """Return the time of the kernels of a step on one device, by kind of layer, for the update by its optimizer."""
-    spec, roofline = msgspec.structs.replace(run.spec, strategy="single", options={}), RooflineModel.of(compute)
+    spec, roofline = msgspec.structs.replace(run.spec, strategy=SINGLE_DEVICE, options={}), RooflineModel.of(compute)
     updates = update_kernels(spec, parameter_bytes(spec, run.table))
     seconds: dict[str, float] = defaultdict(float)
     for kernel in chain(*unsharded_row_kernels(spec, run.table), updates):

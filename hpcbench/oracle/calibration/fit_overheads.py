@@ -11,18 +11,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from hpcbench.oracle.calibration.calibration_runs import (
-    PROBE_COLLECTIVES,
-    PROBE_LAYERS,
-    CalibrationRun,
-    fit_residual,
-    runs_of_strategy,
-)
+from hpcbench.oracle.calibration.calibration_runs import CalibrationRun, fit_residual, runs_of_strategy
 from hpcbench.oracle.calibration.calibration_store import FitResidual
 from hpcbench.oracle.cost_model import CostModel, StepBreakdown, expected_normal_maximum
 from hpcbench.oracle.machine import Machine, StrategyOverhead
 from hpcbench.oracle.prediction import peak_rank_memory
 from hpcbench.oracle.strategies.base import resolve_cost
+from hpcbench.parallel.catalog import SINGLE_DEVICE
+from hpcbench.parallel.strategies.probes import PROBE_COLLECTIVES, PROBE_LAYERS
 from hpcbench.results.probe_records import CollectiveProbe, OverlapProbe
 
 _STEP_NOISE = 0.03
@@ -88,7 +84,7 @@ def fit_lone_ranks(runs: Sequence[CalibrationRun]) -> LoneRankTimes:
     All launches of a workload have equal weight, of one rank or several; one that was held up moves neither.
     """
     points_by_workload: dict[WorkloadKey, list[tuple[float, float]]] = defaultdict(list)
-    for run in runs_of_strategy(runs, PROBE_LAYERS, PROBE_COLLECTIVES, "single"):
+    for run in runs_of_strategy(runs, PROBE_LAYERS, PROBE_COLLECTIVES, SINGLE_DEVICE):
         if run.spec.tasks_per_node == 1:
             points_by_workload[workload_key(run)].append((expected_normal_maximum(run.spec.ranks), run.step_s))
     steps_s, scatters = {}, []
@@ -100,7 +96,7 @@ def fit_lone_ranks(runs: Sequence[CalibrationRun]) -> LoneRankTimes:
     if not scatters:
         # Without ranks on several nodes a lone rank's steps around their median are what there is. The 10th and the
         # 90th percentile of a normal distribution are 2.56 deviations apart.
-        lone = (run.result.metrics.step_time_s for run in runs_of_strategy(runs, PROBE_LAYERS, "single"))
+        lone = (run.result.metrics.step_time_s for run in runs_of_strategy(runs, PROBE_LAYERS, SINGLE_DEVICE))
         scatters = [(times.p90 - times.p10) / 2.56 / times.median for times in lone if times is not None]
     return LoneRankTimes(steps_s, median(scatters) if scatters else 0.0)
 
@@ -154,7 +150,7 @@ def fit_strategy_overheads(
     bare = msgspec.structs.replace(machine, strategies={})
     by_strategy: dict[str, list[CalibrationRun]] = defaultdict(list)
     for run in runs:
-        if run.spec.strategy not in (PROBE_LAYERS, PROBE_COLLECTIVES, "single"):
+        if run.spec.strategy not in (PROBE_LAYERS, PROBE_COLLECTIVES, SINGLE_DEVICE):
             by_strategy[run.spec.strategy].append(run)
     overheads: dict[str, StrategyOverhead] = {}
     residuals = []

@@ -8,13 +8,14 @@ from math import hypot, log
 from statistics import fmean, median
 from typing import Any
 
-from hpcbench.oracle.calibration.calibration_runs import PROBE_BLOCKS, PROBE_MESSAGES, CalibrationRun, runs_of_strategy
+from hpcbench.oracle.calibration.calibration_runs import CalibrationRun, runs_of_strategy
 from hpcbench.oracle.calibration.fit_kernels import MIN_COMPUTE_SPREAD, part_share
 from hpcbench.oracle.cost_model import kernel_conditions, row_kernels, update_kernels
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.measured_shapes import MeasuredKernel, MeasuredMessage, MeasuredShapes
 from hpcbench.parallel.layer_table import LayerRow
 from hpcbench.parallel.roofline import Kernel, RooflineModel
+from hpcbench.parallel.strategies.probes import PROBE_BLOCKS, PROBE_MESSAGES
 from hpcbench.parallel.traffic import MessageShape
 from hpcbench.parallel.workloads import is_custom_model
 from hpcbench.results.probe_records import BlockProbe, ProbeResults

@@ -16,6 +16,7 @@ from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.measured_shapes import KernelConditions, per_sample_sizes
 from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.parallel.layer_table import LayerTable
+from hpcbench.parallel.strategies.probes import PROBE_BLOCKS, PROBE_MESSAGES
 from hpcbench.parallel.traffic import MessageShape, format_messages
 from hpcbench.units import format_bytes
 
@@ -109,7 +110,7 @@ def _missing_cuts(run: PricedRun, mean: float, samples: int) -> set[int] | None:
 
 
 def _block_point(spec: RunSpec, samples: int, conditions: KernelConditions) -> dict[str, Any]:
-    point: dict[str, Any] = {"strategy": "probe_blocks", "batch_size": samples}
+    point: dict[str, Any] = {"strategy": PROBE_BLOCKS, "batch_size": samples}
     for name in _WORKLOAD_FIELDS:
         if (value := getattr(spec, name)) != PARAMETER_DEFAULTS.get(name):
             point[name] = value
@@ -157,7 +158,7 @@ def _can_be_built(shape: MessageShape, spec: RunSpec) -> bool:
 
 
 def _message_point(spec: RunSpec, nodes: int) -> dict[str, Any]:
-    point: dict[str, Any] = {"strategy": "probe_messages", **_STEPS_BEFORE_MESSAGES}
+    point: dict[str, Any] = {"strategy": PROBE_MESSAGES, **_STEPS_BEFORE_MESSAGES}
     settings = {"partition": spec.partition, "environment": spec.environment}
     scale = {"nodes": nodes, "tasks_per_node": spec.tasks_per_node}
     point |= {name: value for name, value in settings.items() if value is not None}

@@ -175,7 +175,8 @@ class FairscaleOssCost(Zero1Cost):
 
     def after_update(self, spec: RunSpec, table: LayerTable) -> list[ReplicaCall]:
         """Return a broadcast from each owner to all; ``broadcast_fp16`` halves them."""
-        sent = data_buckets.owned_bytes_by_replica(spec, table, half=options_with_defaults(spec)["broadcast_fp16"])
+        is_half = bool(options_with_defaults(spec)["broadcast_fp16"])
+        sent = data_buckets.owned_bytes_by_replica(spec, table, half=is_half)
         return [("broadcast", size) for size in sent]
 
 

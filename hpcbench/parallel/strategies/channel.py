@@ -285,6 +285,7 @@ def _channel_entry(class_prefix: str, description: str, style: PlotStyle) -> Str
         hybrid=("dp_degree",),
         parity_cases=_CHANNEL_PARITY_CASES,
         calibration=CalibrationRuns("convolutional"),
+        paradl="channels",
         plot_style=style,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.gradient_buckets import DEFAULT_BUCKET_CAP_MB
 from hpcbench.parallel.strategy_entry import CalibrationRuns, Option, PlotStyle, StrategyEntry
 
 FP16_COMPRESSION_TOLERANCE = 2.0**-8
@@ -62,7 +63,7 @@ def _fp16_exclusion(spec: RunSpec) -> str | None:
 
 
 _BUCKET_OPTIONS = {
-    "bucket_cap_mb": Option(25.0, "size of a gradient bucket in MiB"),
+    "bucket_cap_mb": Option(DEFAULT_BUCKET_CAP_MB, "size of a gradient bucket in MiB"),
     "gradient_as_bucket_view": Option(False, "gradients are views of the buckets"),
 }
 _RESHARD_OPTION = Option(True, "a block's parameters are let go between forward and backward")
@@ -78,6 +79,8 @@ STRATEGIES = {
         runtime="hpcbench.worker.strategies.base:SingleStrategy",
         cost="hpcbench.oracle.strategies.data:SingleCost",
         description="one device, no parallelism: the reference of every speed-up",
+        represents="single_device",
+        paradl="data",
         plot_style=PlotStyle("black", "star", "solid"),
     ),
     "ddp": _data_parallel_entry(
@@ -86,6 +89,10 @@ STRATEGIES = {
         runtime="hpcbench.worker.strategies.data:DdpStrategy",
         cost="hpcbench.oracle.strategies.data:DdpCost",
         description="torch DistributedDataParallel: replicas, gradients all_reduced in buckets",
+        other_names=("dp", "data_parallel"),
+        represents="replicas",
+        paradl="data",
+        fusion_option="bucket_cap_mb",
         options={
             **_BUCKET_OPTIONS,
             "static_graph": Option(False, "the graph is the same in every step"),
@@ -109,6 +116,7 @@ STRATEGIES = {
         cost="hpcbench.oracle.strategies.data:Zero1Cost",
         without_bf16_params=_NO_MASTER_WEIGHTS,
         description="torch ZeroRedundancyOptimizer over DDP: optimizer state sharded (ZeRO-1)",
+        represents="sharded_optimizer",
         options={
             **_BUCKET_OPTIONS,
             "parameters_as_bucket_view": Option(False, "parameters are views of the buckets they are sent in"),
@@ -120,6 +128,8 @@ STRATEGIES = {
         runtime="hpcbench.worker.strategies.fsdp:FsdpStrategy",
         cost="hpcbench.oracle.strategies.sharded:FsdpCost",
         description="torch fully_shard: parameters, gradients and optimizer state sharded (ZeRO-3)",
+        other_names=("zero2", "zero3", "deepspeed", "fsdp2"),
+        represents="sharded_parameters",
         options={
             "reshard_after_forward": _RESHARD_OPTION,
             "mixed_precision": Option(
@@ -180,6 +190,8 @@ STRATEGIES = {
         cost="hpcbench.oracle.strategies.data:HorovodCost",
         without_bf16_params="Horovod's optimizer reduces the gradients of the tensors that it updates: fp32 masters",
         description="Horovod: replicas, gradients fused and all_reduced by a background thread",
+        paradl="data",
+        fusion_option="fusion_threshold_mb",
         options={
             "fusion_threshold_mb": Option(128.0, "gradients are fused up to this many MiB; 0 fuses none"),
             "cycle_time_ms": Option(1.0, "how often the background thread looks for gradients"),

@@ -178,25 +178,25 @@ STRATEGIES = {
         "model",
         "layers split over ranks, one micro-batch at a time: what pipelines are measured against",
         PlotStyle("black", "square", "dots"),
-    )._replace(calibration=PIPELINE_CALIBRATION._replace(micro_batches=1)),
+    )._replace(calibration=PIPELINE_CALIBRATION._replace(micro_batches=1), paradl="layer", ddlbench="layer"),
     "gpipe": _pipeline_entry(
         "gpipe",
         "pipeline: all micro-batches forward, then all backward (GPipe)",
         PlotStyle("orange", "right", "long"),
         _STAGE_REPLICAS,
-    ),
+    )._replace(paradl="pipeline", ddlbench="pipeline"),
     "1f1b": _pipeline_entry(
         "1f1b",
         "pipeline: one micro-batch forward, one backward (PipeDream-Flush)",
         PlotStyle("vermillion", "left", "solid"),
         _STAGE_REPLICAS,
-    ),
+    )._replace(other_names=("pp", "pipeline"), represents="stages", paradl="pipeline"),
     "interleaved_1f1b": _pipeline_entry(
         "interleaved_1f1b",
         "1f1b with several chunks of the model on every rank",
         PlotStyle("purple", "up", "short"),
         {"virtual_stages": VIRTUAL_STAGES_OPTION},
-    ),
+    )._replace(represents="interleaved_stages"),
     "zero_bubble": _pipeline_entry(
         "zero_bubble",
         "1f1b whose gradients of weights fill the bubble (ZB-H1)",
@@ -205,6 +205,7 @@ STRATEGIES = {
     "pipedream": _any_pipeline_entry(
         runtime="hpcbench.worker.strategies.pipeline.pipedream:PipedreamStrategy",
         description="asynchronous pipeline: an update per micro-batch, weights stashed (PipeDream)",
+        represents="asynchronous_stages",
         options={
             "balance": PIPELINE_OPTIONS["balance"],
             "cuts": PIPELINE_OPTIONS["cuts"],
@@ -237,6 +238,8 @@ STRATEGIES = {
         schedule="gpipe",
         drives_several_devices=True,
         calibration=PIPELINE_CALIBRATION._replace(one_process=True),
+        paradl="pipeline",
+        ddlbench="pipeline",
         plot_style=PlotStyle("sky", "circle", "dots"),
         parity_cases=(
             ParityCase("vgg11", "digits", {"batch_norm": False}, ranks=1, micro_batches=4, devices_per_task=2),

@@ -10,6 +10,10 @@ from hpcbench.errors import ConfigError
 from hpcbench.parallel.strategy_entry import Option, StrategyEntry
 from hpcbench.parallel.traffic import parse_messages
 
+PROBE_LAYERS, PROBE_COLLECTIVES = "probe_layers", "probe_collectives"
+PROBE_BLOCKS, PROBE_MESSAGES = "probe_blocks", "probe_messages"
+PROBE_LOOPS = "probe_loops"
+"""Measures the tool, not the machine: no calibration is fitted to it."""
 _BUDGET_OPTION = Option(20.0, "seconds that the measurements may take, about")
 
 
@@ -75,7 +79,7 @@ def _probe_exclusion(spec: RunSpec) -> str | None:
 
 _probe_entry = partial(StrategyEntry, cost="hpcbench.oracle.strategies.data:SingleCost")
 PROBES = {
-    "probe_layers": _probe_entry(
+    PROBE_LAYERS: _probe_entry(
         own_degree=None,
         runtime="hpcbench.worker.strategies.probes:ProbeLayersStrategy",
         description="calibration: every kernel of the model by itself, whole and in the parts that ranks get",
@@ -86,7 +90,7 @@ PROBES = {
         exclusion=partial(probe_pieces_exclusion, called="layers"),
         without_bf16_params="kernels are measured with fp32 weights",
     ),
-    "probe_blocks": _probe_entry(
+    PROBE_BLOCKS: _probe_entry(
         own_degree="dp_degree",
         runtime="hpcbench.worker.strategies.probes:ProbeBlocksStrategy",
         description="calibration for a sweep: every block as a whole, forward and backward, on ranks side by side",
@@ -97,7 +101,7 @@ PROBES = {
         },
         exclusion=partial(probe_pieces_exclusion, called="blocks"),
     ),
-    "probe_collectives": _probe_entry(
+    PROBE_COLLECTIVES: _probe_entry(
         own_degree="dp_degree",
         runtime="hpcbench.worker.strategies.probes:ProbeCollectivesStrategy",
         description="calibration: every collective at many sizes, alone, beside others and under computation",
@@ -108,14 +112,14 @@ PROBES = {
         exclusion=probe_collectives_exclusion,
         without_bf16_params="kernels are measured with fp32 weights",
     ),
-    "probe_loops": _probe_entry(
+    PROBE_LOOPS: _probe_entry(
         own_degree=None,
         runtime="hpcbench.worker.strategies.probes:ProbeLoopsStrategy",
         description="comparison: a step of one device in turns with that of a hand-written loop and of one as timm's",
         options={"budget_s": _BUDGET_OPTION},
         exclusion=probe_loops_exclusion,
     ),
-    "probe_messages": _probe_entry(
+    PROBE_MESSAGES: _probe_entry(
         own_degree="dp_degree",
         runtime="hpcbench.worker.strategies.probes:ProbeMessagesStrategy",
         description="calibration for a sweep: its messages, in its groups and placement",

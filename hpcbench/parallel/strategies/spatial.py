@@ -287,7 +287,9 @@ STRATEGIES = {
         hybrid=("dp_degree",),
         cost="hpcbench.oracle.strategies.spatial:SpatialCost",
         table_exclusion=spatial_table_exclusion,
+        other_names=("sp",),
         calibration=CalibrationRuns("convolutional"),
+        paradl="samples",
         plot_style=PlotStyle("green", "square", "dash-dot"),
     )
 }

@@ -77,6 +77,8 @@ STRATEGIES = {
         own_degree="tp_degree",
         runtime="hpcbench.worker.strategies.tensor:TensorParallelStrategy",
         description="transformer blocks split by heads and features (Megatron): column layers, then row layers",
+        other_names=("tp",),
+        represents="split_layers",
         options={
             "sequence_parallel": Option(
                 False, "between split layers each rank keeps its own tokens: reduce_scatter and all_gather"

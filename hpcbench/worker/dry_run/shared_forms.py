@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fa
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.catalog import get_model
+from hpcbench.parallel.catalog import SINGLE_DEVICE, get_model
 from hpcbench.worker.models.build import build_meta_model, copy_to_meta
 from hpcbench.worker.strategies.pipeline.chunk import ActivationMeta, ActivationMetaCache
 
@@ -37,7 +37,7 @@ def _built_model(spec_bytes: bytes) -> nn.Sequential:
 
 def _template(spec: RunSpec) -> nn.Sequential:
     values = {name: getattr(spec, name) for name in _MODEL_PARAMETERS}
-    plain = RunSpec(strategy="single", batch_size=1, **values)
+    plain = RunSpec(strategy=SINGLE_DEVICE, batch_size=1, **values)
     return _built_model(msgspec.json.encode(plain, order="deterministic"))
 
 
