@@ -1,4 +1,4 @@
-# `make quickstart` and `make test` are all that a newcomer needs; `make help` lists the rest.
+# A new user needs `make quickstart` and `make test`; `make help` lists the other targets.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -53,7 +53,7 @@ horovod-if-possible: $(VENV)/.dev
 	@[ -e $(VENV)/.horovod ] || $(BIN)/python -m tests.packages || echo "MPI is left out: Adasum's test is skipped, or fails where HPCBENCH_REQUIRE names horovod-mpi"
 	@$(MAKE) --no-print-directory $(VENV)/.horovod || echo "Horovod is left out: its tests are skipped, or fail where HPCBENCH_REQUIRE names it"
 
-# Tests are marked by what they cost (tests/durations.tsv), not by where they are. hypothesis tries 20 examples in
+# Tests are marked by their cost (tests/durations.tsv), not by their place. hypothesis tries 20 examples in
 # `make test` and 100 in `make test-all` (EXAMPLES=repeatable).
 PYTEST := $(BIN)/python -m pytest
 EXAMPLES ?= fast
@@ -61,22 +61,22 @@ WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 FAST := not slow and not slurm and not soak and not faults
 SLOW := slow and not slurm and not soak and not faults
 
-test: $(VENV)/.test ## what needs Python packages alone: every pure test, each strategy on two ranks (8 minutes on 2 cores)
+test: $(VENV)/.test ## the fast tests, with Python packages alone: each strategy on two ranks (8 minutes on 2 cores)
 	$(PYTEST) --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --hypothesis-profile $(EXAMPLES) -m "$(FAST)" -rs
 
 test-all: ## make test and make test-rest, with more examples of the property tests (30 minutes on 2 cores)
 	@$(MAKE) --no-print-directory test EXAMPLES=repeatable
 	@$(MAKE) --no-print-directory test-rest
 
-# Two at a time, so that two cores are busy. What they need is there before: make puts off what still waits for something.
-test-rest: horovod-if-possible ## what make test-all adds: full parity, Horovod, a real SLURM, a browser, the site
+# Two at a time, so that two cores are busy. Their prerequisites are complete before.
+test-rest: horovod-if-possible ## the tests that make test-all adds: full parity, Horovod, a real SLURM, a browser, the site
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line --keep-going run-distributed run-others
 
-test-strategy: horovod-if-possible ## everything about one key of the registry, such as S=zero_bubble
+test-strategy: $(VENV)/.test $(if $(filter horovod,$(S)),horovod-if-possible) ## the tests of one key of the registry, such as S=zero_bubble
 	@[ "$(S)" ] || { echo "make test-strategy S=zero_bubble: name a key of the registry (docs/catalog.md)"; exit 2; }
 	$(PYTEST) --strategy $(S) -m "not soak and not slurm and not faults"
 
-test-slurm: horovod-if-possible ## what needs the SLURM box, which it starts
+test-slurm: horovod-if-possible ## tests on the SLURM box, which it starts
 	@$(MAKE) --no-print-directory run-slurm
 
 # Outside of .venv: its torch is the build for CPUs. One process more than halves the time on two cores.
@@ -110,39 +110,39 @@ lint: $(VENV)/.dev ## formatting, style, types, layering, structure, vocabulary
 	$(BIN)/python tests/structure.py
 	$(BIN)/python tests/vocabulary.py
 
-format: $(VENV)/.dev ## let ruff format and mend what it can
+format: $(VENV)/.dev ## format and fix by ruff
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 docs: reference ## build the documentation as a site, into build/docs/site
 	$(BIN)/python docs/make_site.py
 
-reference: $(VENV)/.dev ## write the pages about commands, catalog and schemas anew, and the live screen
+reference: $(VENV)/.dev ## write the generated pages (commands, catalog, schemas, live screen)
 	$(BIN)/python docs/make_reference.py
 	$(BIN)/python docs/make_live_picture.py
 
-schemas: $(VENV)/.dev ## write docs/schemas anew
+schemas: $(VENV)/.dev ## write docs/schemas
 	@for kind in cluster sweep result; do $(BIN)/hpcbench schema $$kind > docs/schemas/$$kind.json; done
 
-layers: $(VENV)/.worker ## measure the layers of all shipped models anew, into hpcbench/layers
+layers: $(VENV)/.worker ## measure the layers of all shipped models into hpcbench/layers
 	OMP_NUM_THREADS=1 $(BIN)/python -m hpcbench.worker.layers --all hpcbench/layers
 
-check-layers: $(VENV)/.dev ## compare all of hpcbench/layers with what is measured now
+check-layers: $(VENV)/.dev ## measure the layers of all shipped models and compare hpcbench/layers with them
 	$(BIN)/pytest tests/worker/test_layers.py -m soak --timeout 1200
 
-golden: $(VENV)/.test ## write the scripts and terminal plots in tests/golden anew; review the diff
-	HPCBENCH_GOLDEN=write $(BIN)/pytest tests/render tests/report/test_plots_terminal.py
+golden: $(VENV)/.test ## write the scripts and terminal plots in tests/golden; review the diff
+	HPCBENCH_GOLDEN=write $(BIN)/pytest tests/render tests/report/test_terminal_plots.py
 
-pictures: $(VENV)/.worker ## draw what the documentation shows: the quickstart's table, and plots
+pictures: $(VENV)/.worker ## draw the pictures of the documentation: the quickstart's table and plots
 	$(BIN)/python docs/make_pictures.py
 
 slurm-up: ## start the SLURM box (root; NODES GPUS CPUS MEM LINK)
 	$(PYTHON) -m tests.slurm.box up --nodes $(NODES) --gpus $(GPUS) --cpus $(CPUS) --mem $(MEM) --link $(LINK)
 
-slurm-down: ## stop the SLURM box; nothing stays
+slurm-down: ## stop the SLURM box and remove its files
 	$(PYTHON) -m tests.slurm.box down
 
-slurm-status: ## say how the SLURM box is
+slurm-status: ## print the state of the SLURM box
 	$(PYTHON) -m tests.slurm.box status
 
 soak: $(VENV)/.dev ## slow tests and repetitions, most of them on the SLURM box
@@ -151,7 +151,7 @@ soak: $(VENV)/.dev ## slow tests and repetitions, most of them on the SLURM box
 faults: $(VENV)/.dev ## every fault on the SLURM box, as a table
 	$(BIN)/pytest -m faults
 
-bench: $(VENV)/.worker ## our own costs against floors and peers
+bench: $(VENV)/.worker ## measure hpcbench's own costs against lower bounds and peers (ONLY)
 	$(BIN)/python -m benchmarks $(ONLY)
 
 # The default cluster is this shell's, as for every command.

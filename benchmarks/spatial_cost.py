@@ -27,7 +27,7 @@ from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.strategies import model_parallel
 from hpcbench.worker.strategies.base import Strategy, resolve_runtime
-from hpcbench.worker.strategies.spatial.halo_exchange import HaloExchange
+from hpcbench.worker.strategies.halo_exchange import HaloExchange
 
 STEPS = 9
 WARM = 2

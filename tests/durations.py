@@ -3,10 +3,15 @@
 ``make durations`` runs all tests with the plugin; the script also reads logs of pytest. Processor seconds, of the test's process and of all that it started,
 are the measure by which tests are marked ``slow``: other programs on the machine make a test last longer, but hardly
 cost more. They leave out what a daemon computes that was there before, as those of the SLURM box are.
+
+The table has a row for every test function outside of ``tests/cuda``, whose tests no run of ``make durations`` collects.
+A test that was never measured (``soak`` and ``faults`` are not part of ``make test-all``) has no seconds (``nan``) and no
+cases. ``tests/test_durations.py`` compares the rows with the functions.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import os
@@ -14,6 +19,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +28,8 @@ import pytest
 
 FOLDER = "HPCBENCH_DURATIONS"
 """The variable that names the folder for measurements; nothing is measured without it."""
-TABLE = Path(__file__).with_name("durations.tsv")
+TESTS = Path(__file__).resolve().parent
+TABLE = TESTS / "durations.tsv"
 _DURATION = re.compile(r"^ *(\d+\.\d+)s (?:setup|call|teardown) +(\S.*)$", re.MULTILINE)
 HEAD = "cpu_s\twall_s\tcases\ttest"
 
@@ -33,6 +40,21 @@ class Cost(NamedTuple):
     cpu_s: float
     wall_s: float
     cases: int
+
+
+UNMEASURED = Cost(math.nan, math.nan, 0)
+
+
+@cache
+def defined_tests() -> set[str]:
+    """Return the id of every test function outside of ``tests/cuda``, as pytest writes it."""
+    return {
+        f"{path.relative_to(TESTS.parent).as_posix()}::{node.name}"
+        for path in TESTS.rglob("test_*.py")
+        if TESTS / "cuda" not in path.parents
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
 
 
 @pytest.hookimpl(wrapper=True)
@@ -96,6 +118,8 @@ def _written(path: Path) -> float:
 
 def _weight(cost: Cost) -> float:
     """Return the sort key of a test."""
+    if cost.cases == 0:
+        return -1.0
     return cost.wall_s if math.isnan(cost.cpu_s) else cost.cpu_s
 
 
@@ -106,13 +130,12 @@ def read_table(path: Path = TABLE) -> dict[str, Cost]:
 
 
 def write_table(costs: dict[str, Cost], path: Path = TABLE) -> None:
-    """The costliest first; a test that was not measured this time keeps its row as long as its file exists."""
-    root = Path(__file__).resolve().parent.parent
-    kept = read_table(path) if path.exists() else {}
-    everything = {test: cost for test, cost in {**kept, **costs}.items() if (root / test.partition("::")[0]).exists()}
-    ordered = sorted(everything.items(), key=lambda item: (-_weight(item[1]), item[0]))
-    rows = (f"{cost.cpu_s:.2f}\t{cost.wall_s:.2f}\t{cost.cases}\t{test}" for test, cost in ordered)
-    path.write_text("\n".join([HEAD, *rows]) + "\n", encoding="utf-8")
+    """The costliest first; a test that was not measured this time keeps its row as long as it exists."""
+    known = {**(read_table(path) if path.exists() else {}), **costs}
+    rows = {test: known.get(test, UNMEASURED) for test in defined_tests()}
+    ordered = sorted(rows.items(), key=lambda item: (-_weight(item[1]), item[0]))
+    lines = (f"{cost.cpu_s:.2f}\t{cost.wall_s:.2f}\t{cost.cases}\t{test}" for test, cost in ordered)
+    path.write_text("\n".join([HEAD, *lines]) + "\n", encoding="utf-8")
 
 
 def by_file(costs: dict[str, Cost]) -> Iterable[tuple[str, Cost]]:
@@ -128,7 +151,7 @@ def by_file(costs: dict[str, Cost]) -> Iterable[tuple[str, Cost]]:
 def main(arguments: list[str]) -> None:
     """Write the table of what the files ``arguments`` hold, and print sums."""
     write_table(read_costs(map(Path, arguments)))
-    table = read_table()
+    table = {test: cost for test, cost in read_table().items() if cost.cases}
     for name, cost in by_file(table):
         print(f"{cost.cpu_s:8.1f} s {cost.wall_s:8.1f} s {cost.cases:5d}  {name}")
     known = sum(cost.cpu_s for cost in table.values() if not math.isnan(cost.cpu_s))

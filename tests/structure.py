@@ -1,6 +1,8 @@
-"""Count the package's structure and compare it with the thresholds of ``structure.toml``; exits 1 where one is exceeded.
+"""Count the package's structure and compare it with the bounds of ``structure.toml``.
 
-``python tests/structure.py --table`` prints the figures of every package instead.
+The exit code is 1 if a count is above its bound, or below it, since the bound is then too high.
+
+``--table`` prints the figures of every package. ``--tighten`` lowers the bounds in ``structure.toml`` to the counts.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tomli
 
@@ -209,6 +211,18 @@ def _strongly_connected(graph: dict[str, set[str]]) -> list[set[str]]:
     return components
 
 
+def plan_parameter_files(modules: list[Module]) -> list[str]:
+    """Files with a function that takes the plan of a sweep: all that the parameter ``plan`` of ``submit`` can pass."""
+    return [
+        str(module.path)
+        for module in modules
+        if any(
+            isinstance(node, ast.arg) and node.annotation is not None and "SweepPlan" in ast.unparse(node.annotation)
+            for node in ast.walk(module.tree)
+        )
+    ]
+
+
 def measure(modules: list[Module]) -> dict[str, float]:
     """The figures that ``structure.toml`` bounds."""
     files = [module for module in modules if not module.is_package]
@@ -221,19 +235,30 @@ def measure(modules: list[Module]) -> dict[str, float]:
         "import_cycles": len(import_cycles(modules)),
         "deferred_imports": sum(module.deferred_imports for module in modules),
         "longest_file_lines": max(module.lines for module in modules),
+        "plan_parameter_files": len(plan_parameter_files(modules)),
     }
 
 
-def violations(modules: list[Module], bounds: dict[str, dict[str, float]]) -> Iterator[str]:
+def tighten(path: Path, modules: list[Module]) -> None:
+    """Lower every bound of ``at_most`` that is above its figure."""
+    text, measured = path.read_text(encoding="utf-8"), measure(modules)
+    for key, most in tomli.loads(text)["at_most"].items():
+        text = text.replace(f"{key} = {most}\n", f"{key} = {min(most, measured[key])}\n")
+    path.write_text(text, encoding="utf-8")
+
+
+def violations(modules: list[Module], bounds: dict[str, dict[str, Any]]) -> Iterator[str]:
     """A message for every figure that is out of its bounds, with the places that count."""
     measured = measure(modules)
     for key, most in bounds["at_most"].items():
         if measured[key] > most:
-            yield f"{key}: {measured[key]:g}, at most {most:g}"
+            yield f"{key}: {measured[key]:.0f}, at most {most:.0f}"
             yield from _places(key, modules, most)
-    for key, least in bounds["at_least"].items():
-        if measured[key] < least:
-            yield f"{key}: {measured[key]:g}, at least {least:g}"
+        elif measured[key] < most:
+            yield f"{key}: {measured[key]:.0f}; tighten its bound of {most:.0f} to {measured[key]:.0f} (--tighten)"
+    for key, (least, most) in bounds["between"].items():
+        if not least <= measured[key] <= most:
+            yield f"{key}: {measured[key]:g}, at least {least:g} and at most {most:g}"
     file_lines, function_lines = bounds["everywhere"]["file_lines"], bounds["everywhere"]["function_lines"]
     for module in [*modules, *read_modules("tests"), *read_modules("benchmarks")]:
         if module.lines > file_lines:
@@ -252,6 +277,8 @@ def _places(key: str, modules: list[Module], most: float) -> Iterator[str]:
         yield from (f"  {' <-> '.join(cycle)}" for cycle in import_cycles(modules))
     elif key == "longest_file_lines":
         yield from (f"  {module.path}: {module.lines} lines" for module in modules if module.lines > most)
+    elif key == "plan_parameter_files":
+        yield from (f"  {path}" for path in plan_parameter_files(modules))
     elif key == "deferred_imports":
         counts = sorted(((module.deferred_imports, str(module.path)) for module in modules), reverse=True)
         yield from (f"  {path}: {count}" for count, path in counts[:20] if count)
@@ -274,13 +301,14 @@ def print_table(modules: list[Module]) -> None:
 
 
 def main() -> int:
-    """Print the table or the violations; the exit code says whether there are any."""
-    modules = read_modules(PACKAGE)
+    """Print the table or the violations; the exit code is 1 if there are any."""
+    modules, path = read_modules(PACKAGE), ROOT / "tests" / "structure.toml"
     if "--table" in sys.argv:
         print_table(modules)
         return 0
-    bounds = tomli.loads((ROOT / "tests" / "structure.toml").read_text(encoding="utf-8"))
-    messages = list(violations(modules, bounds))
+    if "--tighten" in sys.argv:
+        tighten(path, modules)
+    messages = list(violations(modules, tomli.loads(path.read_text(encoding="utf-8"))))
     print("\n".join(messages), end="\n" if messages else "")
     return 1 if messages else 0
 

@@ -68,7 +68,7 @@ def test_a_package_without_headers_is_named(tmp_path: Path) -> None:
         build_stub(tmp_path, tmp_path)
 
 
-def test_an_answer_that_the_library_lacks_is_named() -> None:
+def test_an_answer_for_an_absent_function_is_named() -> None:
     library = Library("lib.so", "h.h", ("cudaFree",), {"cudaGetDevice": "*device = 1;"}, "")
     with pytest.raises(StubError, match="has no cudaGetDevice: mend tests/cuda/stub_answers.py"):
         stub.answering_source(library, {})

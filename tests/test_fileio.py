@@ -62,7 +62,7 @@ def test_create_exclusive_without_hard_links(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "marker").read_bytes() == b"first"
 
 
-def test_printable_takes_the_sting_out_of_terminal_codes() -> None:
+def test_printable_replaces_terminal_codes() -> None:
     assert printable_text("a\x1b[31mred\u202e\n\tb") == "a\ufffd[31mred\ufffd\n\tb"
 
 

@@ -17,8 +17,7 @@ from hpcbench.oracle.strategies.data import (
     SingleCost,
     Zero1Cost,
 )
-from hpcbench.oracle.strategies.pipedream import PipedreamCost
-from hpcbench.oracle.strategies.pipeline import FairscalePipeCost, PipelineCost
+from hpcbench.oracle.strategies.pipeline import FairscalePipeCost, PipedreamCost, PipelineCost
 from hpcbench.oracle.strategies.sharded import FairscaleFsdpCost, FsdpCost
 from hpcbench.oracle.strategies.spatial import SpatialCost
 from hpcbench.oracle.strategies.tensor import TensorCost
@@ -26,7 +25,7 @@ from hpcbench.parallel.catalog import PROBES, REFERENCE_TRAINERS, STRATEGIES, lo
 from hpcbench.parallel.pipeline.schedules import SCHEDULES
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.worker.strategies.base import DataParallelStrategy, SingleStrategy, Strategy, resolve_runtime
-from hpcbench.worker.strategies.channel.strategy import ChannelStrategy, FilterStrategy
+from hpcbench.worker.strategies.channel import ChannelStrategy, FilterStrategy
 from hpcbench.worker.strategies.data import (
     DdpStrategy,
     FairscaleFsdpStrategy,
@@ -40,7 +39,7 @@ from hpcbench.worker.strategies.pipeline.fairscale_pipe import FairscalePipeStra
 from hpcbench.worker.strategies.pipeline.pipedream import PipedreamStrategy
 from hpcbench.worker.strategies.pipeline.strategy import PipelineStrategy
 from hpcbench.worker.strategies.probes import ProbeCollectivesStrategy, ProbeLayersStrategy, ProbeLoopsStrategy
-from hpcbench.worker.strategies.spatial.strategy import SpatialStrategy
+from hpcbench.worker.strategies.spatial import SpatialStrategy
 from hpcbench.worker.strategies.tensor import TensorParallelStrategy
 from hpcbench.worker.verification.reference import resolve_reference_trainer
 from tests.parity_cases import parity_cases
@@ -118,7 +117,7 @@ def test_a_registered_cost_overrides_the_base_class_and_is_checked_by_mypy(key: 
 
 
 @pytest.mark.parametrize("key", ALL)
-def test_the_references_of_an_entry_are_known(key: str) -> None:
+def test_the_references_of_a_strategy_entry_exist(key: str) -> None:
     entry = ALL[key]
     assert entry.reference in REFERENCE_TRAINERS
     assert callable(resolve_reference_trainer(key))

@@ -19,7 +19,7 @@ from hpcbench import units
         ("312 TFLOP/s", "computing speed", 312e12),
     ],
 )
-def test_parse(text: str, kind: str, value: float) -> None:
+def test_a_quantity_with_a_unit_is_parsed_to_base_units(text: str, kind: str, value: float) -> None:
     assert units.parse_quantity(text, kind) == pytest.approx(value, rel=1e-12)
 
 
@@ -35,7 +35,7 @@ def test_parse(text: str, kind: str, value: float) -> None:
         ("", "size"),
     ],
 )
-def test_parse_refuses(text: str, kind: str) -> None:
+def test_an_invalid_quantity_is_refused_with_an_example(text: str, kind: str) -> None:
     with pytest.raises(ValueError, match="for instance"):
         units.parse_quantity(text, kind)
 
@@ -43,7 +43,7 @@ def test_parse_refuses(text: str, kind: str) -> None:
 @pytest.mark.parametrize(
     ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (300 * 2**20, "300 MiB"), (2**41, "2.0 TiB")]
 )
-def test_format_bytes(count: int, text: str) -> None:
+def test_bytes_are_shown_in_binary_units(count: int, text: str) -> None:
     assert units.format_bytes(count) == text
 
 
@@ -60,11 +60,11 @@ def test_format_bytes(count: int, text: str) -> None:
         (-0.0123, "-12.3 ms"),
     ],
 )
-def test_format_seconds(seconds: float, text: str) -> None:
+def test_seconds_are_shown_in_a_fitting_unit(seconds: float, text: str) -> None:
     assert units.format_seconds(seconds) == text
 
 
-def test_format_rate() -> None:
+def test_rates_are_shown_with_three_digits() -> None:
     assert [units.format_rate(value) for value in (1.234, 99.94, 1234, 12345, 2.5e6)] == [
         "1.23",
         "99.9",

@@ -25,8 +25,7 @@ from benchmarks.rerun import fits
 from benchmarks.testbed import CLUSTER, RATE_MBIT, Testbed
 from hpcbench.config.run_spec import RunSpec, config_id
 from hpcbench.fileio import write_atomic
-from hpcbench.oracle.baselines import BASELINES
-from hpcbench.oracle.choice_baselines import choice_results
+from hpcbench.oracle.baselines import BASELINES, choice_results
 from hpcbench.oracle.scoring import MeasuredConfiguration, PredictorResult, ValidationCase
 from hpcbench.report.oracle_validation import ORACLE_NAME, ClusterForecasts, baseline_predictor, oracle_predictor
 from hpcbench.results.results_tree import ResultsTree

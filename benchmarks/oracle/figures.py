@@ -26,7 +26,7 @@ from benchmarks.oracle.printed import printed_document
 from benchmarks.oracle.tables import box_rows
 from benchmarks.rerun import figures as rerun_figures
 from benchmarks.rerun import pages
-from hpcbench.oracle.choice_baselines import CHOICE_BASELINES, choice_results
+from hpcbench.oracle.baselines import CHOICE_BASELINES, choice_results
 from hpcbench.oracle.scoring import MeasuredConfiguration, PredictorResult, ValidationCase, score_predictor
 from hpcbench.report.oracle_validation import MACHINE_ONLY, ORACLE_NAME
 from hpcbench.report.validation_view import validation_json

@@ -15,7 +15,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from benchmarks.oracle.gpu_tables import PublishedRow
-from hpcbench.oracle.transformer.devices import GpuNode, nominal_rates
+from hpcbench.oracle.transformer.layout import GpuNode, nominal_rates
 from hpcbench.oracle.transformer.memory import TERM_NAMES, MemoryTerms, stage_memory_terms
 from hpcbench.oracle.transformer.pricing import FIGURE_NAMES, Figures, step_time
 from hpcbench.oracle.transformer.work import Work, step_work

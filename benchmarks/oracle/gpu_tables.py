@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcbench.errors import HpcbenchError
-from hpcbench.oracle.transformer.devices import CollectiveRates
-from hpcbench.oracle.transformer.layout import Layout, Recompute, Software
+from hpcbench.oracle.transformer.layout import CollectiveRates, Layout, Recompute, Software
 from hpcbench.parallel.decoder_shapes import DecoderShape, named_shape
 
 DATA = Path(__file__).parent / "data"

@@ -14,11 +14,10 @@ from collections.abc import Sequence
 
 from benchmarks.oracle.megatron_table import Gpt, kept_in_block
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.cost_model import CostModel
+from hpcbench.oracle.cost_model import CostModel, StepBreakdown
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.pipeline_rank import PipelineRank
 from hpcbench.oracle.pipeline_step import ChunkPassTimes, PipelineStep
-from hpcbench.oracle.step_time import StepBreakdown
 from hpcbench.oracle.stream_simulator import CommCall
 from hpcbench.parallel.layer_table import LayerTable
 from hpcbench.parallel.pipeline.schedule_simulator import RankTimes

@@ -10,7 +10,7 @@ from statistics import median
 
 import msgspec
 
-from hpcbench.oracle.choice_baselines import CHOICE_BASELINES
+from hpcbench.oracle.baselines import CHOICE_BASELINES
 from hpcbench.oracle.measured_factors import LearnedFactor, MeasuredFactors, MeasuredRatio, model_key, strategy_key
 from hpcbench.oracle.prediction import PredictionInterval, correct_interval, neighbour_basis
 from hpcbench.oracle.scoring import PredictorResult, PredictorScore, ValidationCase, score_predictor

@@ -13,6 +13,7 @@ import msgspec
 import psutil
 
 from hpcbench.cli.common import (
+    cluster_argument,
     complete_sweeps,
     filter_options,
     make_console,
@@ -23,8 +24,8 @@ from hpcbench.cli.common import (
     project_relative,
     sources_argument,
 )
+from hpcbench.cli.load_plan import load_plan
 from hpcbench.cli.oracle_commands import show_view
-from hpcbench.cli.plan_options import cluster_argument, load_plan
 from hpcbench.cli.run_commands import submit_and_watch
 from hpcbench.cli.status_output import runs_exit_code
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
@@ -41,7 +42,7 @@ from hpcbench.forecast.sweep_calibration import (
     prepare_sweep_calibration,
     probe_sweep_text,
 )
-from hpcbench.oracle.calibration.calibration_runs import CalibrationRun, usable_runs
+from hpcbench.oracle.calibration.calibration_runs import CalibrationRun, check_disturbed, usable_runs
 from hpcbench.oracle.calibration.calibration_store import (
     Calibration,
     calibration_of_partition,
@@ -49,7 +50,6 @@ from hpcbench.oracle.calibration.calibration_store import (
     read_calibrations,
     write_calibration,
 )
-from hpcbench.oracle.calibration.disturbed_runs import check_disturbed
 from hpcbench.oracle.calibration.fit_machine import fit_calibration, fit_calibration_from_runs, machine_runs
 from hpcbench.report.column_names import Condition
 from hpcbench.report.load_results import load_frame
@@ -102,7 +102,7 @@ def calibrate_cluster(
     """Measure a cluster: submit a sweep of ordinary runs, wait, and fit the oracle's machine parameters.
 
     An interrupted calibration continues when the same command is given again. Predictions use the newest calibration.
-    With --for, the newest calibration is extended by what a sweep consists of.
+    With --for, the newest calibration is extended by the kernels and collectives of a sweep.
     """
     profile, _ = load_cluster(name)
     if sweep is not None and sources:
@@ -221,10 +221,10 @@ def _fit_and_store(
     if not machine_runs(runs):
         raise ConfigError(
             f"all runs of {profile.name} are probes of one sweep's own shapes, which no other run has: nothing to fit",
-            hint=f"hpcbench cluster calibrate {profile.name} --for SWEEP keeps what they measured",
+            hint=f"hpcbench cluster calibrate {profile.name} --for SWEEP keeps their measurements",
         )
     warnings = [run.result.warnings for run in machine_runs(runs)]
-    then = "nothing was kept, predictions rest on what they did before"
+    then = "nothing was kept; predictions are unchanged"
     disturbed = check_disturbed(warnings, f"runs of {profile.name}", then, takes_disturbed=takes_disturbed)
     tree = results.cluster(profile.name)
     stored, _ = read_calibrations(tree, profile.name)
@@ -257,8 +257,8 @@ def _calibrate_for_sweep(
             return
         write_file(out, probe_sweep_text(prepared).encode())
         print_message(
-            f"wrote {project_relative(out)}: once its runs have ended, the same command without --out keeps what they "
-            "measured"
+            f"wrote {project_relative(out)}: once its runs have ended, the same command without --out keeps their "
+            "measurements"
         )
         return
     path, states = None, dict[str, RunState]()
@@ -306,7 +306,7 @@ def _measure_and_keep(
             print_message(f"  {note}")
     known = set() if prepared.base is None else set(prepared.base.calibration.run_ids)
     if prepared.shapes is not None and {run.result.run_id for run in runs} <= known:
-        print_message("the probes had been kept before: what is still missing no probe can measure")
+        print_message("the probes had been kept before; no probe can measure the missing parts")
         return None, states
     return write_calibration(calibration, plan.tree), states
 
@@ -322,7 +322,7 @@ def validate(
     sources: tuple[str, ...], cluster_name: str | None, where: str | None, every: bool,
     takes_disturbed: bool, out: Path | None, results: ResultsTree, as_json: bool,
 ) -> None:  # fmt: skip
-    """Compare measurements with the predictions of the oracle and of simpler baselines.
+    """Compare measurements with the predictions of the oracle and of simple predictors.
 
     Each prediction leaves out the results of its own configuration. A failed run counts as a wrong prediction, unless
     the prediction was that it does not fit in memory.

@@ -42,7 +42,7 @@ def clean(
     *, sweep: str | None, takes_all: bool, cluster_name: str | None, older_than: str, removes: bool,
     results: ResultsTree, as_json: bool,
 ) -> None:  # fmt: skip
-    """Show what nobody needs of SWEEP, or of all sweeps, with its size; --yes removes it.
+    """Show files of SWEEP, or of all sweeps, that are no longer needed, with their size; --yes removes them.
 
     \b
     unfinished submission   of a submit that was killed before it sent anything

@@ -29,6 +29,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _VARIABLE = "_HPCBENCH_COMPLETE"
 _SHELLS = ("bash", "zsh", "fish")
 _MAX_RUNS = 1000
+_CLUSTER_HELP = "The cluster's profile, by name or path. (default: HPCBENCH_CLUSTER, hpcbench.toml, this machine's)"
+RETRY_STATES = ("failed", "timeout", "cancelled", "preempted", "oom", "unsupported", "skipped", "lost")
 
 
 def open_results(folder: str | None) -> ResultsTree:
@@ -43,17 +45,12 @@ def _trees(context: click.Context) -> list[ClusterTree]:
     return [results.cluster(name) for name in results.clusters()]
 
 
-def _matching(names: Iterable[str], incomplete: str) -> list[CompletionItem]:
+def _matching(names: Iterable[str], incomplete: str, *, or_file: bool = False) -> list[CompletionItem]:
+    """The names that begin so, after paths of files: click's script for bash drops all names that come before them."""
     from click.shell_completion import CompletionItem
 
-    return [CompletionItem(name) for name in sorted(set(names)) if name.startswith(incomplete)]
-
-
-def _matching_or_file(names: Iterable[str], incomplete: str) -> list[CompletionItem]:
-    """``names`` after paths of files: click's script for bash drops all names that come before them."""
-    from click.shell_completion import CompletionItem
-
-    return [CompletionItem(incomplete, type="file"), *_matching(names, incomplete)]
+    files = [CompletionItem(incomplete, type="file")] if or_file else []
+    return files + [CompletionItem(name) for name in sorted(set(names)) if name.startswith(incomplete)]
 
 
 def _names_in(kind: str, patterns: Iterable[str]) -> set[str]:
@@ -65,12 +62,12 @@ def _names_in(kind: str, patterns: Iterable[str]) -> set[str]:
 def complete_sweeps(context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Names of sweep files and of sweeps in the results; paths of files."""
     recorded = {path.stem for tree in _trees(context) for path in (tree.root / "sweeps").glob("[!.]*.json")}
-    return _matching_or_file(_names_in("sweeps", ["*"]) | recorded, incomplete)
+    return _matching(_names_in("sweeps", ["*"]) | recorded, incomplete, or_file=True)
 
 
 def complete_clusters(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Names of profiles; paths of files."""
-    return _matching_or_file(_names_in("clusters", ["*", "*/*"]), incomplete)
+    return _matching(_names_in("clusters", ["*", "*/*"]), incomplete, or_file=True)
 
 
 def complete_files(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -162,6 +159,41 @@ def all_of(*options: Callable[[Any], Any]) -> Callable[[Function], Function]:
     return decorate
 
 
+def _chosen_cluster(context: click.Context, _parameter: click.Parameter, name: str | None) -> str:
+    """``name``, else the default cluster, which is printed with its reason."""
+    if name is not None or context.resilient_parsing:
+        return name or ""
+    # Imported here: `--help` and completion read no profile.
+    from hpcbench.config.cluster_profile import default_cluster
+
+    chosen = default_cluster()
+    print_message(f"cluster {chosen.name}: {chosen.reason}")
+    return chosen.name
+
+
+def cluster_option(default: str | None = None) -> Callable[[Function], Function]:
+    """``--cluster NAME``; without a default of its own the command uses ``default_cluster``."""
+    if default is None:
+        return click.option(
+            "--cluster", "cluster_name", metavar="NAME|FILE", callback=_chosen_cluster, help=_CLUSTER_HELP,
+            shell_complete=complete_clusters,
+        )  # fmt: skip
+    text = f"The cluster's profile. (default: {default})"
+    return click.option(
+        "--cluster", "cluster_name", metavar="NAME", default=default, help=text, shell_complete=complete_clusters
+    )
+
+
+cluster_argument = click.argument(
+    "name", metavar="[NAME|FILE]", required=False, callback=_chosen_cluster, shell_complete=complete_clusters
+)
+"""The cluster as ``--cluster`` takes it, for commands about clusters."""
+overrides_option = click.option(
+    "--set", "overrides", metavar="KEY=VALUE", multiple=True, shell_complete=complete_overrides,
+    help="Change the sweep for this command: steps=5, grid.batch_size=8,16, repeats=5. May be repeated.",
+)  # fmt: skip
+plan_options = all_of(sweep_argument, cluster_option(), overrides_option)
+"""The parameters ``sweep``, ``cluster_name`` and ``overrides`` of ``load_plan``."""
 output_options = all_of(results_option, json_option)
 filter_options = all_of(cluster_filter_option, where_option)
 

@@ -13,12 +13,13 @@ from hpcbench.cli.common import (
     make_console,
     output_options,
     plain_table,
+    plan_options,
     print_json,
     print_message,
     progress_bar,
     where_option,
 )
-from hpcbench.cli.plan_options import load_plan, plan_options, spec_condition
+from hpcbench.cli.load_plan import load_plan, spec_condition
 from hpcbench.config.run_spec import RunSpec, run_label, spec_document
 from hpcbench.errors import EXIT_OK, EXIT_RUNS_FAILED, ConfigError
 from hpcbench.forecast.dry_runs import distinct_configurations, dry_run_configurations

@@ -9,7 +9,7 @@ import msgspec
 from rich.text import Text
 
 from hpcbench.cli.common import make_console, plain_table, print_json, print_message, project_relative
-from hpcbench.cli.plan_options import keep_one_off, load_plan
+from hpcbench.cli.load_plan import keep_one_off, load_plan
 from hpcbench.cli.run_commands import submit_and_watch
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
 from hpcbench.errors import EXIT_OK, EXIT_RUNS_FAILED, EXIT_SYSTEM_REFUSED, ConfigError

@@ -11,6 +11,7 @@ import click
 from rich.text import Text
 
 from hpcbench.cli.common import (
+    cluster_option,
     complete_choices,
     json_option,
     make_console,
@@ -22,7 +23,6 @@ from hpcbench.cli.common import (
     print_message,
     progress_bar,
 )
-from hpcbench.cli.plan_options import cluster_option
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.fileio import printable_text
@@ -57,7 +57,7 @@ def schema(kind: str) -> None:
 def doctor(
     cluster_name: str, no_job: bool, runs_strategies: bool, out: Path | None, results: ResultsTree, as_json: bool
 ) -> None:
-    """Check what the jobs of a cluster need, and print the command that installs a missing part.
+    """Check the requirements of a cluster's jobs, and print the command that installs a missing part.
 
     If the cluster's scheduler answers, a short job checks on one node. With --gpu, runs of all strategies follow, and
     their results, predictions and comparisons with other training loops are written to one file.

@@ -1,4 +1,4 @@
-"""The commands ``report``, ``plot`` and ``bundle``."""
+"""What the commands ``report``, ``plot`` and ``bundle`` do."""
 
 from __future__ import annotations
 
@@ -6,22 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from hpcbench.cli.common import (
-    cluster_filter_option,
-    complete_choices,
-    complete_columns,
-    filter_options,
-    make_console,
-    out_option,
-    output_options,
-    print_json,
-    print_message,
-    sources_argument,
-    sweep_argument,
-    why_nothing,
-)
+from hpcbench.cli.common import make_console, print_json, print_message, why_nothing
 from hpcbench.errors import INSTALL_REPORT, ConfigError
 from hpcbench.fileio import write_atomic
 from hpcbench.report.column_names import Condition
@@ -54,17 +39,7 @@ _PAGE_SUFFIXES = (".html", ".htm")
 _PLOTS_WITH_PREDICTIONS = ("scaling", "predicted")
 
 
-@click.command()
-@sources_argument
-@filter_options
-@click.option(
-    "--bound", metavar="SHARE", type=click.FloatRange(0, 1, min_open=True), default=0.8, show_default=True,
-    help="Efficiency threshold.",
-)  # fmt: skip
-@click.option("--predict", is_flag=True, help="Show predictions beside measurements on the page.")
-@out_option("One HTML page that needs no network.", metavar="FILE.html")
-@output_options
-def report(
+def report_findings(
     *,
     sources: tuple[str, ...],
     cluster_name: str | None,
@@ -75,11 +50,7 @@ def report(
     results: ResultsTree,
     as_json: bool,
 ) -> None:
-    """Report the findings of sweeps, trees or bundles: the fastest strategy at each scale, and its significance.
-
-    Further findings: crossovers between strategies, loss of efficiency, strategies that do not fit into memory,
-    failures and their reasons, and inconclusive comparisons.
-    """
+    """Report the findings of sweeps, trees or bundles: the fastest strategy at each scale, and its significance."""
     if out is not None and out.suffix not in _PAGE_SUFFIXES:
         raise ConfigError(f"cannot write {out}: a report is a page", hint=f"endings: {', '.join(_PAGE_SUFFIXES)}")
     clusters = [cluster_name] if cluster_name else None
@@ -88,13 +59,18 @@ def report(
     title = ", ".join(Path(source).name for source in sources) if sources else str(results.root)
     sweeps = _unfinished_sweeps(results, sources, clusters, frame)
     if out is not None:
-        # Imported here: reports in the terminal need no page and no oracle.
+        # Imported here: reports in the terminal need no page.
         from hpcbench.report.html.report_page import ReportRequest, report_html
 
         def load_full(wanted: Sequence[tuple[str, str]]) -> list[RunResult]:
             return full_results(results, sources, clusters, wanted)
 
-        predictions = _predicted_frames(frame, condition, results) if predict else {}
+        predictions = {}
+        if predict:
+            # Imported here: a page of measurements needs no oracle.
+            from hpcbench.report.prediction_frames import frames_of_page
+
+            predictions = frames_of_page(filter_launches(frame, condition), results)
         request = ReportRequest(title, sources, condition, bound, sweeps, load_full, **predictions)
         write_atomic(out, report_html(frame, request).encode())
         print_message(f"report on {len(frame)} runs written to {out}")
@@ -109,19 +85,6 @@ def report(
         print_message(why_nothing(results, sources, len(frame), where))
     else:
         make_console().print(findings_renderable(findings, f"{title}{f', {where}' if where else ''}"))
-
-
-def _predicted_frames(
-    frame: polars.DataFrame, where: Condition | None, results: ResultsTree
-) -> dict[str, polars.DataFrame]:
-    from hpcbench.report.oracle_validation import ClusterForecasts
-    from hpcbench.report.prediction_frames import measured_vs_predicted_frame, predicted_scaling_frame
-
-    forecasts, launches = ClusterForecasts(results), filter_launches(frame, where)
-    return {
-        "predicted": measured_vs_predicted_frame(launches, forecasts),
-        "lines": predicted_scaling_frame(launches, forecasts),
-    }
 
 
 def _unfinished_sweeps(
@@ -142,20 +105,7 @@ def _unfinished_sweeps(
     ]
 
 
-@click.command()
-@click.argument("kind", required=False, shell_complete=complete_choices)
-@sources_argument
-@filter_options
-@click.option(
-    "--by",
-    metavar="KEYS",
-    shell_complete=complete_columns,
-    help="Parameters that get their own line, comma-separated (default: strategy).",
-)
-@click.option("--predict", is_flag=True, help="Add predictions: lines in scaling, points in predicted.")
-@out_option(".png .svg .pdf .html or .json")
-@output_options
-def plot(
+def draw_plot(
     *,
     kind: str | None,
     sources: tuple[str, ...],
@@ -167,10 +117,7 @@ def plot(
     results: ResultsTree,
     as_json: bool,
 ) -> None:
-    """Draw the results of sweeps, trees or bundles, or of the whole tree.
-
-    Without KIND all kinds are listed with what each shows.
-    """
+    """Draw the results of sweeps, trees or bundles, or of the whole tree."""
     if kind is None:
         if as_json:
             print_json({"kinds": [{"name": name, "summary": entry.summary} for name, entry in PLOTS.items()]})
@@ -204,30 +151,11 @@ def _plot_json(drawn: Plot) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@click.command()
-@sweep_argument
-@cluster_filter_option
-@out_option("A .tar.gz (default: SWEEP.hpcbench.tar.gz).")
-@click.option("--logs", is_flag=True, help="Include the logs of ranks and jobs: the last 16 MiB of each.")
-@click.option("--anonymous", is_flag=True, help="Replace names of people and machines by pseudonyms; see above.")
-@output_options
-def bundle(
+def pack_sweep(
     *, sweep: str, cluster_name: str | None, out: Path | None, logs: bool, anonymous: bool, results: ResultsTree,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Pack SWEEP into one file for others: its record, results, scripts and task files, the start markers and
-    rank files of the attempts that count, and a list with the SHA-256 of each.
-
-    `hpcbench table FILE` and `hpcbench collect FILE` read it without unpacking it.
-
-    --anonymous replaces by pseudonyms (user-1, node-1, ...): accounts and real names of the files' owners, other
-    people whose home folder is named, host names with and without domain, IP, MAC and e-mail addresses, SLURM accounts,
-    numbers of users and groups, serial numbers of GPUs, home folders, and the paths of the results tree and the
-    project. They are replaced in values, keys, scripts, logs, errors and file names, and everywhere by the same
-    pseudonym. Unchanged are job ids, process ids, times, versions, hardware, the names of sweep, cluster, partitions
-    and modules, descriptions, git commits, other paths, and variables, unless they contain one of those names. A name
-    that is only in a log is not recognised: read the logs before you publish them.
-    """
+    """Pack SWEEP into one file for others."""
     out = out or Path(f"{sweep_name(sweep)}.hpcbench.tar.gz")
     if not is_bundle_path(out.name):
         raise ConfigError(f"cannot write {out}: unknown ending", hint=f"choices: {', '.join(BUNDLE_SUFFIXES)}")

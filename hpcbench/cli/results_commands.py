@@ -1,4 +1,4 @@
-"""The commands ``table``, ``collect`` and ``results``, which read results."""
+"""What the commands ``table`` and ``collect`` do, and the command ``results``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,10 @@ import polars
 
 from hpcbench.cli.common import (
     cluster_filter_option,
-    complete_columns,
     make_console,
-    out_option,
     output_options,
     print_json,
     print_message,
-    sources_argument,
-    where_option,
     why_nothing,
 )
 from hpcbench.report.configurations import ROW_ORDER, filter_launches, rows_from_frame, sort_rows
@@ -37,46 +33,7 @@ from hpcbench.results.results_tree import CollectedResult, ResultsTree, collect_
 from hpcbench.results.schema import STATUS_BROKEN, RunResult, result_document
 
 
-@click.command()
-@sources_argument
-@cluster_filter_option
-@click.option(
-    "--by",
-    metavar="KEYS",
-    shell_complete=complete_columns,
-    help="Parameters that get one row for each value (comma-separated).",
-)
-@click.option(
-    "--pivot", metavar="KEY", shell_complete=complete_columns, help="Parameter that gets one column for each value."
-)
-@click.option(
-    "--metric",
-    "metrics",
-    metavar="M",
-    shell_complete=complete_columns,
-    help="Metrics to show (comma-separated): samples_per_s, speedup, ...",
-)
-@where_option
-@click.option("--baseline", metavar="EXPR", help="Baseline of speed-ups (default: one device).")
-@click.option(
-    "--scaling", type=click.Choice(["weak", "strong"]),
-    help="Scaling over devices: the batch is fixed per replica (weak) or in total (strong).",
-)  # fmt: skip
-@click.option("--best", is_flag=True, help="Show the fastest configuration in each cell instead of the median.")
-@click.option(
-    "--sort",
-    metavar="COLUMN",
-    shell_complete=complete_columns,
-    help="Order of the rows; -COLUMN has the largest first.",
-)
-@click.option(
-    "--remove-drift", is_flag=True,
-    help="Remove the drift of the machine that the launches of the sweep's reference show.",
-)  # fmt: skip
-@click.option("--layout", metavar="NAME", help="Layout of a paper's table: ddlbench, paradl.")
-@out_option(".csv .json .md .tex .xlsx or .parquet")
-@output_options
-def table(
+def show_results(
     sources: tuple[str, ...],
     cluster_name: str | None,
     out: Path | None,
@@ -84,10 +41,7 @@ def table(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Print the results of sweeps, trees or bundles, or of the whole tree, as a table.
-
-    Without --by, --pivot, --metric, --best, --scaling or --layout every configuration is a row.
-    """
+    """Print the results of sweeps, trees or bundles, or of the whole tree, as a table."""
     request = parse_table_request(**options)
     clusters = [cluster_name] if cluster_name else None
     if not request.is_grouped:
@@ -176,18 +130,10 @@ def print_view(view: View) -> None:
         console.print(renderable)
 
 
-@click.command()
-@sources_argument
-@cluster_filter_option
-@out_option(".json .csv .parquet .xlsx .md or .tex")
-@output_options
-def collect(
+def collect_sources(
     sources: tuple[str, ...], cluster_name: str | None, out: Path | None, results: ResultsTree, as_json: bool
 ) -> None:
-    """Gather the results of sweeps, trees or bundles, or of the whole tree, into one file or onto standard output.
-
-    A run that is in several of them is taken from the first.
-    """
+    """Gather the results of sweeps, trees or bundles, or of the whole tree, into one file or onto standard output."""
     clusters = [cluster_name] if cluster_name else None
     if out is not None:
         count = _write_collected(results, sources, clusters, out)

@@ -1,4 +1,4 @@
-"""The commands ``submit``, ``run``, ``cancel`` and ``retry``."""
+"""What the commands ``submit``, ``run``, ``cancel`` and ``retry`` do."""
 
 from __future__ import annotations
 
@@ -8,27 +8,10 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import click
 import msgspec
 
-from hpcbench.cli.common import (
-    cluster_filter_option,
-    complete_choices,
-    complete_runs,
-    complete_sweeps,
-    output_options,
-    print_json,
-    print_message,
-    sweep_argument,
-)
-from hpcbench.cli.plan_options import (
-    cluster_option,
-    keep_one_off,
-    load_plan,
-    one_off_sweep,
-    overrides_option,
-    plan_options,
-)
+from hpcbench.cli.common import RETRY_STATES, print_json, print_message
+from hpcbench.cli.load_plan import keep_one_off, load_plan, one_off_sweep
 from hpcbench.cli.status_output import LiveScreen, RunCatalog, runs_exit_code
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.errors import EXIT_OK, ConfigError, SubmitError
@@ -44,36 +27,14 @@ from hpcbench.submit.submit import submit as submit_plan
 from hpcbench.submit.watcher import SweepWatcher, wait_for_runs
 from hpcbench.units import parse_quantity, pluralize
 
-RETRY_STATES = ("failed", "timeout", "cancelled", "preempted", "oom", "unsupported", "skipped", "lost")
 DEFAULT_RETRY_STATES = ("failed", "timeout", "cancelled", "preempted", "lost")
 
-over_budget_option = click.option(
-    "--yes", "over_budget", is_flag=True,
-    help="Submit even if the runs may cost more than the budget of the sweep or the cluster.",
-)  # fmt: skip
-remeasure_option = click.option(
-    "--remeasure", is_flag=True,
-    help="Also run again what was measured in another environment; its results move to the archive.",
-)  # fmt: skip
 
-
-@click.command()
-@plan_options
-@click.option("--wait", "waits", is_flag=True, help="Stay until all runs have ended; send the jobs that had to wait.")
-@click.option("--dry-run", "only_tries", is_flag=True, help="Send nothing: step the runs as `dry-run` does.")
-@click.option("--dry-run-first", "tries_first", is_flag=True, help="Do so first, and submit if every one would run.")
-@over_budget_option
-@remeasure_option
-@output_options
-def submit(
+def submit_sweep(
     *, sweep: str, cluster_name: str, overrides: tuple[str, ...], waits: bool, only_tries: bool, tries_first: bool,
     over_budget: bool, remeasure: bool, results: ResultsTree, as_json: bool,
 ) -> None:  # fmt: skip
-    """Submit the runs of SWEEP that have no result yet and return at once.
-
-    Submitting again is harmless: finished, queued and running runs are left alone, and jobs that could not be sent
-    before are sent.
-    """
+    """Submit the runs of SWEEP that have no result yet and return at once."""
     plan = load_plan(sweep, cluster_name, results, overrides)
     if only_tries or tries_first:
         _try_runs(plan, remeasure=remeasure, submits=not only_tries, as_json=as_json)
@@ -130,32 +91,11 @@ def check_send_outcome(sent: SendOutcome, *, waits: bool) -> None:
         raise SubmitError(sent.failed.message, hint=hint)
 
 
-@click.command()
-@click.argument("sweep", required=False, shell_complete=complete_sweeps)
-@cluster_option()
-@overrides_option
-@click.option(
-    "--model", metavar="M", shell_complete=complete_choices, help="Without SWEEP: run this model once, with --strategy."
-)
-@click.option("--strategy", metavar="S", shell_complete=complete_choices, help="The strategy of that run.")
-@click.option(
-    "--dataset", metavar="D", shell_complete=complete_choices, help="Its data set. (default: by the kind of the model)"
-)
-@click.option("--nodes", metavar="N", type=click.IntRange(min=1), help="Its nodes. (default: 1)")
-@click.option("--tasks-per-node", metavar="T", type=click.IntRange(min=1), help="Its ranks on each node. (default: 1)")
-@click.option("--batch-size", metavar="B", type=click.IntRange(min=1), help="Its samples per replica. (default: 32)")
-@click.option("--name", metavar="N", help="Its name as a sweep. (default: model, strategy and a hash)")
-@over_budget_option
-@remeasure_option
-@output_options
-def run(
+def run_sweep(
     *, sweep: str | None, cluster_name: str, overrides: tuple[str, ...], name: str | None, over_budget: bool,
     remeasure: bool, results: ResultsTree, as_json: bool, **parameters: Any,
 ) -> None:  # fmt: skip
-    """Submit SWEEP, wait with a live screen, print the table. Ctrl-C leaves the screen; the runs go on.
-
-    `run --model M --strategy S` runs one configuration without a sweep's file; --set sets its other parameters.
-    """
+    """Submit SWEEP, wait with a live screen, print the table. Ctrl-C leaves the screen; the runs go on."""
     # Imported here: `submit` and `retry` need no polars.
     from hpcbench.cli.results_commands import show_table
 
@@ -195,7 +135,7 @@ def submit_and_watch(plan: SweepPlan, selection: RunSelection, go_on: str) -> di
 def _submit_and_print(plan: SweepPlan, *, over_budget: bool, remeasure: bool) -> SubmitOutcome:
     """Submit the runs of ``plan`` that have no result; print what was submitted and what was left alone, and why."""
     for reason, count in Counter(point.reason for point in plan.dropped).items():
-        print_message(f"{count} point{'s' if count > 1 else ''} dropped: {reason}")
+        print_message(f"{count} point{'s' if count > 1 else ''} infeasible: {reason}")
     earlier = read_sweep_record(plan.tree, plan.sweep.name)
     hidden = set(earlier.run_ids) - plan.runs.keys() if earlier else ()
     if hidden:
@@ -272,27 +212,11 @@ def watch_runs(plan: SweepPlan, superseded: Mapping[str, str]) -> dict[str, RunS
         raise
 
 
-@click.command()
-@sweep_argument
-@cluster_filter_option
-@click.option(
-    "--run",
-    "prefix",
-    metavar="RUN_ID",
-    shell_complete=complete_runs,
-    help="Only this run; its first digits are enough.",
-)
-@click.option("--where", metavar="EXPR", help="Only runs whose parameters satisfy the expression.")
-@click.option("--wait", "waits", is_flag=True, help="Stay until they have ended.")
-@output_options
-def cancel(
+def cancel_sweep(
     *, sweep: str, cluster_name: str | None, prefix: str | None, where: str | None, waits: bool, results: ResultsTree,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Stop the runs of SWEEP that are queued or running. What they measured is kept; submit runs them again.
-
-    Stopping takes a moment. Until a run has ended, `submit` treats it as running; use --wait.
-    """
+    """Stop the runs of SWEEP that are queued or running. Their measurements are kept; submit runs them again."""
     documents = []
     for cluster, record in select_sweeps(results, (sweep,), cluster_name):
         profile, _ = load_cluster(record.profile)
@@ -313,16 +237,7 @@ def cancel(
         print_json({"cancelled": documents})
 
 
-@click.command()
-@plan_options
-@click.option(
-    "--status", "statuses", multiple=True, type=click.Choice(RETRY_STATES),
-    help="Statuses to submit again (default: all but oom, unsupported, skipped).",
-)  # fmt: skip
-@over_budget_option
-@click.option("--time-limit", metavar="TIME", help="A longer limit, for example '2 h'; the run ids stay the same.")
-@output_options
-def retry(
+def retry_sweep(
     *, sweep: str, cluster_name: str, overrides: tuple[str, ...], statuses: tuple[str, ...], over_budget: bool,
     time_limit: str | None, results: ResultsTree, as_json: bool,
 ) -> None:  # fmt: skip

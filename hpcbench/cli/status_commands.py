@@ -44,7 +44,7 @@ def status(**options: Any) -> None:
 @click.option("--attempt", type=int, help="Number of the attempt (default: the newest).")
 @click.option("--failed", is_flag=True, help="Of a sweep: only runs that failed, timed out, were stopped or lost.")
 @where_option
-@click.option("--follow", is_flag=True, help="Print what is added until the runs have ended.")
+@click.option("--follow", is_flag=True, help="Print new lines until the runs have ended.")
 @output_options
 def logs(**options: Any) -> None:
     """Print the logs of the ranks of a run, and of its job's script; or those of the runs of a sweep.

@@ -155,7 +155,7 @@ class RunCatalog:
     def satisfying(self, states: Mapping[str, RunState], where: str) -> dict[str, RunState]:
         """Those of ``states`` whose parameters satisfy the expression ``where``."""
         # Imported here: `status` without a condition starts without pydantic.
-        from hpcbench.cli.plan_options import spec_condition
+        from hpcbench.cli.load_plan import spec_condition
 
         is_wanted = spec_condition(where)
         return {

@@ -1,4 +1,4 @@
-"""The commands ``check``, ``plan`` and ``render``, which need no scheduler."""
+"""What the commands ``check``, ``plan`` and ``render`` do; they need no scheduler."""
 
 from __future__ import annotations
 
@@ -9,17 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from hpcbench.cli.common import (
-    complete_files,
-    json_option,
-    make_console,
-    out_option,
-    output_options,
-    print_json,
-    print_message,
-    print_text,
-)
-from hpcbench.cli.plan_options import find_sweep_file, load_plan, overrides_option, plan_options
+from hpcbench.cli.common import make_console, print_json, print_message, print_text
+from hpcbench.cli.load_plan import find_sweep_file, load_plan
 from hpcbench.config.cluster_profile import find_cluster_profiles, load_cluster_file
 from hpcbench.config.run_spec import spec_document
 from hpcbench.config.sweep_loader import count_points, load_sweep
@@ -39,15 +30,8 @@ if TYPE_CHECKING:
 _PREDICTED_FIGURES = ("step_time_s", "peak_memory_bytes", "fits", "bound_by")
 
 
-@click.command()
-@click.argument("files", nargs=-1, required=True, shell_complete=complete_files)
-@overrides_option
-@json_option
-def check(files: tuple[str, ...], overrides: tuple[str, ...], as_json: bool) -> None:
-    """Validate sweeps and profiles.
-
-    FILES are TOML files, or names of sweeps. Every mistake in all of them is listed, with file and line.
-    """
+def check_files(files: tuple[str, ...], overrides: tuple[str, ...], as_json: bool) -> None:
+    """Validate sweeps and profiles."""
     problems: list[HpcbenchError] = []
     documents = []
     for name in files:
@@ -89,14 +73,8 @@ def _check_file(path: Path, overrides: Sequence[str]) -> str:
     return "a cluster profile, valid" + (", and the scheduler agrees" if checked else "; no scheduler here to compare")
 
 
-@click.command()
-@plan_options
-@output_options
-def plan(sweep: str, cluster_name: str, overrides: tuple[str, ...], results: ResultsTree, as_json: bool) -> None:
-    """Show what SWEEP would run on a cluster: runs, jobs, finished runs, infeasible points and the reasons.
-
-    The plan includes the predicted duration of the runs, and those that will not fit into memory.
-    """
+def show_plan(sweep: str, cluster_name: str, overrides: tuple[str, ...], results: ResultsTree, as_json: bool) -> None:
+    """Show what SWEEP would run on a cluster: runs, jobs, finished runs, infeasible points and the reasons."""
     # Imported here: `check` and `render` predict nothing, and only a terminal gets tables.
     from hpcbench.forecast.forecast import forecast_plan
 
@@ -168,11 +146,7 @@ def _prediction_json(run_id: str, forecast: PlanForecast) -> dict[str, Any]:
     return {"predicted": {**figures, "run_time_s": forecast.run_time_s[run_id], "rests_on": rests_on}}
 
 
-@click.command()
-@plan_options
-@out_option("Write scripts and task files there.", metavar="DIR")
-@output_options
-def render(
+def render_sweep(
     *, sweep: str, cluster_name: str, overrides: tuple[str, ...], out: Path | None, results: ResultsTree, as_json: bool
 ) -> None:
     """Show the exact bytes that submit would send for SWEEP: job scripts and task files."""

@@ -23,9 +23,9 @@ from hpcbench.oracle.calibration.calibration_runs import (
     CalibrationRun,
     calibration_sweep_name,
     calibration_sweep_toml,
+    disturbances,
 )
 from hpcbench.oracle.calibration.calibration_store import read_calibrations
-from hpcbench.oracle.calibration.disturbed_runs import disturbances
 from hpcbench.oracle.candidate_points import DeviceAllocation
 from hpcbench.oracle.prediction import NotPredicted
 from hpcbench.oracle.recommend import OBJECTIVES, Recommendation, recommend

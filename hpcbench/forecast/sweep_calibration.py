@@ -16,14 +16,19 @@ from hpcbench.config.run_spec import RunSpec, config_id, strategy_label
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.forecast.forecast import STARTUP_S, Forecast, forecast_plan
 from hpcbench.forecast.oracle_requests import plan_calibration
-from hpcbench.oracle.calibration.calibration_runs import PROBE_STEPS, CalibrationRun, probe_sweep_toml, usable_runs
+from hpcbench.oracle.calibration.calibration_runs import (
+    PROBE_STEPS,
+    CalibrationRun,
+    check_disturbed,
+    probe_sweep_toml,
+    usable_runs,
+)
 from hpcbench.oracle.calibration.calibration_store import (
     Calibration,
     StoredCalibration,
     calibration_of_partition,
     read_calibrations,
 )
-from hpcbench.oracle.calibration.disturbed_runs import check_disturbed
 from hpcbench.oracle.calibration.fit_shapes import busy_notes, fit_shapes
 from hpcbench.oracle.calibration.sweep_needs import PricedRun, SweepProbe, block_probes, message_probes, price_run
 from hpcbench.oracle.cost_model import CostModel, is_eager_run
@@ -210,7 +215,7 @@ def _link_notes(profile: ClusterProfile, partition: str | None, specs: Iterable[
         link = getattr(comm, name)
         if is_used and getattr(profile.links, name) is None:
             notes.append(
-                f"the profile {profile.name} says nothing of its links {where}: {link.latency_s * 1e6:g} us and "
+                f"the profile {profile.name} defines no links {where}: {link.latency_s * 1e6:g} us and "
                 f"{1e-9 / link.beta_s_per_byte:g} GB/s are assumed for messages that are not measured"
             )
     return notes

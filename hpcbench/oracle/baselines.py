@@ -1,7 +1,8 @@
-"""Baseline predictors against which the oracle is scored: published models and simple scaling rules.
+"""Baseline predictors against which the oracle is scored: published models, simple scaling rules and constant choices.
 
 The published models are evaluated as in their papers: layers are timed on one device and their times divided,
-nothing overlaps, and a link has its nominal latency and bandwidth."""
+nothing overlaps, and a link has its nominal latency and bandwidth. Constant choices of a strategy predict no time: a
+predictor of step times is worth nothing as a recommender where it loses to one of these."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import msgspec
 
 from hpcbench.config.run_spec import DEGREE_NAMES, RunSpec
 from hpcbench.oracle.collective_formulas import HockneyLink
-from hpcbench.oracle.cost_model import CostModel, row_kernels, update_kernels
+from hpcbench.oracle.cost_model import CostModel, StepBreakdown, row_kernels, update_kernels
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.pipeline_rank import PipelineRank
 from hpcbench.oracle.placement import are_on_one_node, place_group
@@ -31,7 +32,7 @@ from hpcbench.oracle.published_formulas import (
     paradl_data_spatial,
     paradl_pipeline,
 )
-from hpcbench.oracle.step_time import StepBreakdown
+from hpcbench.oracle.scoring import PredictorResult
 from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.oracle.tensor_sizes import FP32_BYTES, activation_number_bytes, parameter_bytes, parameter_number_bytes
 from hpcbench.parallel import layer_table
@@ -283,3 +284,29 @@ BASELINES: dict[str, Callable[[BaselineRequest], BaselineEstimate]] = {
     "log_p": log_devices_baseline,
 }
 """Functions of the baselines by name; each has a section in ``docs/formulas.md``."""
+
+
+CHOICE_BASELINES: dict[str, tuple[str, ...]] = {"always_ddp": ("ddp",), "ddp_else_fsdp": ("ddp", "fsdp")}
+"""Strategies of each baseline, the preferred one first. A baseline with several chooses only runs that fit into
+memory."""
+
+
+def choice_results(strategy: str, fits: bool | None) -> dict[str, PredictorResult]:
+    """Return the choice of each of ``CHOICE_BASELINES`` for a run.
+
+    Args:
+        strategy: of the run.
+        fits: whether the oracle predicts that it fits into memory; ``None``, unknown, counts as yes.
+    """
+    return {
+        name: _choice_result(strategy, order, fits is False and len(order) > 1)
+        for name, order in CHOICE_BASELINES.items()
+    }
+
+
+def _choice_result(strategy: str, order: tuple[str, ...], is_too_large: bool) -> PredictorResult:
+    if strategy not in order:
+        return PredictorResult(reason=f"it chooses only {' or '.join(order)}")
+    if is_too_large:
+        return PredictorResult(reason="it does not fit, by the oracle", fits=False)
+    return PredictorResult(preference=order.index(strategy))

@@ -1,7 +1,8 @@
-"""Times of kernels and collectives on one machine, at the shapes and placements of one run."""
+"""Times of kernels, collectives and steps on one machine, at the shapes and placements of one run."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -314,3 +315,52 @@ def combined_relative_spread(parts: list[tuple[float, float]], whole_s: float) -
     if not whole_s:
         return 0.0
     return sqrt(sum((seconds * spread) ** 2 for seconds, spread in parts)) / whole_s
+
+
+class StepBreakdown(NamedTuple):
+    """Seconds of one steady step of the slowest rank.
+
+    ``step_time_s`` is the sum of computation, exposed communication, bubble and waiting for stragglers.
+    """
+
+    step_time_s: float
+    compute_s: float
+    comm_s: float = 0.0
+    exposed_comm_s: float = 0.0
+    bubble_s: float = 0.0
+    """Idle time of a pipeline's ranks without a micro-batch."""
+    straggler_s: float = 0.0
+    latency_s: float = 0.0
+    """The part of ``exposed_comm_s`` that no bandwidth would shorten."""
+
+
+def step_from_events(cost_model: CostModel, events: Iterable[stream_simulator.StreamEvent]) -> StepBreakdown:
+    """Simulate ``events``, and add the overhead of a step and the wait for the slowest rank."""
+    times = cost_model.run(events)
+    overhead_s = cost_model.overhead_s()
+    compute_s = times.compute_s + overhead_s
+    straggler_s = cost_model.straggler_s(compute_s)
+    exposed_share = times.exposed_comm_s / times.comm_s if times.comm_s else 0.0
+    return StepBreakdown(
+        step_time_s=times.end_s + overhead_s + straggler_s,
+        compute_s=compute_s,
+        comm_s=times.comm_s,
+        exposed_comm_s=times.exposed_comm_s,
+        straggler_s=straggler_s,
+        latency_s=times.latency_s * exposed_share,
+    )
+
+
+WAIT_FOR_ALL = stream_simulator.WaitEvent()
+"""The computing stream waits for all running calls."""
+
+
+def update_events(
+    cost_model: CostModel, spec: RunSpec, parameter_bytes: Sequence[float]
+) -> Iterator[stream_simulator.StreamEvent]:
+    """Yield the optimizer's pass over the tensors that the rank updates."""
+    counts = Counter(size for size in parameter_bytes if size)
+    kernels_s = [cost_model.kernel_s(kernel) for kernel in update_kernels(spec, counts)]
+    yield stream_simulator.ComputeEvent(
+        sum(seconds * count for seconds, count in zip(kernels_s, counts.values(), strict=True))
+    )

@@ -8,7 +8,7 @@ from itertools import compress
 from typing import NamedTuple
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.cost_model import CostModel
+from hpcbench.oracle.cost_model import CostModel, StepBreakdown, step_from_events, update_events
 from hpcbench.oracle.peak_memory import (
     MemoryBreakdown,
     PersistentMemory,
@@ -18,7 +18,6 @@ from hpcbench.oracle.peak_memory import (
 )
 from hpcbench.oracle.placement import GroupPlacement, place_group
 from hpcbench.oracle.row_cost import RowCost, copy_op, micro_batch_events, row_events, row_traffic
-from hpcbench.oracle.step_time import StepBreakdown, step_from_events, update_events
 from hpcbench.oracle.strategies.base import Cost
 from hpcbench.oracle.stream_simulator import RepeatEvent, StreamEvent, WaitEvent
 from hpcbench.parallel.gradient_buckets import DEFAULT_BUCKET_CAP_MB, MIB, fill_buckets, first_use_rows, sum_bytes_at

@@ -15,9 +15,17 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from hpcbench.oracle import placement
-from hpcbench.oracle.cost_model import FULL_SHARE, CostModel, RowKernels, first_equal_rows, row_kernels, update_kernels
+from hpcbench.oracle.cost_model import (
+    FULL_SHARE,
+    WAIT_FOR_ALL,
+    CostModel,
+    RowKernels,
+    StepBreakdown,
+    first_equal_rows,
+    row_kernels,
+    update_kernels,
+)
 from hpcbench.oracle.pipeline_rank import BUCKET_CAP_BYTES, PipelineRank, TiedWeight
-from hpcbench.oracle.step_time import WAIT_FOR_ALL, StepBreakdown
 from hpcbench.oracle.stream_simulator import CommCall, ComputeEvent, StreamEvent
 from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.gradient_buckets import bucket_payload_bytes, fill_buckets, first_use_rows

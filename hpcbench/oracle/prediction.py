@@ -8,11 +8,10 @@ from typing import Final, Literal, NamedTuple, Protocol
 import msgspec
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.cost_model import CostModel, combined_relative_spread
+from hpcbench.oracle.cost_model import CostModel, StepBreakdown, combined_relative_spread
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.measured_factors import PRIOR_SPREAD, LearnedFactor, Neighbour
 from hpcbench.oracle.peak_memory import MemoryBreakdown
-from hpcbench.oracle.step_time import StepBreakdown
 from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.oracle.uncertainty import CostModelFactory, log_step_spreads
 from hpcbench.parallel.layer_table import LayerTable

@@ -32,12 +32,12 @@ _PREFIXES = ("", "spec.", "metrics.", "provenance.")
 
 def resolve_column(name: str) -> str:
     """Return the column of a short or full ``name``; ``ConfigError`` with the nearest if there is none."""
-    known = column_types()
+    columns = column_types()
     if name in DERIVED_COLUMNS or is_computed(name):
         return name
     for prefix in _PREFIXES:
         for ending in ("", ".median"):
-            if f"{prefix}{name}{ending}" in known:
+            if f"{prefix}{name}{ending}" in columns:
                 return f"{prefix}{name}{ending}"
     option = f"spec.{name.removeprefix('spec.')}"
     if split_option_column(option):

@@ -161,9 +161,9 @@ def _group_launches(launches: pl.DataFrame, keys: list[str], column: str) -> dic
 
 
 def separating_parameters(base: pl.DataFrame, new: pl.DataFrame) -> list[str]:
-    """Why no configuration is on both sides: the parameters in which the sides share no value, with the values.
+    """Return the parameters in which the sides share no value, with the values: no configuration is on both sides.
 
-    If they share some value of every parameter, the parameters of the two most similar configurations.
+    If they share some value of every parameter, it is those in which the two most similar configurations differ.
     """
     sides = [list(_configuration_values(frame)) for frame in (base, new)]
     if not all(sides):
@@ -176,7 +176,7 @@ def separating_parameters(base: pl.DataFrame, new: pl.DataFrame) -> list[str]:
     if reasons:
         return reasons
     pairs = itertools.product(*(side[:_COMPARED_CONFIGURATIONS] for side in sides))
-    nearest = min(([name for name in one if one[name] != other[name]] for one, other in pairs), key=len)
+    nearest = min(([name for name in first if first[name] != second[name]] for first, second in pairs), key=len)
     return [f"the most similar configurations differ in {join_words(nearest)}"] if nearest else []
 
 

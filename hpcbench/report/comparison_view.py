@@ -85,6 +85,9 @@ def rows_from_references(
     """The rows of configurations in ``frame`` that bands refer to, by the median of their launches.
 
     A band without any matching run is a row too: a check of nothing must not pass.
+
+    Raises:
+        ConfigError: a band's metric is no column, or its condition is invalid; with file and line of ``source``.
     """
     rows = []
     for number, reference in enumerate(references):

@@ -68,8 +68,8 @@ def aggregate_launches(frame: pl.DataFrame) -> pl.DataFrame:
     for name in [name for name in grouped.columns if name.endswith((f":{LOW}", f":{HIGH}"))]:
         column, _, side = name.rpartition(":")
         within = SPREAD_COLUMNS[side == HIGH]
-        own = pl.col(within) if column == STEP_TIME and within in grouped.columns else pl.lit(None)
-        bounds[name] = pl.when(single).then(own).otherwise(pl.col(name))
+        bound = pl.col(within) if column == STEP_TIME and within in grouped.columns else pl.lit(None)
+        bounds[name] = pl.when(single).then(bound).otherwise(pl.col(name))
     return grouped.with_columns(**bounds).drop("_alone")
 
 
@@ -173,15 +173,23 @@ def row_sort_key(row: ResultRow) -> tuple[Any, ...]:
 
 
 def sort_rows(rows: list[ResultRow], by: str) -> list[ResultRow]:
-    """Return ``rows`` by a field or parameter; ``-name`` has the largest first, rows without a value come last."""
+    """Return ``rows`` in the order of a field or parameter; rows without a value come last.
+
+    Args:
+        rows: the rows.
+        by: name of the field or parameter, ascending; ``-name`` has the largest value first.
+
+    Raises:
+        ConfigError: no field or parameter has that name.
+    """
     name = by.removeprefix("-")
     fields = {*ResultRow.__dataclass_fields__, *RunSpec.__struct_fields__, "ranks", "devices"}
     if name not in fields:
         raise ConfigError(f"--sort {name}: no column of this table", hint=did_you_mean(name, fields))
     values = [getattr(row if name in ResultRow.__dataclass_fields__ else row.spec, name, None) for row in rows]
-    known = [(value, row) for value, row in zip(values, rows, strict=True) if isinstance(value, (int, float, str))]
+    sortable = [(value, row) for value, row in zip(values, rows, strict=True) if isinstance(value, (int, float, str))]
     others = [row for value, row in zip(values, rows, strict=True) if not isinstance(value, (int, float, str))]
-    return [*(row for _, row in sorted(known, key=itemgetter(0), reverse=by.startswith("-"))), *others]
+    return [*(row for _, row in sorted(sortable, key=itemgetter(0), reverse=by.startswith("-"))), *others]
 
 
 def _row_from_values(values: dict[str, Any]) -> ResultRow:

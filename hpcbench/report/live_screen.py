@@ -19,7 +19,7 @@ from hpcbench.units import format_seconds, pluralize, three_digits
 RATE_RUNS = 20
 """The rate is that of the last so many runs."""
 _MIN_RUNS_FOR_DECILES = 10
-"""With fewer durations min and max are their spread, else the first and last decile."""
+"""Number of durations from which their spread is the first and last decile; with fewer it is min and max."""
 _UNCHARGED_STATES = ACTIVE_STATES | {"planned", "skipped"}
 """States of runs that have used no node-hours, or none yet."""
 _MIN_REMAINING_SHARE = 0.1

@@ -15,9 +15,8 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import HpcbenchError
 from hpcbench.forecast.forecast import Forecast
 from hpcbench.oracle import scoring
-from hpcbench.oracle.baselines import BASELINES, BaselineEstimate, BaselineRequest, MeasuredRun
+from hpcbench.oracle.baselines import BASELINES, BaselineEstimate, BaselineRequest, MeasuredRun, choice_results
 from hpcbench.oracle.calibration.calibration_store import read_calibrations
-from hpcbench.oracle.choice_baselines import choice_results
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.prediction import NotPredicted, Prediction
 from hpcbench.parallel.catalog import STRATEGIES
@@ -169,19 +168,20 @@ def baseline_predictor(
         forecast = forecasts.forecast(measured.cluster)
         if isinstance(forecast, NotPredicted):
             return scoring.PredictorResult(reason=forecast.reason)
+        # Results of other people may contain a run that no sweep can contain: it is refused before any formula.
+        memory = forecast.memory_fit(measured.spec)
+        if isinstance(memory, NotPredicted):
+            return scoring.PredictorResult(reason=memory.reason)
         table = forecast.table(measured.spec)
-        if isinstance(table, NotPredicted):
-            return scoring.PredictorResult(reason=table.reason)
+        assert not isinstance(table, NotPredicted), "the memory was computed from the table"
         machine = forecast.machine(measured.spec)
         try:
             estimate = baseline(BaselineRequest(measured.spec, table, machine, runs.get(measured.cluster, [])))
-        except (ArithmeticError, AssertionError, HpcbenchError, LookupError, ValueError) as error:
-            return scoring.PredictorResult(reason=f"{type(error).__name__}: {error}")
-        figures = {
-            "compute_s": estimate.compute_s, "comm_s": estimate.comm_s, "peak_memory_bytes": estimate.memory_bytes,
-        }  # fmt: skip
-        known = {name: value for name, value in figures.items() if value is not None}
-        return scoring.PredictorResult(step_time_s=estimate.step_time_s, figures=known, reason=estimate.reason)
+        except HpcbenchError as error:
+            return scoring.PredictorResult(reason=error.message)
+        parts = {"compute_s": estimate.compute_s, "comm_s": estimate.comm_s, "peak_memory_bytes": estimate.memory_bytes}
+        figures = {name: value for name, value in parts.items() if value is not None}
+        return scoring.PredictorResult(step_time_s=estimate.step_time_s, figures=figures, reason=estimate.reason)
 
     return predict
 

@@ -72,7 +72,11 @@ class TableRequest:
 
 
 def with_defaults(request: TableRequest) -> TableRequest:
-    """Return ``request`` with defaults: scaling over devices, or throughput and step time by strategy."""
+    """Return ``request`` with defaults: scaling over devices, or throughput and step time by strategy.
+
+    Raises:
+        ConfigError: the pivot is one of the columns of ``by``.
+    """
     scaled = (configurations.THROUGHPUT, "speedup", "efficiency")
     metrics = request.metrics or (scaled if request.scaling else (configurations.STEP_TIME, configurations.THROUGHPUT))
     pivot = request.pivot or ("devices" if request.scaling else None)
@@ -108,17 +112,17 @@ def parse_table_request(**options: Any) -> TableRequest:
     Raises:
         ConfigError: a name is no column, a metric no figure, or the layout unknown.
     """
-    given = {name: value for name, value in options.items() if value}
-    layout = given.pop("layout", None)
+    selected = {name: value for name, value in options.items() if value}
+    layout = selected.pop("layout", None)
     if layout and layout not in TABLE_LAYOUTS:
         raise ConfigError(f"no layout {layout!r}", hint=did_you_mean(layout, TABLE_LAYOUTS))
-    for name in {"by", "metrics"} & given.keys():
-        given[name] = tuple(column_names.resolve_column(column.strip()) for column in given[name].split(","))
-    for name in {"where", "baseline"} & given.keys():
-        given[name] = column_names.Condition(given[name], f"--{name}")
-    if "pivot" in given:
-        given["pivot"] = column_names.resolve_column(given["pivot"])
-    for name in given.get("metrics", ()):
+    for name in {"by", "metrics"} & selected.keys():
+        selected[name] = tuple(column_names.resolve_column(column.strip()) for column in selected[name].split(","))
+    for name in {"where", "baseline"} & selected.keys():
+        selected[name] = column_names.Condition(selected[name], f"--{name}")
+    if "pivot" in selected:
+        selected["pivot"] = column_names.resolve_column(selected["pivot"])
+    for name in selected.get("metrics", ()):
         is_derived = name in {
             *column_names.COMPUTED_COLUMNS,
             *column_names.DERIVED_COLUMNS,
@@ -129,7 +133,7 @@ def parse_table_request(**options: Any) -> TableRequest:
                 f"--metric {column_names.short_name(name)}: not a figure",
                 hint=f"choices: {', '.join(metric_choices())}",
             )
-    request = replace(TABLE_LAYOUTS[layout] if layout else TableRequest(), **given)
+    request = replace(TABLE_LAYOUTS[layout] if layout else TableRequest(), **selected)
     return with_defaults(request) if request.is_grouped else request
 
 
@@ -388,10 +392,10 @@ def table(
     Raises:
         HpcbenchError: there is no such source, column or option.
     """
-    known = ("by", "pivot", "metrics", "where", "baseline", "scaling", "best", "sort", "layout", "remove_drift")
+    choices = ("by", "pivot", "metrics", "where", "baseline", "scaling", "best", "sort", "layout", "remove_drift")
     for name in options:
-        if name not in known:
-            raise ConfigError(f"table() has no option {name!r}", hint=did_you_mean(name, known))
+        if name not in choices:
+            raise ConfigError(f"table() has no option {name!r}", hint=did_you_mean(name, choices))
     request = parse_table_request(**options)
     tree, names = ResultsTree(results_folder(str(results) if results is not None else None)), [*map(str, sources)]
     if request.is_grouped:

@@ -117,7 +117,7 @@ def plan_renderables(plan: SweepPlan, plan_forecast: PlanForecast | None = None)
     parts += [Text(printable_text(line), style="dim") for line in _schedule_lines(plan)]
     if plan.dropped:
         reasons = Counter(point.reason for point in plan.dropped)
-        columns = [Column("dropped", "dropped", reasons.get), text_column("because", str, wraps=True)]
+        columns = [Column("dropped", "infeasible", reasons.get), text_column("because", str, wraps=True)]
         reason_list = [reason for reason, _ in reasons.most_common()]
         parts.append(PrintedView(View.from_rows("", columns, reason_list)))
     return parts

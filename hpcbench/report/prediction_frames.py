@@ -16,6 +16,7 @@ from hpcbench.report.configurations import HIGH, LOW, STEP_TIME, run_spec_of
 from hpcbench.report.oracle_validation import ClusterForecasts
 from hpcbench.report.plots.plot_model import NothingToDraw
 from hpcbench.report.plots.point_data import plot_points
+from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import STATUS_OK
 
 EXTRAPOLATION_FACTOR = 8
@@ -51,6 +52,15 @@ def _predict_row(row: dict[str, Any], forecasts: ClusterForecasts) -> Prediction
         return None
     prediction = forecasts.predict(row["cluster"], run_spec_of(row))
     return None if isinstance(prediction, NotPredicted) else prediction
+
+
+def frames_of_page(launches: pl.DataFrame, results: ResultsTree) -> dict[str, pl.DataFrame]:
+    """The frames of a report's page with predictions: ``predicted`` beside measurements, and ``lines`` over scales."""
+    forecasts = ClusterForecasts(results)
+    return {
+        "predicted": measured_vs_predicted_frame(launches, forecasts),
+        "lines": predicted_scaling_frame(launches, forecasts),
+    }
 
 
 def measured_vs_predicted_frame(
@@ -124,10 +134,10 @@ def enlarge_spec(spec: RunSpec, factor: int, *, is_strong: bool = False) -> RunS
 
     ``None`` if that is infeasible.
     """
-    own = get_strategy(spec.strategy).own_degree
-    if own is None:
+    degree_name = get_strategy(spec.strategy).own_degree
+    if degree_name is None:
         return None
-    degree = "dp_degree" if spec.dp_degree > 1 else own
+    degree = "dp_degree" if spec.dp_degree > 1 else degree_name
     point = msgspec.to_builtins(spec)
     point |= {"nodes": spec.nodes * factor, degree: getattr(spec, degree) * factor}
     point.pop("time_limit_min", None)

@@ -16,8 +16,8 @@ from hpcbench.config.expression import Expression
 from hpcbench.config.run_spec import RunSpec, config_id, spec_document
 from hpcbench.config.sweep_loader import COMPUTED_NAMES, expression_values
 from hpcbench.forecast.forecast import Forecast
+from hpcbench.oracle.calibration.calibration_runs import DISTURBED_NOTE
 from hpcbench.oracle.calibration.calibration_store import Calibration, FitResidual
-from hpcbench.oracle.calibration.disturbed_runs import DISTURBED_NOTE
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.measured_factors import counted_phrase
 from hpcbench.oracle.prediction import MEASURED_FOR_SWEEP, NotPredicted, Prediction, PredictionBasis
@@ -44,7 +44,7 @@ class PredictedConfiguration:
 
     @property
     def known(self) -> Prediction | None:
-        """The prediction if there is one."""
+        """The prediction; ``None`` if the configuration is not predicted."""
         return None if isinstance(self.prediction, NotPredicted) else self.prediction
 
 
@@ -98,13 +98,13 @@ def predictions_view(rows: Sequence[PredictedConfiguration], title: str) -> View
     """One row per configuration."""
     varying, shared = split_parameters([row.spec for row in rows])
     # The training parameters without which the other columns still identify every row.
-    kept = list(varying)
+    shown_names = list(varying)
     for name in _TRAINING_PARAMETERS:
-        others = [other for other in kept if other != name]
+        others = [other for other in shown_names if other != name]
         cells = {tuple(column.cell_of(row) for column in identity_columns(rows, others)) for row in rows}
-        if name in kept and len(cells) == len(rows):
-            kept = others
-    redundant = [name for name in varying if name not in kept]
+        if name in shown_names and len(cells) == len(rows):
+            shown_names = others
+    redundant = [name for name in varying if name not in shown_names]
     limits = {row.known.memory_limit_bytes for row in rows if row.known}
     columns = [
         *identity_columns(rows, [name for name in varying if name not in redundant]),
@@ -165,8 +165,8 @@ def basis_columns(
 
     Otherwise the lines above a table state it for all rows.
     """
-    known = [prediction.rests_on for prediction in predictions if prediction is not None]
-    if not any(basis.counts or basis.kind == MEASURED_FOR_SWEEP for basis in known):
+    bases = [prediction.rests_on for prediction in predictions if prediction is not None]
+    if not any(basis.counts or basis.kind == MEASURED_FOR_SWEEP for basis in bases):
         return []
 
     def text(row: Any) -> str:

@@ -193,11 +193,11 @@ def layout_name(layout: Layout) -> str:
     return " ".join([*words, *(["recomputing"] if layout.recompute == "full" else [])])
 
 
-def layouts_view(found: LayoutRecommendation, nodes: int, most: int) -> View:
+def layouts_view(recommendation: LayoutRecommendation, nodes: int, most: int) -> View:
     """The best layouts on so many nodes, at most ``most``."""
-    ranking = found.rankings[nodes]
+    ranking = recommendation.rankings[nodes]
     title = (
-        f"{pluralize(nodes, 'node')} x {found.tasks_per_node} = {pluralize(ranking.gpus, 'GPU')}: "
+        f"{pluralize(nodes, 'node')} x {recommendation.tasks_per_node} = {pluralize(ranking.gpus, 'GPU')}: "
         f"{pluralize(len(ranking.layouts), 'layout')} fit"
     )
     columns = [
@@ -207,13 +207,14 @@ def layouts_view(found: LayoutRecommendation, nodes: int, most: int) -> View:
         Column("step_time_s", "step [90 %]", lambda row: row[1].step_time_s, lambda row: _step_text(row[1])),
         Column("tokens_per_s_per_device", "tokens/s /device", lambda row: row[1].tokens_per_s_per_gpu,
                lambda row: format_rate(row[1].tokens_per_s_per_gpu)),
-        Column("mfu", "MFU", lambda row: model_flops_utilisation(found, row[1]),
-               lambda row: f"{model_flops_utilisation(found, row[1]):.1%}"),
+        Column("mfu", "MFU", lambda row: model_flops_utilisation(recommendation, row[1]),
+               lambda row: f"{model_flops_utilisation(recommendation, row[1]):.1%}"),
         Column("memory", "memory", lambda row: row[1].peak_memory_gib,
                lambda row: format_bytes(int(row[1].peak_memory_gib * _GIB))),
-        text_column("runs", lambda row: "" if priced_only_reason(found.shape, row[1].layout) else "yes"),
+        text_column("runs", lambda row: "" if priced_only_reason(recommendation.shape, row[1].layout) else "yes"),
     ]  # fmt: skip
-    return View.from_rows(title, columns, enumerate(ranking.layouts[:most], 1), _view_notes(found, ranking, most))
+    notes = _view_notes(recommendation, ranking, most)
+    return View.from_rows(title, columns, enumerate(ranking.layouts[:most], 1), notes)
 
 
 def _step_text(row: RankedLayout) -> str:
@@ -221,16 +222,16 @@ def _step_text(row: RankedLayout) -> str:
     return f"{format_seconds(row.step_time_s)} [{low} {high}]"
 
 
-def model_flops_utilisation(found: LayoutRecommendation, row: RankedLayout) -> float:
+def model_flops_utilisation(recommendation: LayoutRecommendation, row: RankedLayout) -> float:
     """Return the predicted MFU at the bf16 peak of the profile."""
-    flops = found.shape.flops_per_token(row.layout.sequence) * row.tokens_per_s_per_gpu
-    return flops / found.peak_flops_per_s
+    flops = recommendation.shape.flops_per_token(row.layout.sequence) * row.tokens_per_s_per_gpu
+    return flops / recommendation.peak_flops_per_s
 
 
-def _view_notes(found: LayoutRecommendation, ranking: LayoutRanking, most: int) -> Iterable[str]:
+def _view_notes(recommendation: LayoutRecommendation, ranking: LayoutRanking, most: int) -> Iterable[str]:
     yield (
         f"{ranking.examined:,} layouts examined, {ranking.priced:,} priced; memory up to "
-        f"{found.machine.fits_below_gib:.0f} GiB of {found.machine.device.memory_gib:.0f}"
+        f"{recommendation.machine.fits_below_gib:.0f} GiB of {recommendation.machine.device.memory_gib:.0f}"
     )
     if equivalent := _count_equivalent(ranking.layouts):
         yield f"~: not significantly slower than the first ({pluralize(equivalent, 'layout')}); measure them"
@@ -241,24 +242,24 @@ def _view_notes(found: LayoutRecommendation, ranking: LayoutRanking, most: int) 
             f"{layout_name(best.layout)}, {_step_text(best)}, {format_bytes(int(best.peak_memory_gib * _GIB))}"
         )
     reasons = dict.fromkeys(
-        reason for row in ranking.layouts[:most] if (reason := priced_only_reason(found.shape, row.layout))
+        reason for row in ranking.layouts[:most] if (reason := priced_only_reason(recommendation.shape, row.layout))
     )
     if reasons:
         yield f"runs: empty where hpcbench only prices a layout: {'; '.join(reasons)}"
     runnable = [
         (place, row)
         for place, row in enumerate(ranking.layouts, 1)
-        if priced_only_reason(found.shape, row.layout) is None
+        if priced_only_reason(recommendation.shape, row.layout) is None
     ]
     if runnable and runnable[0][0] > most:
         place, row = runnable[0]
         yield f"the first that hpcbench runs is number {place}: {layout_name(row.layout)}, {row.ratio:.2f} to best"
 
 
-def refused_layouts_table(found: LayoutRecommendation) -> PrintedView:
+def refused_layouts_table(recommendation: LayoutRecommendation) -> PrintedView:
     """The reasons that exclude layouts, of all numbers of nodes together."""
     counts: dict[str, int] = {}
-    for ranking in found.rankings.values():
+    for ranking in recommendation.rankings.values():
         for reason, count in ranking.refused.items():
             counts[reason] = counts.get(reason, 0) + count
     columns = [
@@ -268,26 +269,25 @@ def refused_layouts_table(found: LayoutRecommendation) -> PrintedView:
     return PrintedView(View.from_rows("", columns, list(counts.items())))
 
 
-def layouts_json(found: LayoutRecommendation, objective: str) -> dict[str, Any]:
+def layouts_json(recommendation: LayoutRecommendation, objective: str) -> dict[str, Any]:
     """Return ``{"objective", "machine", "notes", "recommendations": [{nodes, tasks_per_node, candidates, layouts,
     tight, refused, priced, examined}]}``; ``candidates`` is empty."""
     entries = [
         {
-            "nodes": nodes, "tasks_per_node": found.tasks_per_node, "candidates": [],
-            "layouts": [_layout_json(found, row) for row in ranking.layouts],
-            "tight": [_layout_json(found, row) for row in ranking.tight],
+            "nodes": nodes, "tasks_per_node": recommendation.tasks_per_node, "candidates": [],
+            "layouts": [_layout_json(recommendation, row) for row in ranking.layouts],
+            "tight": [_layout_json(recommendation, row) for row in ranking.tight],
             "refused": [{"reason": reason, "layouts": count} for reason, count in ranking.refused.items()],
             "priced": ranking.priced, "examined": ranking.examined,
         }
-        for nodes, ranking in found.rankings.items()
+        for nodes, ranking in recommendation.rankings.items()
     ]  # fmt: skip
-    return {
-        "objective": objective, "machine": found.machine.name, "notes": found.notes, "recommendations": entries,
-    }  # fmt: skip
+    header = {"objective": objective, "machine": recommendation.machine.name, "notes": recommendation.notes}
+    return {**header, "recommendations": entries}
 
 
-def _layout_json(found: LayoutRecommendation, row: RankedLayout) -> dict[str, Any]:
-    reason = priced_only_reason(found.shape, row.layout)
+def _layout_json(recommendation: LayoutRecommendation, row: RankedLayout) -> dict[str, Any]:
+    reason = priced_only_reason(recommendation.shape, row.layout)
     return {
         "layout": msgspec.to_builtins(row.layout),
         "predicted": {
@@ -296,7 +296,7 @@ def _layout_json(found: LayoutRecommendation, row: RankedLayout) -> dict[str, An
             "samples_per_s": row.samples_per_s,
             "tokens_per_s": row.tokens_per_s_per_gpu * row.layout.gpus,
             "tokens_per_s_per_device": row.tokens_per_s_per_gpu,
-            "mfu": model_flops_utilisation(found, row),
+            "mfu": model_flops_utilisation(recommendation, row),
             "peak_memory_bytes": int(row.peak_memory_gib * _GIB),
         },
         "ratio": {"value": row.ratio, "low": row.ratio_low, "high": row.ratio_high},
@@ -306,21 +306,21 @@ def _layout_json(found: LayoutRecommendation, row: RankedLayout) -> dict[str, An
     }
 
 
-def layouts_sweep_toml(found: LayoutRecommendation, name: str, dataset: str) -> str:
+def layouts_sweep_toml(recommendation: LayoutRecommendation, name: str, dataset: str) -> str:
     """Return a sweep that measures the best layouts that can be run, with repeats; empty where none can."""
     points = []
     sequence = 0
-    for nodes, ranking in found.rankings.items():
-        best = [row for row in ranking.layouts if priced_only_reason(found.shape, row.layout) is None]
+    for nodes, ranking in recommendation.rankings.items():
+        best = [row for row in ranking.layouts if priced_only_reason(recommendation.shape, row.layout) is None]
         sequence = ranking.sequence
         points += [
-            {"nodes": nodes, "tasks_per_node": found.tasks_per_node, **run_point(row.layout)}
+            {"nodes": nodes, "tasks_per_node": recommendation.tasks_per_node, **run_point(row.layout)}
             for row in best[:MEASURED_PER_SCALE]
         ]
     if not points:
         return ""
     fixed = {
-        "model": found.shape.name, "dataset": dataset, "precision": "bf16", "optimizer": "adamw",
+        "model": recommendation.shape.name, "dataset": dataset, "precision": "bf16", "optimizer": "adamw",
         "input_size": sequence,
     }  # fmt: skip
     return sweep_toml({"name": name, "repeats": SWEEP_REPEATS}, fixed, points)

@@ -47,7 +47,7 @@ class ReferenceDrift(NamedTuple):
     cluster: str
     sweep: str
     times_ns: list[int]
-    """When the results were put in place."""
+    """Times at which the results were written, in nanoseconds since 1970."""
     slowness: list[float]
     """The step times over their median."""
 

@@ -118,11 +118,11 @@ def _status_row(group: RunGroup, details: Callable[[str], RunDetails] | None) ->
     if len(group) > 1:
         run, job = f"{len(group)} runs", f"{job} ..." if job else ""
     reason = " ".join(printable_excerpt(state.reason).split())
-    found = details(group[0][0]) if details is not None and len(group) == 1 else RunDetails()
+    run_details = details(group[0][0]) if details is not None and len(group) == 1 else RunDetails()
     return _StatusRow(
         printable_text(run), printable_text(state.state), printable_excerpt(job), reason,
-        printable_excerpt(_configuration(found.spec)) if found.spec is not None else "",
-        format_seconds(found.elapsed_s) if found.elapsed_s is not None else "",
+        printable_excerpt(_configuration(run_details.spec)) if run_details.spec is not None else "",
+        format_seconds(run_details.elapsed_s) if run_details.elapsed_s is not None else "",
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ from hpcbench.submit.scheduler import job_log
 from hpcbench.submit.submission_record import NewestSubmission, Submission, SweepRecord, list_submissions
 
 MAX_LOG_BYTES = 16 * 2**20
-"""Only the end of a longer log is bundled."""
+"""Maximum size of a log in a bundle; only the end of a longer one is bundled."""
 _RANK_FILE = re.compile(r"rank-[0-9]+\.json")
 _LAYOUT_NAME = re.compile(
     r"runs|sweeps|submissions|attempts|jobs|[0-9a-f]{2}|[0-9a-f]{16}|[0-9]+"

@@ -88,7 +88,11 @@ def parquet_bytes(frame: pl.DataFrame) -> bytes:
 
 
 def excel_bytes(frame: pl.DataFrame) -> bytes:
-    """A workbook of one sheet. Texts like formulas or addresses stay texts: another user may have written them."""
+    """Return a workbook of one sheet. Texts like formulas or addresses stay texts: another user may have written them.
+
+    Raises:
+        ConfigError: the package xlsxwriter is not installed.
+    """
     try:
         import xlsxwriter
     except ImportError:

@@ -55,19 +55,33 @@ class Column:
 
 
 def text_column(name: str, text: Callable[[Any], str], **options: Any) -> Column:
-    """A column whose value is its text; ``options`` are those of ``Column``."""
+    """Return a column whose value is its text; ``options`` are the fields of ``Column``, ``name`` is its heading."""
     return Column(name, options.pop("heading", name), text, text, **{"is_number": False, **options})
 
 
 @dataclass
 class View:
-    """A table: ``raw[row][column]`` are figures in SI units, ``cells[row][column]`` the formatted texts."""
+    """A table that a terminal, a file and a page show: values, formatted cells and notes.
+
+    ``table_output.render_view`` prints it, ``table_files.write_view`` writes it to a file, ``html_table`` makes a part
+    of a page.
+
+    Example::
+
+        columns = [text_column("model", lambda row: row[0], is_key=True), Column("step_time_s", "step", itemgetter(1))]
+        view = View.from_rows("Models", columns, [("resnet18", 0.012)])
+        view.cells  # [["resnet18", "12.0 ms"]]
+    """
 
     title: str
+    """Heading; empty for none."""
     columns: list[Column]
     raw: list[list[Any]]
+    """Values by row and column, in SI units; ``None`` for an empty cell."""
     cells: list[list[str]]
+    """Formatted texts by row and column, with units."""
     notes: list[str] = field(default_factory=list)
+    """Lines below the table about its figures."""
     warnings: list[str] = field(default_factory=list)
     """Reasons of failures and the meaning of marks in cells."""
 
@@ -76,7 +90,15 @@ class View:
         cls, title: str, columns: Sequence[Column], rows: Iterable[Any],
         notes: Iterable[str] = (), warnings: Iterable[str] = (),
     ) -> View:  # fmt: skip
-        """A view with one line for each of ``rows``, which may be any objects that the columns can read."""
+        """Return a view with one line for each of ``rows``.
+
+        Args:
+            title: heading.
+            columns: columns with ``value``; without it an ``AssertionError`` is raised.
+            rows: any objects that the columns can read.
+            notes: lines below the table.
+            warnings: reasons of failures and the meaning of marks in cells.
+        """
         rows = list(rows)
         raw = [[column.raw_of(row) for column in columns] for row in rows]
         cells = [[column.cell_of(row) for column in columns] for row in rows]
@@ -178,7 +200,7 @@ class WarningFootnotes:
         return [(self._letters.get(pattern, "+"), texts) for pattern, texts in self._texts.items()]
 
     def footnotes(self) -> list[str]:
-        """One text per letter, and one about ``+``."""
+        """Return the explanation of every letter, and one of ``+`` if a row has it."""
         notes = []
         for letter, texts in self.kinds()[: len(self._letters)]:
             count = f"{len(texts)} {self._noun}s" if len(set(texts)) == 1 else f"first of {len(texts)} similar warnings"

@@ -47,17 +47,20 @@ class PrintedView:
 
 def _fitted_tables(view: View, width: int) -> list[Table]:
     every = range(len(view.columns))
-    if sum(_column_width(view, number) + 2 for number in every) <= width:
+    # Each cell is measured once: a table of many runs takes its time here.
+    widest = [max((_text_width(row[number]) for row in view.cells), default=0) for number in every]
+    widths = [_column_width(view.columns[number], widest[number]) + 2 for number in every]
+    if sum(widths) <= width:
         return [_rich_table(view, every)]
+    compact_widths = [_compact_width(view.columns[number], widest[number]) for number in every]
     is_narrowable = any(column.folds or column.compact_heading for column in view.columns)
-    if is_narrowable and sum(_compact_width(view, number) + 1 for number in every) - 1 <= width:
-        return [_rich_table(view, every, compact=True)]
-    return [_rich_table(view, block) for block in fold_columns(view, width)]
+    if is_narrowable and sum(compact_widths) + len(compact_widths) - 1 <= width:
+        return [_rich_table(view, every, compact_widths)]
+    return [_rich_table(view, block) for block in _fold_columns(view, widths, width)]
 
 
-def fold_columns(view: View, width: int) -> list[list[int]]:
+def _fold_columns(view: View, widths: Sequence[int], width: int) -> list[list[int]]:
     """The columns of each block: the keys, and as many others as fit beside them, at least one."""
-    widths = [_column_width(view, number) + 2 for number in range(len(view.columns))]
     keys = [number for number, column in enumerate(view.columns) if column.is_key]
     room = width - sum(widths[number] for number in keys)
     blocks: list[list[int]] = []
@@ -75,19 +78,17 @@ def fold_columns(view: View, width: int) -> list[list[int]]:
     return blocks or [keys]
 
 
-def _column_width(view: View, number: int) -> int:
-    column = view.columns[number]
+def _column_width(column: Column, widest_cell: int) -> int:
+    heading = _text_width(column.heading)
     if column.wraps:
-        return max(_MIN_FOLDED_WIDTH, _text_width(column.heading))
-    widest = max(map(_text_width, (column.heading, *(row[number] for row in view.cells))))
-    return min(widest, _MAX_KEY_WIDTH) if column.is_key else widest
+        return max(_MIN_FOLDED_WIDTH, heading)
+    width = max(heading, widest_cell)
+    return min(width, _MAX_KEY_WIDTH) if column.is_key else width
 
 
-def _compact_width(view: View, number: int) -> int:
+def _compact_width(column: Column, widest_cell: int) -> int:
     """The narrowest that a column may be."""
-    column = view.columns[number]
-    cells = max((_text_width(row[number]) for row in view.cells), default=0)
-    width = max(_text_width(column.compact_heading or column.heading), cells)
+    width = max(_text_width(column.compact_heading or column.heading), widest_cell)
     return min(width, _MIN_FOLDED_WIDTH) if column.folds or column.wraps else width
 
 
@@ -95,7 +96,9 @@ def _text_width(text: str) -> int:
     return max(map(cell_len, printable_excerpt(text).split("\n")))
 
 
-def _rich_table(view: View, numbers: Sequence[int], *, compact: bool = False) -> Table:
+def _rich_table(view: View, numbers: Sequence[int], compact_widths: Sequence[int] | None = None) -> Table:
+    """The columns ``numbers`` as a table; with the least width of every column, narrow headings and gaps."""
+    compact = compact_widths is not None
     table = Table(box=box.SIMPLE_HEAD, padding=0 if compact else (0, 1, 0, 0), show_edge=False)
     for number in numbers:
         column = view.columns[number]
@@ -104,7 +107,7 @@ def _rich_table(view: View, numbers: Sequence[int], *, compact: bool = False) ->
         may_wrap = column.wraps or (column.folds if compact else column.is_key)
         table.add_column(
             heading, justify=justify, overflow="fold", no_wrap=not may_wrap,
-            min_width=_compact_width(view, number) if compact else None,
+            min_width=None if compact_widths is None else compact_widths[number],
             max_width=_MAX_KEY_WIDTH if column.is_key and not compact else None,
         )  # fmt: skip
     for row in view.cells:

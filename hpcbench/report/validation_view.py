@@ -11,7 +11,7 @@ import msgspec
 
 from hpcbench.config.run_spec import strategy_label
 from hpcbench.oracle import scoring
-from hpcbench.oracle.choice_baselines import CHOICE_BASELINES
+from hpcbench.oracle.baselines import CHOICE_BASELINES
 from hpcbench.report.oracle_validation import ORACLE_NAME, case_json
 from hpcbench.report.prediction_view import basis_text
 from hpcbench.report.table_files import view_json

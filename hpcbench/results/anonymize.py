@@ -227,8 +227,8 @@ class Anonymizer:
 
     def _host_list(self, match: re.Match[str]) -> str:
         names = expand_host_list(match[0])
-        known = any(name.lower() in self._words or _host_family(name.lower()) in self._host_families for name in names)
-        return ",".join(self._host(name) for name in names) if known else match[0]
+        is_own = any(name.lower() in self._words or _host_family(name.lower()) in self._host_families for name in names)
+        return ",".join(self._host(name) for name in names) if is_own else match[0]
 
     def _address(self, match: re.Match[str]) -> str:
         text, _, zone = match[0].partition("%")

@@ -49,9 +49,28 @@ class AttemptStart(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Attempt:
-    """One folder ``attempts/<n>`` of a run; ``StorageError`` where a link lies in its place."""
+    """One execution of a run: the folder ``attempts/<n>`` with its files.
+
+    ``attempt.json`` is the start marker, ``rendezvous.json`` the address of rank 0, ``rank-<r>.json`` the record of
+    each rank, ``out.log`` and ``err.log`` the output of the ranks. ``begin_attempt`` makes a new one; the constructor
+    reads and writes nothing.
+
+    Example::
+
+        attempt = Attempt(tree.run_folder(run_id), 1)
+        ranks = attempt.read_ranks()  # RankResult by rank
+    """
 
     def __init__(self, run_folder: Path, number: int) -> None:
+        """Set the place of the attempt.
+
+        Args:
+            run_folder: the run's folder (``ClusterTree.run_folder``).
+            number: the attempt's number, from 1.
+
+        Raises:
+            StorageError: ``attempts`` or the folder in it is a link.
+        """
         self.number = number
         self.folder = join_without_links(run_folder, "attempts", str(number))
 
@@ -65,12 +84,12 @@ class Attempt:
         return read_record(self.folder / "attempt.json", AttemptStart)
 
     def write_rank(self, result: RankResult) -> None:
-        """Leave what one rank measured."""
+        """Write the file of one rank, ``rank-<r>.json``; ``StorageError`` if the file system refuses."""
         write_atomic(self.folder / f"rank-{result.rank}.json", msgspec.json.encode(result) + b"\n")
 
     def read_ranks(self) -> dict[int, RankResult]:
         """Return the rank files written so far, by rank, without broken ones."""
-        found: dict[int, RankResult] = {}
+        results: dict[int, RankResult] = {}
         with contextlib.suppress(OSError):
             for entry in os.scandir(self.folder):
                 match = _RANK_FILE_PATTERN.fullmatch(entry.name)
@@ -78,12 +97,12 @@ class Attempt:
                     with contextlib.suppress(OSError, msgspec.MsgspecError):
                         result = decode_record(read_regular(Path(entry.path)), RankResult)
                         if result.rank == int(match[1]):
-                            found[result.rank] = result
-        return found
+                            results[result.rank] = result
+        return results
 
 
 def attempt_numbers(run_folder: Path) -> list[int]:
-    """The attempts that a run has, ascending; none where ``attempts`` is a link."""
+    """Return the numbers of a run's attempts, ascending; empty if ``attempts`` is absent, a link, or unreadable."""
     folder = run_folder / "attempts"
     try:
         if not stat.S_ISDIR(os.lstat(folder).st_mode):
@@ -95,20 +114,34 @@ def attempt_numbers(run_folder: Path) -> list[int]:
 
 
 def latest_attempt(run_folder: Path) -> Attempt | None:
-    """The newest attempt, if there is one."""
+    """Return the newest attempt; ``None`` if there is none. ``StorageError`` if its folder was replaced by a link."""
     numbers = attempt_numbers(run_folder)
     return Attempt(run_folder, numbers[-1]) if numbers else None
 
 
 def latest_start(run_folder: Path) -> tuple[Attempt, AttemptStart] | None:
-    """The newest attempt and its start marker; ``None`` where one of them is absent."""
+    """Return the newest attempt and its start marker; ``None`` if there is no attempt or its marker is unreadable."""
     attempt = latest_attempt(run_folder)
     marker = attempt.read_start() if attempt else None
     return (attempt, marker) if attempt and marker else None
 
 
 def begin_attempt(run_folder: Path, **start: Any) -> Attempt:
-    """Claim the next number and leave its start marker (``AttemptStart`` without ``attempt``)."""
+    """Begin the next attempt of a run: make its folder and write its start marker.
+
+    Several processes may call it at once; each gets a number of its own.
+
+    Args:
+        run_folder: the run's folder (``ClusterTree.run_folder``); it need not exist.
+        start: the fields of ``AttemptStart`` except ``attempt``; times in seconds since 1970.
+
+    Raises:
+        StorageError: the file system refuses, or a part of the path is a link.
+
+    Example::
+
+        attempt = begin_attempt(folder, launch="4711.0", host="node01", started_unix_s=time.time(), job_id="4711")
+    """
     number = 0
     while True:
         # What lies there and is no attempt has its number all the same.

@@ -89,7 +89,15 @@ class BundleWriter:
         self._gzip.close()
 
     def add(self, name: str, data: bytes) -> None:
-        """Add a file; its name is one of a tree."""
+        """Add a file to the bundle.
+
+        Args:
+            name: relative path in the bundle; each name is added once.
+            data: the content.
+
+        Raises:
+            ConfigError: the file has more than ``MAX_FILE_BYTES``, or the bundle has ``MAX_MEMBERS`` files already.
+        """
         assert _SAFE_NAME_PATTERN.fullmatch(name), name
         assert name not in self._files, name
         if len(data) > MAX_FILE_BYTES:
@@ -119,7 +127,11 @@ class BundleReader:
         self._digests: dict[str, str] = {}
 
     def files(self) -> Iterator[tuple[str, bytes]]:
-        """Name and content of every plain file; then ``problems`` lists those that contradict the manifest."""
+        """Yield name and content of every plain file; then ``problems`` lists those that contradict the manifest.
+
+        Raises:
+            ConfigError: the archive cannot be read, is damaged, or is no ``.tar.gz``.
+        """
         try:
             with open(open_regular(self.path), "rb") as file, gzip.GzipFile(fileobj=file) as stream:
                 yield from self._files(stream)
@@ -135,8 +147,8 @@ class BundleReader:
             padded_size = -(-member.size // _TAR_BLOCK_BYTES) * _TAR_BLOCK_BYTES
             reason = self._reason_against(member, name)
             if reason:
-                known = name in self._digests or len(self.problems) < _MAX_PROBLEMS_KEPT
-                if known and member.type not in _EXTENSION_TYPES and member.type != _FOLDER_TYPE:
+                is_reported = name in self._digests or len(self.problems) < _MAX_PROBLEMS_KEPT
+                if is_reported and member.type not in _EXTENSION_TYPES and member.type != _FOLDER_TYPE:
                     self.problems[name] = f"passed over: {reason}"
                 for start in range(0, padded_size, _SKIP_BYTES):
                     _read_exactly(stream, min(_SKIP_BYTES, padded_size - start))
@@ -201,9 +213,9 @@ class BundleReader:
 _BUNDLE_HINT = "bundles are made by: hpcbench bundle SWEEP"
 
 
-def is_bundle_path(given: str) -> bool:
+def is_bundle_path(argument: str) -> bool:
     """Whether an argument names a bundle and not a sweep."""
-    return given.endswith(BUNDLE_SUFFIXES)
+    return argument.endswith(BUNDLE_SUFFIXES)
 
 
 def read_bundle_header(data: bytes, path: Path) -> BundleHeader:

@@ -64,9 +64,9 @@ def synthetic_folder(folder: Path, dataset: str, size: int) -> Path:
     return folder / f"{dataset}-{size}"
 
 
-def sample_part_folder(made: Path, number: int) -> Path:
+def sample_part_folder(folder: Path, number: int) -> Path:
     """One of the folders that the samples are spread over."""
-    return made / f"{number:05d}"
+    return folder / f"{number:05d}"
 
 
 def sample_part_files(part: Path, kind: str, indices: range) -> list[Path]:
@@ -76,17 +76,17 @@ def sample_part_files(part: Path, kind: str, indices: range) -> list[Path]:
     return [part / f"{index:08d}.{'hdf5' if kind == 'volumes' else 'jpg'}" for index in indices]
 
 
-def read_sample_manifest(made: Path) -> SampleManifest | None:
+def read_sample_manifest(folder: Path) -> SampleManifest | None:
     """The manifest of a complete folder; ``None`` where there is none, ``StorageError`` where it is none of ours."""
     try:
-        return msgspec.json.decode(read_regular(made / MANIFEST_NAME), type=SampleManifest)
+        return msgspec.json.decode(read_regular(folder / MANIFEST_NAME), type=SampleManifest)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise read_error(error, made / MANIFEST_NAME) from error
+        raise read_error(error, folder / MANIFEST_NAME) from error
     except msgspec.MsgspecError as error:
         raise StorageError(
-            f"{made / MANIFEST_NAME} is no manifest of samples: {error}", hint=f"remove {made}"
+            f"{folder / MANIFEST_NAME} is no manifest of samples: {error}", hint=f"remove {folder}"
         ) from error
 
 
@@ -99,8 +99,8 @@ def read_sample_part(folder: Path) -> SamplePart | None:
 
 def data_make_command(dataset: str, size: int, folder: str | Path) -> str:
     """Return the command that makes the samples."""
-    own = DATASETS[dataset].shape[-1]
-    sized = "" if size == own else f" --size {size}"
+    default_size = DATASETS[dataset].shape[-1]
+    sized = "" if size == default_size else f" --size {size}"
     return f"hpcbench data make {dataset}{sized} --folder {shlex.quote(str(folder))}"
 
 
@@ -149,7 +149,7 @@ def _list_synthetic(dataset: str, path: Path) -> DatasetListing | None:
 
 
 def find_imagenet(folder: Path) -> Path | None:
-    """The folder below ``folder`` that holds ImageNet's ``train``."""
+    """Return the folder below ``folder`` that contains ImageNet's ``train``; ``None`` if there is none."""
     return next((folder / name for name in IMAGENET_NAMES if (folder / name / "train").is_dir()), None)
 
 

@@ -18,7 +18,8 @@ from hpcbench.fileio import read_regular
 from hpcbench.results.schema import SCHEMA_VERSION, STATUSES, RankResult, RunResult
 
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
-"""From version n to n + 1, on the decoded document. Raising ``SCHEMA_VERSION`` adds one here."""
+"""Functions that turn a decoded document of version n, the key, into one of version n + 1. Whoever raises
+``SCHEMA_VERSION`` adds one."""
 
 
 def migrate_document(document: Any) -> dict[str, Any] | None:
@@ -61,7 +62,12 @@ def read_record(path: Path | str, kind: type[_T]) -> _T | None:
 
 
 def decode_result(data: bytes, run_id: str) -> RunResult:
-    """A result that is about ``run_id`` and that every table can show; earlier schema versions are migrated."""
+    """Return the result in ``data``, the content of ``result.json``; earlier schema versions are migrated.
+
+    Raises:
+        BrokenFileError: it is about another run than ``run_id``, or has an unknown status or an integer beyond 64 bits.
+        msgspec.MsgspecError: it is no result (``BrokenFileError`` is a subclass).
+    """
     result = decode_result_unbounded(data, run_id)
     # Python's integers have no end; arithmetic with floats does.
     for value in (*msgspec.structs.astuple(result.spec), *msgspec.structs.astuple(result.metrics), result.attempt):
@@ -71,7 +77,7 @@ def decode_result(data: bytes, run_id: str) -> RunResult:
 
 
 def decode_result_unbounded(data: bytes, run_id: str) -> RunResult:
-    """Decode a result like ``decode_result``, with integers beyond 64 bits."""
+    """Return the result as ``decode_result`` does, also with integers beyond 64 bits; raises the same other errors."""
     try:
         result = _decode_guarded(_RESULT_DECODER, data)
     except msgspec.ValidationError:

@@ -29,7 +29,7 @@ RESULT_COLUMNS = ("run_id", "config_id", "attempt", "sweep", "cluster", "status"
 PROVENANCE_KEYS = ("hpcbench", "hpcbench_commit", "torch", "submission", "environment_key")
 """Keys of a result's provenance that are columns of the frame, as text."""
 FILE_COLUMNS = ("file.mtime_ns", "file.size_bytes")
-"""When ``result.json`` was put in place, and its size, by which a change is recognised."""
+"""Time at which ``result.json`` was written, and its size: a change of either is a change of the result."""
 _NESTED_RECORDS: dict[str, type[msgspec.Struct]] = {
     "spec": RunSpec, "metrics": RunMetrics, "verification": VerificationResult, "error": FailureRecord
 }  # fmt: skip
@@ -228,15 +228,21 @@ class FolderScanner:
         self._broken: list[tuple[CollectedResult, tuple[int, int]]] = []
         self._scan = FolderScan()
 
-    def read(self, names: Iterable[str], known: Mapping[str, tuple[int, int]]) -> FolderScan:
-        """All of the folders ``names``, without results that are still in the state ``known``.
+    def read(self, names: Iterable[str], states: Mapping[str, tuple[int, int]]) -> FolderScan:
+        """Return the results in the folders ``names``, without those that are still in a known state.
 
-        A file that is no result, and a link in place of a run, are rows with the reason. Raises ``StorageError``
-        where a folder may not be read.
+        A file that is no result, and a link in place of a run, are rows with the reason.
+
+        Args:
+            names: names of folders below ``runs``, two hexadecimal digits each.
+            states: modification time (ns) and size (bytes) of results that are in the index already, by ``run_id``.
+
+        Raises:
+            StorageError: a folder may not be read.
         """
         for name in names:
             folder = f"{self._tree.root}/runs/{name}"
-            for run_id, is_link in self._changed_runs(folder, known):
+            for run_id, is_link in self._changed_runs(folder, states):
                 if not (RUN_ID_PATTERN.fullmatch(run_id) and run_id.startswith(name)):
                     continue
                 if is_link:
@@ -248,16 +254,16 @@ class FolderScanner:
         self._close_chunk()
         return self._scan
 
-    def _changed_runs(self, folder: str, known: Mapping[str, tuple[int, int]]) -> list[tuple[str, bool]]:
-        """Return the entries of ``folder`` not in the state ``known``, in order: name, and whether a link."""
+    def _changed_runs(self, folder: str, states: Mapping[str, tuple[int, int]]) -> list[tuple[str, bool]]:
+        """Return name, and whether it is a link, of the entries of ``folder`` with another state, in order."""
         changed = []
         try:
             with os.scandir(folder) as entries:
                 for entry in entries:
                     run_id, is_link = entry.name, entry.is_symlink()
-                    is_known = run_id in known and not is_link
+                    is_known = run_id in states and not is_link
                     # In a large tree most of what is looked at takes this way.
-                    if is_known and file_state(f"{folder}/{run_id}/result.json") == known[run_id]:
+                    if is_known and file_state(f"{folder}/{run_id}/result.json") == states[run_id]:
                         self._scan.unchanged.add(run_id)
                     else:
                         changed.append((run_id, is_link))

@@ -125,8 +125,8 @@ def _update_index(
     clock_ns = _trusted_before_ns(tree)
     prefix = polars.col("run_id").str.slice(0, 2)
     touched = row_states.filter(prefix.is_in(list(stale)))
-    known = {row[0]: row[2:] for row in touched.iter_rows() if row[2:] != NO_FILE_STATE}
-    scan = FolderScanner(tree).read(sorted(stale), known)
+    states = {row[0]: row[2:] for row in touched.iter_rows() if row[2:] != NO_FILE_STATE}
+    scan = FolderScanner(tree).read(sorted(stale), states)
     gone = [run_id for run_id in touched["run_id"] if run_id not in scan.unchanged]
     stays = row_states.select(prefix.is_in(list(mtimes_ns)) & ~polars.col("run_id").is_in(gone)).to_series()
     rows = int(stays.sum()) + sum(map(len, scan.frames))
@@ -134,8 +134,8 @@ def _update_index(
     rows_by_reading = len(row_states) + scan.read_count - len(gone)
     is_worth_writing = changes > min(_MAX_UNINDEXED_ROWS, rows // 100) or rows != rows_by_reading
     wanted = None if is_worth_writing else columns
-    kept = stored.frame(wanted).filter(stays)
-    frame = polars.concat([kept, *(chunk.select(kept.columns) for chunk in scan.frames)])
+    current = stored.frame(wanted).filter(stays)
+    frame = polars.concat([current, *(chunk.select(current.columns) for chunk in scan.frames)])
     if is_worth_writing:
         unread = [run_id for run_id in unfinished if run_id[:2] in mtimes_ns.keys() - stale]
         believed = {**folders, **_trusted_mtimes_ns(mtimes_ns, stale, clock_ns)}
@@ -169,8 +169,8 @@ def _hash_column_types() -> str:
 
 def index_paths(tree: ClusterTree) -> list[Path]:
     """Return the possible paths of the index: beside the results, or in the user's cache if that is not writable."""
-    own = hashlib.sha256(os.fsencode(tree.root.resolve())).hexdigest()[:16]
-    return [tree.root / INDEX_FILE_NAME, cache_folder() / "index" / f"{own}.parquet"]
+    digest = hashlib.sha256(os.fsencode(tree.root.resolve())).hexdigest()[:16]
+    return [tree.root / INDEX_FILE_NAME, cache_folder() / "index" / f"{digest}.parquet"]
 
 
 def _read_newest_index(tree: ClusterTree) -> _StoredIndex | None:

@@ -92,9 +92,9 @@ class OverlapProbe(_ProbeRecord, kw_only=True):
     compute_under_comm_s: float
     """The same computation while the all_reduce was running."""
     both_s: float
-    """Until both had ended."""
+    """Time until both had ended."""
     issue_s: float
-    """Until the call that begins the all_reduce returned."""
+    """Time until the call that begins the all_reduce returned."""
     repeats: int
 
 

@@ -35,41 +35,63 @@ _MAX_SINGLE_LOOKUPS = 100
 
 
 class ClusterTree:
-    """Paths and files below ``results/<cluster>``."""
+    """The results of one cluster: paths and files below ``results/<cluster>``.
+
+    Several processes and hosts may read and write it at once. A result is replaced by a rename, under a lock; a link
+    in place of a file or a folder is never followed. The folder need not exist before the first write::
+
+        <root>/runs/<first two hex>/<run_id>/result.json        the result that counts
+                                            /attempts/<n>/      see ``Attempt``
+              /sweeps/<name>.json                               the runs of a sweep
+              /submissions/<folder>/                            one folder per submit
+              /archive/<environment key>/<first two hex>/<run_id>.json   replaced results
+
+    Example::
+
+        tree = ResultsTree(Path("results")).cluster("abci-v100")
+        result = tree.read_result("0123456789abcdef")  # None: the run has no result
+    """
 
     def __init__(self, root: Path) -> None:
+        """``root`` is the folder of the cluster. Nothing is read yet."""
         self.root = root
         self._real_prefixes: set[str] = set()
 
     def run_folder(self, run_id: str) -> Path:
-        """``runs/<first two hex>/<run_id>``; ids that are not 16 hex digits never become a path."""
+        """Return the folder of a run, ``runs/<first two hex>/<run_id>``; it need not exist.
+
+        Raises:
+            StorageError: ``run_id`` is not 16 hexadecimal digits, or a part of the path is a link.
+        """
         if not RUN_ID_PATTERN.fullmatch(run_id):
             raise StorageError(f"{run_id!r} is no run_id: 16 hexadecimal digits are")
         return self.path("runs", run_id[:2], run_id)
 
     def result_path(self, run_id: str) -> Path:
-        """The result that counts."""
+        """Return the path of the result of a run that counts; raises as ``run_folder``."""
         return Path(self.run_folder(run_id), "result.json")
 
     def sweep_path(self, name: str) -> Path:
-        """Which runs a sweep means."""
+        """Return the path of the record that lists the runs of a sweep; ``StorageError`` if ``name`` is not valid."""
         if not _NAME_PATTERN.fullmatch(name):
             raise StorageError(f"{name!r} is no sweep's name: letters, digits, '.', '_' and '-' are, 64 at most")
         return self.path("sweeps", f"{name}.json")
 
     @property
     def submissions(self) -> Path:
-        """One folder per submit."""
+        """The folder with one folder per submit; ``StorageError`` if it is a link."""
         return self.path("submissions")
 
     def path(self, *parts: str) -> Path:
-        """A path below the root; ``StorageError`` where one of its parts is a link."""
+        """Return the path of ``parts`` below the root; ``StorageError`` if one of them is a link."""
         return join_without_links(self.root, *parts)
 
     def read_result(self, run_id: str) -> RunResult | None:
-        """The result that counts, or ``None`` where there is none; ``msgspec.MsgspecError`` where it is broken.
+        """Return the result of a run that counts; ``None`` if it has none.
 
-        A link or a pipe in its place is broken, too. ``StorageError`` where the file system refuses.
+        Raises:
+            msgspec.MsgspecError: the file is no result, or a link or a pipe is in its place (``BrokenFileError``).
+            StorageError: the file system refuses to read it.
         """
         path = f"{self._folder_to_read(run_id)}/result.json"
         try:
@@ -98,13 +120,16 @@ class ClusterTree:
         return folder
 
     def summaries(self, run_ids: Collection[str]) -> dict[str, ResultSummary]:
-        """The heads of the results that there are among ``run_ids``; a broken file is a head with status ``broken``."""
+        """Return the summaries of the results among ``run_ids``, by ``run_id``; runs without a result are left out.
+
+        A file that cannot be read as a result has the status ``broken``.
+        """
         begun = self.existing_runs() if len(run_ids) > _MAX_SINGLE_LOOKUPS else run_ids
         heads = ((run_id, self.summary(run_id)) for run_id in run_ids if run_id in begun)
         return {run_id: head for run_id, head in heads if head is not None}
 
     def summary(self, run_id: str) -> ResultSummary | None:
-        """The head of one run's result, or ``None`` where there is none."""
+        """Return the summary of a run's result, with status ``broken`` if it cannot be read; ``None`` without one."""
         try:
             result = self.read_result(run_id)
         except (msgspec.MsgspecError, StorageError) as unreadable:
@@ -128,16 +153,28 @@ class ClusterTree:
         return run_ids
 
     def archive_path(self, run_id: str, key: str) -> Path:
-        """Return the path of a replaced result that was measured in the environment ``key``."""
+        """Return the path of a replaced result that was measured in the environment ``key``.
+
+        Raises:
+            StorageError: ``key`` cannot be the name of a folder, or ``run_id`` is not 16 hexadecimal digits.
+        """
         if not key or key in (".", "..") or "/" in key or "\0" in key:
             raise StorageError(f"{key!r} is no key of an environment: it cannot name a folder")
         return self.path("archive", key, run_id[:2], f"{self.run_folder(run_id).name}.json")
 
     def write_result(self, result: RunResult, supersedes: str | None = None) -> bool:
-        """Put ``result`` in place unless an ok one is there; ``False`` where it was kept out.
+        """Write ``result`` as the one that counts, unless the tree has a better one; return whether it was written.
 
-        An ok result from the environment ``supersedes`` gives way to another ok one, and goes to the archive.
-        After the rename the two-digit folder is touched, so that a reader sees where something changed.
+        A result with status ``ok`` stays, and so does one of a later attempt. After the rename the two-digit folder
+        is touched, so that a reader sees where something changed.
+
+        Args:
+            result: the result of an attempt that has ended.
+            supersedes: environment key of an ``ok`` result that another ``ok`` result replaces; the replaced one is
+                moved to ``archive_path``.
+
+        Raises:
+            StorageError: the file system refuses, or a part of the path is a link.
         """
         path = self.path("runs", result.run_id[:2], self.run_folder(result.run_id).name, "result.json")
         make_folder(path.parent)
@@ -156,9 +193,14 @@ class ClusterTree:
         return True
 
     def update_result(self, run_id: str, change: Callable[[RunResult], bool]) -> bool:
-        """Have ``change`` alter the result of ``run_id`` and write it; ``False`` where ``change`` returns that.
+        """Alter the result of a run in place while other writers wait; return whether it was written.
 
-        Other writers wait meanwhile. A run without a result that can be read is left alone.
+        Args:
+            run_id: a run; without a result that can be read nothing is changed.
+            change: alters the result that it is called with, and returns whether to write it.
+
+        Raises:
+            StorageError: the file system refuses, or a part of the path is a link.
         """
         path = self.result_path(run_id)
         with _write_lock(path):
@@ -187,7 +229,11 @@ class ClusterTree:
             raise write_error(error, path) from error
 
     def run_ids(self) -> Iterator[str]:
-        """Every run that has a folder, or a link in its place: reading a link reports it."""
+        """Yield the id of every run that has a folder, ascending, or a link in its place: reading a link reports it.
+
+        Raises:
+            StorageError: a folder may not be read.
+        """
         for prefix in self._runs():
             if _is_real_folder(prefix):
                 for entry in _sorted_entries(prefix.path):
@@ -195,7 +241,11 @@ class ClusterTree:
                         yield entry.name
 
     def prefix_mtimes_ns(self) -> dict[str, int]:
-        """Modification time (ns) of every real folder ``runs/<first two hex>``, by its name in ascending order."""
+        """Return the modification time (ns) of every real folder ``runs/<first two hex>``, by its name, ascending.
+
+        Raises:
+            StorageError: ``runs`` may not be read.
+        """
         mtimes_ns: dict[str, int] = {}
         for entry in self._runs():
             with contextlib.suppress(FileNotFoundError):
@@ -204,7 +254,7 @@ class ClusterTree:
         return mtimes_ns
 
     def links(self) -> list[Path]:
-        """Links in place of the folders that hold runs: hpcbench itself makes none."""
+        """Return the links in place of the folders that hold runs: hpcbench itself makes none."""
         if (self.root / "runs").is_symlink():
             return [self.root / "runs"]
         return [Path(entry.path) for entry in self._runs() if entry.is_symlink()]
@@ -225,7 +275,7 @@ def _sorted_entries(folder: Path | str) -> list[os.DirEntry[str]]:
 
 
 def environment_key(result: RunResult) -> str | None:
-    """Return the environment key that the submitter recorded for ``result``."""
+    """Return the environment key that the submitter recorded for ``result``; ``None`` if it recorded none."""
     key = result.provenance.get("environment_key")
     return key if isinstance(key, str) else None
 
@@ -275,13 +325,18 @@ class ResultsTree:
         self.root = root
 
     def cluster(self, name: str) -> ClusterTree:
-        """The tree of one cluster; it need not exist yet."""
+        """Return the tree of one cluster; it need not exist yet.
+
+        Raises:
+            ConfigError: ``name`` is no valid name of a cluster.
+            StorageError: the cluster's folder is a link.
+        """
         if not _NAME_PATTERN.fullmatch(name):
             raise ConfigError(f"{name!r} is no cluster's name: letters, digits, '.', '_' and '-' are, 64 at most")
         return ClusterTree(join_without_links(self.root, name))
 
     def clusters(self) -> list[str]:
-        """Names of the clusters that have something here."""
+        """Return the names of the clusters that have a folder here, ascending; ``StorageError`` if it is unreadable."""
         entries = _sorted_entries(self.root)
         return [entry.name for entry in entries if _NAME_PATTERN.fullmatch(entry.name) and _is_real_folder(entry)]
 
@@ -292,7 +347,7 @@ def _is_real_folder(entry: os.DirEntry[str]) -> bool:
 
 @dataclass(frozen=True)
 class CollectedResult:
-    """A result, or why there is none."""
+    """A result, or in ``problem`` the reason why there is none."""
 
     cluster: str
     run_id: str
@@ -301,9 +356,12 @@ class CollectedResult:
 
 
 def collect_results(tree: ClusterTree, run_ids: Iterable[str] | None = None) -> Iterator[CollectedResult]:
-    """The results of ``run_ids``, or of every run in the tree; runs without a result are passed over.
+    """Yield the results of ``run_ids``, or of every run in the tree; runs without a result are left out.
 
-    A result that cannot be read, and a link where a run should be, are entries with the reason.
+    A result that cannot be read, and a link in place of a run, are entries with the reason in ``problem``.
+
+    Raises:
+        StorageError: without ``run_ids``, if a folder of the tree may not be read.
     """
     if run_ids is None:
         yield from collect_links(tree)
@@ -319,7 +377,7 @@ def collect_results(tree: ClusterTree, run_ids: Iterable[str] | None = None) -> 
 
 
 def collect_links(tree: ClusterTree) -> Iterator[CollectedResult]:
-    """An entry for every link in place of the folders that hold runs."""
+    """Yield an entry with the reason for every link in place of the folders that hold runs."""
     for link in tree.links():
         name = link.relative_to(tree.root).as_posix()
         yield CollectedResult(tree.root.name, name, None, f"{link} is a link: none is followed inside a results tree")

@@ -119,12 +119,17 @@ class RunMetrics(_ResultRecord, kw_only=True):
 
 
 class FailureRecord(_ResultRecord, kw_only=True):
-    """Why a run did not end well."""
+    """The error that ended a run or a rank."""
 
     type: str
+    """Class of the exception, or one of ``Stopped``, ``Preempted``, ``VerificationFailed``, ``RankLost``, ``NoResult``,
+    ``SchedulerEnded``."""
     message: str
+    """The error in one or a few lines."""
     hint: str | None = None
+    """A remedy."""
     traceback_tail: str | None = None
+    """The last lines of the traceback or of the log."""
     nodes: str | None = None
     """The nodes of the job, in the scheduler's notation, if its ranks left no reason."""
 
@@ -240,7 +245,7 @@ class HostActivity(_ResultRecord, kw_only=True):
     gpu_others: int | None = None
     """Other processes that computed on the rank's GPU, before or after."""
     gpu_reasons: list[str] = []
-    """Why the GPU's clock was held down, before or after."""
+    """The reasons for which the GPU's clock was held down, before or after."""
     gpu_held_s: dict[str, float] = {}
     """Seconds for which a limit held the GPU's clock down, by limit: ``power``, ``thermal``."""
     gpu_sm_hz: list[float] = []
@@ -351,32 +356,51 @@ class RankResult(_ResultRecord, kw_only=True):
 
 
 class RunResult(_ResultRecord, kw_only=True):
-    """``result.json``."""
+    """The result of one run, ``result.json``: times in seconds, memory in bytes, rates per second.
+
+    ``ClusterTree.write_result`` writes it and ``ClusterTree.read_result`` reads it.
+    """
 
     schema_version: int = SCHEMA_VERSION
+    """Version of this format."""
     run_id: str
+    """Hash of ``spec``, 16 hexadecimal digits: the name of the run's folder."""
     config_id: str
+    """Hash of ``spec`` without repeat, seed and verify: equal for the launches of one configuration."""
     attempt: int
+    """Number of the attempt that left the result, from 1; 0 if no rank started."""
     sweep: str
+    """Name of the sweep that the run was submitted with."""
     cluster: str
+    """Name of the cluster's profile."""
     status: str
+    """``ok``, ``oom``, ``unsupported``, ``failed``, ``timeout``, ``cancelled``, ``preempted`` or ``skipped``."""
     spec: RunSpec
+    """All parameters of the run."""
     metrics: RunMetrics = msgspec.field(default_factory=RunMetrics)
+    """Figures of the whole run, over all ranks."""
     predicted: PipelinePrediction | None = None
     """Predicted step of a run that has measured its blocks, for comparison with ``metrics``."""
     ranks: list[dict[str, Any]] = []
+    """Figures and host of every rank, in the order of ranks."""
     step_times_s: list[float] = []
     """Time of every timed step on its slowest rank."""
     traffic: RankTraffic | None = None
     """Traffic of one step with a whole batch, on the rank that passes most bytes."""
     warnings: list[str] = []
+    """Reasons to distrust a figure, as printed below tables."""
     verification: VerificationResult | None = None
+    """Comparison with the single-device reference, if ``verify`` is set."""
     probe: ProbeResults | None = None
     """Measurements of a calibration run."""
     timeline: PipelineTimeline | None = None
+    """Times of a pipeline's schedule actions in one step."""
     provenance: dict[str, Any] = {}
+    """Software, hosts, devices and job that the run was measured with."""
     environment_digest: str | None = None
+    """Hash of the part of ``provenance`` that can change figures."""
     error: FailureRecord | None = None
+    """The reason of a status other than ``ok``."""
 
 
 STATUS_BROKEN = "broken"
@@ -390,7 +414,7 @@ class ResultSummary(NamedTuple):
     """One of ``STATUSES``, or ``broken``."""
     attempt: int = 0
     message: str = ""
-    """Why it did not end well."""
+    """The reason why the run did not end well; empty if it did."""
     environment_key: str | None = None
     """Hash of the software that it was measured with, as the submitter saw it."""
     lacks_software: bool = False
@@ -400,5 +424,5 @@ class ResultSummary(NamedTuple):
 
 
 def result_document(result: RunResult) -> dict[str, Any]:
-    """``result`` as it stands in its file: the schema's version is always named."""
+    """Return ``result`` as plain data, as it is in its file: with ``schema_version``, without fields at defaults."""
     return {"schema_version": result.schema_version, **msgspec.to_builtins(result)}

@@ -23,7 +23,7 @@ TimeInterval = tuple[int, int]
 
 
 def union_intervals(intervals: Iterable[TimeInterval]) -> list[TimeInterval]:
-    """The same points, in order, disjoint and not touching.
+    """Return the union of ``intervals`` as ascending intervals that neither overlap nor touch.
 
     >>> union_intervals([(5, 7), (0, 2), (1, 3), (3, 4)])
     [(0, 4), (5, 7)]
@@ -40,7 +40,7 @@ def union_intervals(intervals: Iterable[TimeInterval]) -> list[TimeInterval]:
 
 
 def subtract_intervals(intervals: Iterable[TimeInterval], without: Iterable[TimeInterval]) -> list[TimeInterval]:
-    """The points of ``intervals`` that are in none of ``without``.
+    """Return the parts of ``intervals`` that are in no interval of ``without``, ascending.
 
     >>> subtract_intervals([(0, 10)], [(2, 3), (8, 20)])
     [(0, 2), (3, 8)]
@@ -195,7 +195,10 @@ def count_warmup_steps(times_s: Sequence[float]) -> int | None:
 
 
 def count_outliers(times_s: Sequence[float]) -> int | None:
-    """Steps above the median by ``OUTLIER_SIGMAS`` robust standard deviations and by ``OUTLIER_MIN_EXCESS`` of it."""
+    """Return the number of outliers in ``times_s`` (seconds); ``None`` for fewer than ``MIN_STEPS`` steps.
+
+    An outlier is above the median by ``OUTLIER_SIGMAS`` robust standard deviations and by ``OUTLIER_MIN_EXCESS`` of it.
+    """
     if len(times_s) < MIN_STEPS:
         return None
     limit = _outlier_limit(times_s, OUTLIER_SIGMAS, OUTLIER_MIN_EXCESS)
@@ -205,7 +208,8 @@ def count_outliers(times_s: Sequence[float]) -> int | None:
 def relative_drift(times_s: Sequence[float]) -> float | None:
     """Change from the first to the last step as a share of the median: the slope of Theil and Sen times their distance.
 
-    The median of the slopes between all pairs; a third of the steps may be outliers without moving it.
+    The median of the slopes between all pairs; a third of the steps may be outliers without moving it. ``None`` for
+    fewer than ``MIN_STEPS`` steps.
     """
     if len(times_s) < MIN_STEPS:
         return None
@@ -242,25 +246,25 @@ def make_steadiness_warnings(times_s: Sequence[float], spread: StepTimeStatistic
     change, count = relative_drift(times_s), count_outliers(times_s)
     if count is None or spread is None:
         return []
-    found = []
+    warnings = []
     if change is not None and abs(change) > MAX_DRIFT_FRACTION and mann_kendall_p_value(times_s) < DRIFT_SIGNIFICANCE:
         way = "slower" if change > 0 else "faster"
-        found.append(f"drift above {MAX_DRIFT_FRACTION:.0%}: steps became {way} during the run")
+        warnings.append(f"drift above {MAX_DRIFT_FRACTION:.0%}: steps became {way} during the run")
     if count > MAX_OUTLIER_FRACTION * len(times_s):
-        found.append(f"more than {MAX_OUTLIER_FRACTION:.0%} of the steps are outliers: far slower than the median")
+        warnings.append(f"more than {MAX_OUTLIER_FRACTION:.0%} of the steps are outliers: far slower than the median")
     if spread.ci95_high - spread.ci95_low > MAX_INTERVAL_FRACTION * spread.median:
-        found.append(
+        warnings.append(
             f"noise above {MAX_INTERVAL_FRACTION:.0%}: the interval of the median step time is wider than that "
             f"share of it"
         )
-    return found
+    return warnings
 
 
-def make_warmup_warning(found: int, timed: int, warmup_steps: int) -> str:
+def make_warmup_warning(slow_steps: int, timed: int, warmup_steps: int) -> str:
     """Return the warning with the warm-up that makes all timed steps of the next run steady."""
     return (
-        f"the first {found} of {timed} timed steps were still slower than the later ones and are in no figure: "
-        f"set warmup_steps = {warmup_steps + found} or more"
+        f"the first {slow_steps} of {timed} timed steps were still slower than the later ones and are in no figure: "
+        f"set warmup_steps = {warmup_steps + slow_steps} or more"
     )
 
 

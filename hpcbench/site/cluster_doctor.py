@@ -160,7 +160,7 @@ def _check_probe(profile: ClusterProfile, probe: NodeProbe) -> list[DoctorCheck]
     """Check the node against the profile, and the packages of the jobs' interpreter."""
     report, checks = probe.worker, compare_probe(profile, probe)
     if report is None:
-        output = printable_text(" ".join(probe.sections.get("worker", []))[-300:]) or "it said nothing"
+        output = printable_text(" ".join(probe.sections.get("worker", []))[-300:]) or "no output"
         return [*checks, _check("python", False, output, INSTALL_WORKER)]
     python = f"{report.get('executable', '')} {report.get('python', '')}"
     return [*checks, _check("python", True, python), *_check_packages(profile, report)]
@@ -178,10 +178,10 @@ def compare_probe(profile: ClusterProfile, probe: NodeProbe) -> list[DoctorCheck
     if profile.device == "cuda":
         requested = node.devices or 1
         detail = f"{len(probe.devices)} in a job that asked for {requested}"
-        mend = "set request.gpus and node.devices; the driver's own tool said no more"
+        mend = "set request.gpus and node.devices; the driver's own tool lists no more"
         checks.append(_check("devices", len(probe.devices) >= requested, detail, mend))
     if probe.tmp_in_memory != node.tmp_in_memory:
-        detail = f"the folder /tmp is {'memory' if probe.tmp_in_memory else 'a disk'}, the profile says otherwise"
+        detail = f"the folder /tmp is {'memory' if probe.tmp_in_memory else 'a disk'}, the profile states the opposite"
         mend = f"node.tmp_in_memory = {str(probe.tmp_in_memory).lower()}"
         checks.append(_check("tmp", False, detail, mend, needed=False))
     if modules := probe.sections.get("modules"):

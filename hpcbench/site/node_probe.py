@@ -124,7 +124,7 @@ class NodeProbe:
 
     @property
     def cpus(self) -> int | None:
-        """The number of CPUs that the job, which asked for all of a node, could use."""
+        """The number of CPUs that the job, which requested a whole node, could use; ``None`` if it reported none."""
         listed = " ".join(self.sections.get("cores", [])).rpartition(": ")[2]
         if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", listed):
             return None
@@ -137,7 +137,7 @@ class NodeProbe:
 
     @property
     def memory_bytes(self) -> int | None:
-        """The memory of the host."""
+        """The memory of the host in bytes; ``None`` if the job did not report it."""
         match = re.search(r"(\d+) kB", " ".join(self.sections.get("memory", [])))
         return int(match[1]) * 1024 if match else None
 

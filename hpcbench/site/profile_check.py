@@ -64,8 +64,8 @@ def _sbatch_refusal(profile: ClusterProfile, key: str | None) -> str | None:
         return None
     lines = (line.removeprefix("sbatch: ").removeprefix("error: ") for line in message.splitlines())
     # For a wrong option sbatch adds the advice to try --help, which does not help here.
-    kept = [line for line in lines if line.strip() and not line.startswith('Try "')]
-    return printable_text("; ".join(kept)) or f"exit code {result.exit_code}"
+    texts = [line for line in lines if line.strip() and not line.startswith('Try "')]
+    return printable_text("; ".join(texts)) or f"exit code {result.exit_code}"
 
 
 def check_against_scheduler(profile: ClusterProfile, source: TomlSource) -> bool:
@@ -108,8 +108,8 @@ def compare_profile(profile: ClusterProfile, facts: SiteFacts, source: TomlSourc
 
 def _least(limits: Iterable[tuple[float | None, str]]) -> tuple[float, str]:
     """The least of the limits that are set, and whose it is."""
-    known = [(limit, owner) for limit, owner in limits if limit is not None]
-    return min(known, key=itemgetter(0), default=(math.inf, ""))
+    finite = [(limit, owner) for limit, owner in limits if limit is not None]
+    return min(finite, key=itemgetter(0), default=(math.inf, ""))
 
 
 class _ProfileCheck:

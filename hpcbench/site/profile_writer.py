@@ -49,7 +49,7 @@ def profile_toml(name: str, facts: SiteFacts, probe: NodeProbe | None = None, co
 
 
 def default_partition(facts: SiteFacts) -> PartitionFacts | None:
-    """The scheduler's default, else the first that is up."""
+    """Return the scheduler's default partition, else the first that is up; ``None`` if there is no partition."""
     partitions = facts.partitions.values()
     return min(partitions, key=lambda each: (not each.is_default, not each.is_up), default=None)
 

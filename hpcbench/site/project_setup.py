@@ -164,15 +164,15 @@ def _make_sweep_schema() -> dict[str, Any]:
         for parameter, choices in names.items():
             for node in _find_string_nodes(properties[parameter]):
                 # A user's own model has a name of its own.
-                own = {"anyOf": [{"enum": choices}, {"pattern": CUSTOM_MODEL_PATTERN}]}
-                node.update(own if parameter == "model" else {"enum": choices})
+                constraint = {"anyOf": [{"enum": choices}, {"pattern": CUSTOM_MODEL_PATTERN}]}
+                node.update(constraint if parameter == "model" else {"enum": choices})
     return document
 
 
 def _find_string_nodes(node: Any) -> list[dict[str, Any]]:
     if isinstance(node, dict):
-        own = [node] if node.get("type") == "string" else []
-        return own + [found for value in node.values() for found in _find_string_nodes(value)]
+        nodes = [node] if node.get("type") == "string" else []
+        return nodes + [string_node for value in node.values() for string_node in _find_string_nodes(value)]
     if isinstance(node, list):
-        return [found for value in node for found in _find_string_nodes(value)]
+        return [string_node for value in node for string_node in _find_string_nodes(value)]
     return []

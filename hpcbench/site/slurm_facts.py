@@ -129,11 +129,12 @@ class SiteFacts:
 
     @property
     def default_qos(self) -> str | None:
-        """The QOS of jobs that name none."""
+        """The QOS of jobs that name none; ``None`` if no association of the user has a default."""
         return next((each.default_qos for each in self.associations if each.default_qos), None)
 
     @property
     def default_partition(self) -> PartitionFacts | None:
+        """The scheduler's default partition; ``None`` if it has none."""
         return next((partition for partition in self.partitions.values() if partition.is_default), None)
 
 

@@ -58,7 +58,7 @@ class _JournalLine(msgspec.Struct, omit_defaults=True):
     withdrawn: bool = False
     """The scheduler did not accept the batch; it may be sent again, whole or in parts."""
     waiting: str | None = None
-    """Why the rest is not sent yet; empty once it is."""
+    """The reason why the rest of the submission is not sent yet; empty once it is."""
 
 
 class Journal(msgspec.Struct):
@@ -67,7 +67,7 @@ class Journal(msgspec.Struct):
     batches: list[JobBatch]
     """The scheduler accepted them, refused them, or its answer is unknown."""
     waiting: str = ""
-    """Why the jobs that are in no batch have not been sent."""
+    """The reason why the jobs that are in no batch have not been sent."""
     dropped: Collection[str] = frozenset()
     """The runs that were removed from the submission before they began."""
 

@@ -62,7 +62,7 @@ class LeftoverSearch:
 
     items: list[Leftover] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
-    """Why something was left out, one reason a line."""
+    """The reasons why something was left out, one per line."""
     failed: list[StorageError] = field(default_factory=list)
     """Removals that the file system refused."""
 
@@ -144,7 +144,7 @@ class _LeftoverFinder:
         )
         in_sweeps, has_all = self._runs_of_sweeps()
         run_ids = self._tree.existing_runs()
-        own = {
+        sweep_runs = {
             run_id
             for _, record in submissions
             if self._is_own(record.sweep)
@@ -152,7 +152,7 @@ class _LeftoverFinder:
             for run_id in array.run_ids
         }
         if self._sweep is not None:
-            run_ids &= own | in_sweeps.get(self._sweep, set())
+            run_ids &= sweep_runs | in_sweeps.get(self._sweep, set())
         listed = set().union(*in_sweeps.values())
         orphans = self._find_orphans(run_ids - listed) if has_all else set()
         kept_attempts = self._find_old_attempts(run_ids - orphans)
@@ -243,7 +243,7 @@ class _LeftoverFinder:
 
     def _find_old_attempts(self, run_ids: set[str]) -> dict[str, set[str]]:
         """Find them; return by ``run_id`` the submissions that began the others."""
-        kept: dict[str, set[str]] = {}
+        submissions: dict[str, set[str]] = {}
         for run_id in sorted(run_ids):
             head, attempts = self._tree.summary(run_id), self._attempts(run_id)
             needed = {attempts[-1][0].number} if attempts else set()
@@ -257,8 +257,8 @@ class _LeftoverFinder:
                 if head is not None and head.attempt:
                     reason = f"the result is of attempt {head.attempt}"
                 if not (is_old and self._add(OLD_ATTEMPT, attempt.folder, reason)) and submission is not None:
-                    kept.setdefault(run_id, set()).add(submission)
-        return kept
+                    submissions.setdefault(run_id, set()).add(submission)
+        return submissions
 
     def _attempts(self, run_id: str) -> list[tuple[Attempt, AttemptStart | None]]:
         try:

@@ -120,7 +120,7 @@ def is_queue_alive(folder: Path) -> bool:
 
 
 def queue_process(folder: Path) -> psutil.Process | None:
-    """The process on this machine that runs the jobs of ``folder``, if it is alive."""
+    """Return the process on this machine that runs the jobs of ``folder``; ``None`` if it is not alive."""
     record = read_record(folder / "queue.json", LocalQueueRecord)
     if record is None or record.host != os.uname().nodename:
         return None

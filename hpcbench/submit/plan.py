@@ -381,7 +381,7 @@ def make_plan(sweep: Sweep, profile: ClusterProfile, tree: ClusterTree) -> Sweep
         reasons = sorted({point.reason for point in dropped})
         all_of = "the only point" if len(dropped) == 1 else f"every one of the {len(dropped)} points"
         raise ConfigError(
-            f"{all_of} of sweep {sweep.name!r} is dropped on {profile.name}",
+            f"{all_of} of sweep {sweep.name!r} is infeasible on {profile.name}",
             where=str(sweep.source.path),
             hint="\n  ".join(reasons[:10]),
         )

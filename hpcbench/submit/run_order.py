@@ -65,9 +65,9 @@ def _sizes(stops: Sequence[StopGroup]) -> dict[str, float]:
     """A number for each compared run that is larger for every larger run: the sum of its compared parameters."""
     values: dict[str, dict[str, float]] = {}
     for group in stops:
-        for run_id, own in group.runs:
-            values.setdefault(run_id, {}).update(zip(group.along, own, strict=True))
-    return {run_id: sum(own.values()) for run_id, own in values.items()}
+        for run_id, parameters in group.runs:
+            values.setdefault(run_id, {}).update(zip(group.along, parameters, strict=True))
+    return {run_id: sum(parameters.values()) for run_id, parameters in values.items()}
 
 
 def _ascend(run_ids: list[str], stops: Sequence[StopGroup], sizes: Mapping[str, float]) -> list[str]:
@@ -134,15 +134,15 @@ def insert_references(
     total = sum(len(run_ids) for _, run_ids in arrays)
     places = [round(index * total / max(1, len(references) - 1)) for index in range(len(references))]
     starts = [sum(len(run_ids) for _, run_ids in arrays[:number]) for number in range(len(arrays))]
-    own = [number for number, (other, _) in enumerate(arrays) if other == shape]
-    if not own:
+    equal = [number for number, (other, _) in enumerate(arrays) if other == shape]
+    if not equal:
         return _insert_arrays(arrays, shape, references)
     inserted: dict[int, list[tuple[int, str]]] = {}
     for place, run_id in zip(places, references, strict=True):
         distances = {
-            number: max(starts[number] - place, place - starts[number] - len(arrays[number][1]), 0) for number in own
+            number: max(starts[number] - place, place - starts[number] - len(arrays[number][1]), 0) for number in equal
         }
-        nearest = min(own, key=distances.__getitem__)
+        nearest = min(equal, key=distances.__getitem__)
         if distances[nearest] * len(references) > total:
             return _insert_arrays(arrays, shape, references)
         offset = min(max(place - starts[nearest], 0), len(arrays[nearest][1]))

@@ -47,7 +47,7 @@ _REGISTRATION_DELAY_S = 30.0
 RESULT_DELAY_S = 60.0
 """A slow file system may show a result this long after its job has ended."""
 RUN_LEASE_S = 7 * 86400.0
-"""After this long a run of which nothing is known may be submitted again."""
+"""Seconds without news of a run after which it may be submitted again."""
 _HIDDEN_JOB_MARGIN_S = 86400.0
 """A hidden job that started this much longer ago than its time limit has ended; it may have been suspended."""
 _INTERRUPTED_STATUSES = frozenset({"preempted", "cancelled", "failed"})
@@ -143,13 +143,13 @@ def _query_jobs(
     runs = {key: run for submission in submissions for key, run in submission.runs()}
     statuses: dict[str, JobStatus] = {}
     for kind, query in queries.items():
-        own = {key: run for key, run in runs.items() if run.record.scheduler == kind}
+        runs_of_kind = {key: run for key, run in runs.items() if run.record.scheduler == kind}
         try:
             if isinstance(query, HpcbenchError):
                 raise query
-            statuses |= query.result(own)
+            statuses |= query.result(runs_of_kind)
         except HpcbenchError as error:
-            statuses |= {key: JobStatus("waiting", error.message) for key, run in own.items() if run.job_id}
+            statuses |= {key: JobStatus("waiting", error.message) for key, run in runs_of_kind.items() if run.job_id}
     return runs, statuses
 
 

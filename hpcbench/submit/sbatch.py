@@ -104,8 +104,10 @@ _JOB_NUMBER_LINE = re.compile(r"(?:Submitted batch job )?(\d+)(?:;\S+| on cluste
 
 
 def parse_job_number(output: str) -> str | None:
-    """The number in the last line of sbatch's output that is an answer of sbatch: ``4711``, ``4711;cluster`` or
-    ``Submitted batch job 4711``. Other lines, such as a site's banner, do not count.
+    """Return the job number in the last line of ``output`` that is an answer of sbatch; ``None`` without such a line.
+
+    An answer is ``4711``, ``4711;cluster`` or ``Submitted batch job 4711``. Other lines, such as a site's banner, do
+    not count.
     """
     matches = (_JOB_NUMBER_LINE.fullmatch(line.strip()) for line in reversed(output.splitlines()))
     return next((match[1] for match in matches if match), None)

@@ -67,7 +67,7 @@ class SchedulerLimits(NamedTuple):
     max_submitted_jobs: int | None = None
     """Jobs that the user may have queued and running; ``None``: no limit is known."""
     free_jobs: int | None = None
-    """Those of them that are not queued or running now; ``None``: unknown."""
+    """Jobs of ``max_submitted_jobs`` that are not queued or running now; ``None``: unknown."""
 
 
 @dataclass
@@ -79,13 +79,14 @@ class SendOutcome:
     waiting: int = 0
     """Jobs that are submitted again by the next ``submit``."""
     reason: str = ""
-    """Why they wait."""
+    """The reason why the jobs in ``waiting`` were not submitted; empty if there are none."""
     refused: list[SubmitError] = field(default_factory=list)
     """Final refusals: the runs of these jobs belong to no submission."""
     failed: SubmitError | None = None
     """The scheduler did not answer."""
 
     def add(self, other: SendOutcome) -> None:
+        """Add the jobs and refusals of ``other``; the first reason and the first missing answer stay."""
         self.jobs += other.jobs
         self.waiting += other.waiting
         self.reason = self.reason or other.reason
@@ -97,10 +98,15 @@ class StateQuery(Protocol):
     """A query that runs while this process does something else."""
 
     def result(self, runs: Mapping[str, SubmittedRun]) -> Mapping[str, JobStatus]:
-        """The status of each run of ``runs`` (by ``run_id``) whose job the scheduler lists.
+        """Wait for the answer and return the status of each run of ``runs`` whose job the scheduler lists.
 
         A run whose job is unknown is left out: unknown is never taken for failed.
-        Raises ``SubmitError`` if the scheduler does not answer.
+
+        Args:
+            runs: submitted runs by ``run_id``.
+
+        Raises:
+            SubmitError: the scheduler does not answer.
         """
 
 
@@ -134,18 +140,30 @@ class Scheduler(abc.ABC):
     def check(self, profile: ClusterProfile) -> None:
         """Check that jobs can be submitted from this machine, before anything is written.
 
-        Raises ``SubmitError`` if the scheduler's commands or configuration are absent, ``ConfigError`` if the profile
-        lacks something that the scheduler requires.
+        Args:
+            profile: the cluster.
+
+        Raises:
+            SubmitError: the scheduler's commands or configuration are absent.
+            ConfigError: the profile lacks something that the scheduler requires.
         """
         if error := self.account(profile):
             raise error
 
     def account(self, profile: ClusterProfile) -> ConfigError | None:
-        """The error if the scheduler accepts no job without an account and there is none; else ``None``."""
+        """Return the error if the scheduler requires an account and the profile has none; else ``None``."""
         return account_error(profile)
 
     def limits(self, record: Submission, profile: ClusterProfile) -> SchedulerLimits:
-        """The limits that hold now for the jobs of ``record``. Raises ``SubmitError`` if there is no answer."""
+        """Return the limits that hold now for the jobs of a submission; by default one job per call and no other.
+
+        Args:
+            record: the submission.
+            profile: the cluster.
+
+        Raises:
+            SubmitError: the scheduler does not answer.
+        """
         return SchedulerLimits()
 
     @abc.abstractmethod
@@ -163,12 +181,20 @@ class Scheduler(abc.ABC):
             notify: called with messages about retries.
 
         Returns:
-            What was accepted, refused, or has to wait. A scheduler that does not answer is ``failed``, not raised.
+            The numbers of accepted and waiting jobs and the refusals. A scheduler that does not answer is ``failed``,
+            not raised.
+
+        Raises:
+            StorageError: the submission's folder cannot be written.
         """
 
     @abc.abstractmethod
     def state(self, submissions: Sequence[NewestSubmission]) -> StateQuery:
-        """Start one query about the jobs of ``submissions``, which were all submitted to this kind of scheduler."""
+        """Start one query about the jobs of ``submissions`` and return it; its ``result`` waits for the answer.
+
+        Args:
+            submissions: submissions to this kind of scheduler, of one cluster.
+        """
 
     @abc.abstractmethod
     def cancel(self, whole: Sequence[SubmittedRun], parts: Sequence[SubmittedRun]) -> None:
@@ -178,12 +204,13 @@ class Scheduler(abc.ABC):
             whole: one run of each job that is cancelled as a whole; each has a ``job_id``.
             parts: running runs of jobs that go on with their next run.
 
-        Raises ``SubmitError`` if the scheduler refuses.
+        Raises:
+            SubmitError: the scheduler refuses or does not answer.
         """
 
     @classmethod
     def job_log(cls, run: SubmittedRun) -> Path | None:
-        """The file with the output of the job's script; ``None`` if the run has no job yet."""
+        """Return the path of the file with the output of the job's script; ``None`` if the run has no job yet."""
         if run.job_id is None:
             return None
         job, _, task = run.job_id.partition("_")
@@ -200,6 +227,7 @@ def job_log(run: SubmittedRun) -> Path | None:
 
 
 def account_error(profile: ClusterProfile) -> ConfigError | None:
+    """Return the error if the cluster requires an account and the profile has none; else ``None``."""
     if not profile.account_required or profile.account is not None:
         return None
     return ConfigError(
@@ -293,6 +321,7 @@ def command_environment(profile: HasSchedulerSettings) -> dict[str, str]:
 
 
 def find_command(command: str, profile: HasSchedulerSettings) -> Path | None:
+    """Return the path of a scheduler's command; ``None`` if it is in no folder of the profile's PATH."""
     # Imported here: it imports the compression libraries, and the local scheduler has no command.
     import shutil
 
@@ -301,7 +330,7 @@ def find_command(command: str, profile: HasSchedulerSettings) -> Path | None:
 
 
 SILENCE_S = 3.0
-"""After this long without an answer of the scheduler a message is printed."""
+"""Seconds without an answer of the scheduler after which a message is printed."""
 _listeners: list[Callable[[str], None]] = []
 
 

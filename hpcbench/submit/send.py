@@ -111,16 +111,16 @@ def unsent_jobs(record: Submission, journal: Journal) -> dict[int, JobRanges]:
 def _without_dropped(array: JobArray, dropped: set[str], ranges: JobRanges) -> JobRanges:
     if not dropped:
         return ranges
-    kept: JobRanges = []
+    remaining: JobRanges = []
     for first, count in ranges:
         for job in range(first, first + count):
             if dropped.issuperset(array.runs_of(job)):
                 continue
-            if kept and sum(kept[-1]) == job:
-                kept[-1] = (kept[-1][0], kept[-1][1] + 1)
+            if remaining and sum(remaining[-1]) == job:
+                remaining[-1] = (remaining[-1][0], remaining[-1][1] + 1)
             else:
-                kept.append((job, 1))
-    return kept
+                remaining.append((job, 1))
+    return remaining
 
 
 def _count_jobs(jobs: dict[int, JobRanges]) -> int:
@@ -164,8 +164,8 @@ class _SubmissionSender:
         """The groups as an earlier process left them; a job that the scheduler has forgotten is no dependency."""
         last_job = {batch.lane: batch.job_id for batch in journal.batches if batch.job_id is not None}
         queued = queued_job_numbers(last_job.values(), self._profile) if last_job else set()
-        known = {group: job_id for group, job_id in last_job.items() if job_id in queued}
-        return _Throttle(sizes, [batch.lane for batch in journal.batches if batch.is_sent], known)
+        queued_jobs = {group: job_id for group, job_id in last_job.items() if job_id in queued}
+        return _Throttle(sizes, [batch.lane for batch in journal.batches if batch.is_sent], queued_jobs)
 
     def _send_arrays(self, unsent: dict[int, JobRanges]) -> None:
         full: set[str | None] = set()
@@ -178,8 +178,8 @@ class _SubmissionSender:
                     "time": max(1, int(array.job_limit_s // 60)),
                     "account": self._profile.account,
                 }
-                known = {key: value for key, value in parameters.items() if value is not None}
-                check_job_parameters(known, self._folder)
+                set_parameters = {key: value for key, value in parameters.items() if value is not None}
+                check_job_parameters(set_parameters, self._folder)
             try:
                 for first, count in ranges:
                     if array.partition not in full and not self._send_range(array, first, count):

@@ -200,7 +200,7 @@ class SubmittedRun(msgspec.Struct, frozen=True, gc=False):
     is_dropped: bool = False
     """It was removed from the submission."""
     waiting: str = ""
-    """Why the rest of the submission is not submitted."""
+    """The reason why the rest of the submission is not submitted."""
 
     @property
     def number(self) -> int:
@@ -209,18 +209,22 @@ class SubmittedRun(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def job_id(self) -> str | None:
-        """The scheduler's, once it has accepted the job."""
+        """The scheduler's id of the job; ``None`` until it has accepted the job."""
         return self.batch.job_of(self.number) if self.batch is not None and self.batch.is_sent else None
 
     @property
     def submitted_by(self) -> str | None:
-        """The account that sent its job; where the journal lacks it, the owner of the submission's folder."""
+        """The account that sent its job, else the owner of the submission's folder; ``None`` if both are unknown."""
         if self.batch is not None and self.batch.user:
             return self.batch.user
         return folder_owner(self.folder)
 
     def started_attempt(self, tree: ClusterTree) -> tuple[Attempt, AttemptStart] | None:
-        """The newest attempt of the run, if a job of this submission started it."""
+        """Return the newest attempt of the run and its start marker; ``None`` unless a job of this submission began it.
+
+        Raises:
+            StorageError: a part of the attempt's path is a link.
+        """
         return started_attempt(tree, self.array.run_ids[self.index], self.record.submission)
 
 
@@ -233,7 +237,11 @@ def folder_owner(folder: Path) -> str | None:
 
 
 def started_attempt(tree: ClusterTree, run_id: str, submission: str) -> tuple[Attempt, AttemptStart] | None:
-    """The newest attempt of a run, if a job of ``submission`` started it."""
+    """Return the newest attempt of a run and its start marker; ``None`` unless a job of ``submission`` began it.
+
+    Raises:
+        StorageError: a part of the attempt's path is a link.
+    """
     latest = latest_start(tree.run_folder(run_id))
     return latest if latest and latest[1].belongs_to(submission) else None
 

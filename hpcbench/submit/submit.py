@@ -234,7 +234,7 @@ class RunSelection:
     only_again: bool = False
     """Submit only the runs in the states ``again``."""
     remeasure: bool = False
-    """Also submit runs that were measured in another environment than the current one."""
+    """Whether runs that were measured in another environment than the current one are submitted again."""
     over_budget: bool = False
     """Submit even if the budget is exceeded."""
 

@@ -70,8 +70,8 @@ class IncrementalClusterTree(ClusterTree):
         return {run_id: self._heads[run_id] for run_id in run_ids if run_id in self._heads}
 
     def _is_ok(self, run_id: str) -> bool:
-        known = self._heads.get(run_id)
-        return known is not None and known.status == STATUS_OK and not self.is_superseded(run_id, known)
+        head = self._heads.get(run_id)
+        return head is not None and head.status == STATUS_OK and not self.is_superseded(run_id, head)
 
     def is_superseded(self, run_id: str, head: ResultSummary) -> bool:
         """Whether it is still the result that a new measurement is to replace."""
@@ -104,7 +104,7 @@ class IncrementalClusterTree(ClusterTree):
                 self._settled[run_id] = mtimes_ns[prefix]
 
     def summary(self, run_id: str) -> ResultSummary | None:
-        """The head of one result as its file is now."""
+        """Return the summary of one result as its file is now; ``None`` if there is no result."""
         head = super().summary(run_id)
         if head is None:
             self._heads.pop(run_id, None)
@@ -116,17 +116,17 @@ class IncrementalClusterTree(ClusterTree):
         return head
 
     def cached_summary(self, run_id: str) -> ResultSummary | None:
-        """The head as it was read last."""
+        """Return the summary as it was read last; ``None`` if none was."""
         return self._heads.get(run_id)
 
     def ended_unix_s(self, run_id: str) -> float | None:
-        """When the result that counts was put in place; ``None`` where none has been read."""
+        """Return the time at which the result that counts was written (Unix seconds); ``None`` if none was read."""
         return self._ended.get(run_id) if run_id in self._heads else None
 
 
 MAX_SHOWN_FAILURES = 5
 _MAX_TIMED_RUNS = 50
-"""Only this many of an array's newest runs are timed: each is a small file, read once."""
+"""Number of an array's newest runs that are timed: each is a small file, read once."""
 
 
 class TimedRun(msgspec.Struct, frozen=True, gc=False):
@@ -193,7 +193,7 @@ class SweepSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     failed: int = 0
     """Number of all failed runs."""
     silence: str = ""
-    """Why the scheduler did not answer."""
+    """The reason why the scheduler did not answer; empty if it did."""
     predicted_s: float | None = None
     """Seconds until the last run ends, by the oracle."""
 

@@ -105,7 +105,7 @@ def fetch_source(pip: Sequence[str], folder: Path, env: dict[str, str]) -> Path:
 
 
 def unpack_source(archive: Path, folder: Path) -> Path:
-    """Unpack the source package ``archive`` into ``folder``; returns its root."""
+    """Unpack the source package ``archive`` into ``folder`` and return its root; ``WorkerError`` if it has another."""
     with tarfile.open(archive) as package:
         # The filter came with security releases of Python 3.10 and 3.11, and is the default from 3.14 on.
         if hasattr(tarfile, "data_filter"):
@@ -228,7 +228,7 @@ def compile_error(command: Sequence[str], source: str) -> str:
             done = _run([*command, str(file), "-o", str(Path(folder) / "try")])
         except OSError as error:
             return str(error)
-        return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it says nothing"])[0]
+        return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no output"])[0]
 
 
 def find_features(target: BuildTarget, mpi: bool, nccl: bool) -> BuildFeatures:
@@ -290,8 +290,8 @@ def cuda_build_variables(cuda_home: str, nccl_home: Path, user_environment: Mapp
         "CUDA_PATH": cuda_home,
         "PATH": f"{cuda_home}/bin{os.pathsep}{user_environment.get('PATH', os.defpath)}",
     }
-    kept = "HOROVOD_BUILD_CUDA_CC_LIST"
-    return variables | ({kept: user_environment[kept]} if kept in user_environment else {})
+    variable = "HOROVOD_BUILD_CUDA_CC_LIST"
+    return variables | ({variable: user_environment[variable]} if variable in user_environment else {})
 
 
 def _linkable_nccl(home: Path, folder: Path) -> Path:
@@ -338,9 +338,9 @@ def wheel_cache_folder() -> Path:
 
 def wheel_cache_key(target: BuildTarget, parts: BuildFeatures) -> str:
     """A name for everything that a wheel depends on: another value of any of these is another wheel."""
-    known = {"horovod": HOROVOD_VERSION, "patch": PATCH_REVISION, "torch": target.torch, "python": target.tag,
+    inputs = {"horovod": HOROVOD_VERSION, "patch": PATCH_REVISION, "torch": target.torch, "python": target.tag,
              "machine": target.machine, "libc": target.libc, "mpi": parts.mpi, "nccl": parts.nccl}  # fmt: skip
-    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def wheel_local_version(target: BuildTarget, parts: BuildFeatures) -> str:
@@ -350,18 +350,18 @@ def wheel_local_version(target: BuildTarget, parts: BuildFeatures) -> str:
 
 
 def find_cached_wheel(folder: Path, target: BuildTarget, parts: BuildFeatures) -> Path | None:
-    """The wheel that was built before, if there is one."""
+    """Return the path of the wheel that was built before; ``None`` if there is none."""
     return next(iter(sorted((folder / wheel_cache_key(target, parts)).glob("horovod-*.whl"))), None)
 
 
 def store_wheel(folder: Path, wheel: Path, name: str) -> Path:
     """Move ``wheel`` into the cache under ``name``, at once: a second build at the same time does no harm."""
-    kept = folder / name / wheel.name
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    partial = kept.with_name(f".{kept.name}.{os.getpid()}")
+    cached = folder / name / wheel.name
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    partial = cached.with_name(f".{cached.name}.{os.getpid()}")
     shutil.copyfile(wheel, partial)
-    os.replace(partial, kept)
-    return kept
+    os.replace(partial, cached)
+    return cached
 
 
 def install_wheel(target: BuildTarget, wheel: Path) -> None:
@@ -397,12 +397,12 @@ def _build_wheel(source: Path | None, jobs: int, target: BuildTarget, parts: Bui
             code = subprocess.run(command, stdout=file, stderr=file, env=env, check=False).returncode
         wheels = sorted((folder / "out").glob("horovod-*.whl"))
         if code != 0 or not wheels:
-            kept = wheel_cache_folder() / "horovod-build.log"
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(log, kept)
+            kept_log = wheel_cache_folder() / "horovod-build.log"
+            kept_log.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(log, kept_log)
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
             errors = [line for line in lines if "error" in line.lower()] or lines
-            raise WorkerError("the build failed:\n" + "\n".join(errors[:8]), hint=f"all of its output: {kept}")
+            raise WorkerError("the build failed:\n" + "\n".join(errors[:8]), hint=f"all of its output: {kept_log}")
         return store_wheel(wheel_cache_folder(), wheels[0], wheel_cache_key(target, parts))
 
 

@@ -121,7 +121,10 @@ def begin(tasks: Path, index: int, time_limit_s: float | None = None, missing_mo
 
 
 def done_reason(tree: ClusterTree, task: RunTask) -> str | None:
-    """Return that the run has an ok result which it is not to replace, if so; a broken result is none."""
+    """Return the reason for which the run needs no execution: an ok result that it does not replace.
+
+    ``None`` if the run has no such result; a broken one does not count.
+    """
     result = read_result(tree, task.run_id)
     if result is None or result.status != STATUS_OK:
         return None
@@ -172,7 +175,7 @@ def _later_run_started(tree: ClusterTree, tasks: Path, index: int, pack: int) ->
 
 
 def _stop_rule_reason(tree: ClusterTree, tasks: Path, task: RunTask) -> str | None:
-    """Why the sweep's stop rules keep the run from starting."""
+    """Return the reason for which the sweep's stop rules skip the run; ``None`` if they do not."""
 
     def status_of(run_id: str) -> str | None:
         result = read_result(tree, run_id)
@@ -198,7 +201,7 @@ def _write_unstarted(
 
 
 def read_result(tree: ClusterTree, run_id: str) -> RunResult | None:
-    """Return the result of ``run_id``; a broken one counts as absent."""
+    """Return the result of ``run_id``; ``None`` if it is absent or broken. ``StorageError`` if it cannot be read."""
     try:
         return tree.read_result(run_id)
     except msgspec.MsgspecError:

@@ -29,12 +29,11 @@ from hpcbench.parallel.resolve import InfeasiblePoint, single_device_run
 from hpcbench.parallel.workloads import is_custom_model
 from hpcbench.paths import cache_folder
 from hpcbench.worker.layers import zero_batch
-from hpcbench.worker.master_weights import storage_dtype
 from hpcbench.worker.measure.clocks import synchronize
 from hpcbench.worker.measure.environment_record import cpu_model
 from hpcbench.worker.measure.host import keep_freed_memory
 from hpcbench.worker.measure.layer_trace import counted_saved_tensors, storage_id, tensor_bytes
-from hpcbench.worker.model_execution import MixedPrecision, disable_inplace_first_op, summed_loss
+from hpcbench.worker.model_execution import MixedPrecision, disable_inplace_first_op, storage_dtype, summed_loss
 from hpcbench.worker.models.build import build_meta_model
 
 _WARM_UP_PASSES = 2
@@ -102,10 +101,10 @@ def _measure_blocks(
     blocks = []
     x, counted, is_kept = inputs.to(device), set[int](), False
     for place, (name, block) in enumerate(shapes.named_children()):
-        own = [parameter for parameter in block.parameters() if id(parameter) not in counted]
-        counted |= {id(parameter) for parameter in own}
+        parameters = [parameter for parameter in block.parameters() if id(parameter) not in counted]
+        counted |= {id(parameter) for parameter in parameters}
         row, x, is_kept = bench.measure(materialize_block(block, device), x, is_kept, place == len(shapes) - 1)
-        blocks.append(stage_balance.MeasuredBlock(name=name, parameter_bytes=sum(map(tensor_bytes, own)), **row))
+        blocks.append(stage_balance.MeasuredBlock(name=name, parameter_bytes=sum(map(tensor_bytes, parameters)), **row))
     return blocks
 
 

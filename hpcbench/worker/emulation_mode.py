@@ -245,7 +245,7 @@ def apply_emulation(
     if device.type != "cpu":
         raise unsupported(f"a rehearsal sleeps on the host: it needs cpu ranks, not {device}")
     if spec.rehearse not in header.rehearsed:
-        raise WorkerError(f"the task file says nothing of {spec.rehearse}, which the run rehearses")
+        raise WorkerError(f"the task file lacks {spec.rehearse}, which the run emulates")
     emulated = msgspec.convert(header.rehearsed[spec.rehearse], EmulatedDevice)
     mode, whole_step = EmulationMode(emulated.compute, spec.compute_precision, spec.model, device), strategy.step
 

@@ -126,7 +126,7 @@ class RunOutcome(NamedTuple):
 
 
 class FailureCause(msgspec.Struct):
-    """Why the launch ends early, as announced by the first rank with a failure of its own."""
+    """The cause for which a launch ends early, announced by the first rank with a failure of its own."""
 
     rank: int
     host: str
@@ -155,7 +155,7 @@ def decide_outcome(
     if vanished:
         why = "killed, or ended by something outside python"
         return RunOutcome("failed", lost_ranks_failure(vanished, ranks, why, log, job_nodes()))
-    if all(one.status == STATUS_OK for one in ranks.values()):
+    if all(result.status == STATUS_OK for result in ranks.values()):
         return _verification_outcome(ranks)
     # No rank announced a cause: prefer the lowest rank that failed by itself to those that only followed.
     failed = [rank for rank in sorted(ranks) if ranks[rank].status != STATUS_OK]
@@ -210,9 +210,9 @@ def last_error_line(log: str) -> str:
     # srun --label puts the rank before each line.
     lines = [re.sub(r"^\d+: ", "", line.strip()) for line in log.splitlines()]
     lines = [line for line in lines if line]
-    own = [line for line in lines if not _LAUNCHER_NOISE.search(line)]
-    errors = [line for line in own if _ERROR_WORDS.search(line)]
-    return (errors or own or lines or [""])[-1]
+    of_ranks = [line for line in lines if not _LAUNCHER_NOISE.search(line)]
+    errors = [line for line in of_ranks if _ERROR_WORDS.search(line)]
+    return (errors or of_ranks or lines or [""])[-1]
 
 
 def job_nodes() -> str | None:
@@ -221,9 +221,9 @@ def job_nodes() -> str | None:
 
 
 def missing_torch_failure(log: str, host: str) -> FailureRecord | None:
-    """The failure of ranks that a launcher could not start because the interpreter has no torch.
+    """Return the failure of ranks that a launcher could not start because the interpreter has no torch.
 
-    It is the one that a rank without a launcher leaves.
+    It is equal to that of a rank without a launcher. ``None`` if ``log`` ends with another error.
     """
     match = _MISSING_MODULE.search(last_error_line(log))
     if match is None or match[1].partition(".")[0] != "torch":

@@ -72,7 +72,7 @@ class RankMeasurements:
     counters: RegionCounters | None = None
     peak: tuple[int, int | None] | None = None
     setup_peak: tuple[int, int | None] | None = None
-    """Before the first timed step, where the peaks could be begun anew there."""
+    """Peak memory before the first timed step; ``None`` where the system's peak cannot be reset there."""
     pipeline_state: Callable[[], str | None] | None = None
     """Description of what a pipeline's rank is doing."""
 
@@ -105,9 +105,25 @@ class RankMeasurements:
 
 
 class RunFinalizer:
-    """Ends this rank's part in the run, from the main thread or from another one; only the first call has an effect."""
+    """Ends this rank's part in the run: it writes the rank's file and, on rank 0, the result of the run.
+
+    The main thread calls ``finish``. A signal or the end of another rank makes another thread call ``abort``, which
+    works while the main thread is stuck in a collective. The first call counts.
+
+    Example::
+
+        finalizer = RunFinalizer(context, RankMeasurements.of(context), stop)
+        exit_code = finalizer.finish(error=None)
+    """
 
     def __init__(self, context: RunContext, measurements: RankMeasurements, stop: StopController) -> None:
+        """Set the sources of the record; nothing is read or written yet.
+
+        Args:
+            context: fixed facts of this rank.
+            measurements: the measurements so far, filled by the main thread as the run proceeds.
+            stop: the reason of a stop that was requested (a signal, the time limit).
+        """
         self.context = context
         self.measurements = measurements
         self.stop = stop
@@ -116,7 +132,13 @@ class RunFinalizer:
         self._lock = threading.Lock()
 
     def abort(self, cause: BaseException) -> None:
-        """End the process from a thread while the main one is stuck. Returns only if the main one is ending it."""
+        """Write the record and end the process, from a thread while the main one may be stuck.
+
+        It returns only if another thread is ending the process already.
+
+        Args:
+            cause: the reason of the end: ``Stopped``, ``PeerEnded`` or an error of this rank.
+        """
         if self._lock.acquire(blocking=False):
             code = EXIT_NOT_OK
             try:
@@ -125,7 +147,19 @@ class RunFinalizer:
                 exit_now(code)
 
     def finish(self, error: BaseException | None) -> int:
-        """Write this rank's file and, on rank 0, the result; return the exit code. ``error`` ended the run early."""
+        """Write this rank's file and, on rank 0, the result of the run; return the exit code of the process.
+
+        If another thread is ending the process already, the call never returns.
+
+        Args:
+            error: the exception that ended the run early; ``None`` after a complete run.
+
+        Returns:
+            0 if the status of the run (on other ranks: of this rank) is ``ok``, else 1.
+
+        Raises:
+            StorageError: on rank 0, if the result cannot be written.
+        """
         if not self._lock.acquire(blocking=False):
             # Another thread is finishing and ends the process.
             threading.Event().wait()
@@ -172,14 +206,17 @@ class RunFinalizer:
 
 
 def write_run_result(
-    context: RunContext, channel: ControlChannel | None, own: RankResult, error: BaseException | None, wait_s: float
+    context: RunContext, channel: ControlChannel | None, rank_0: RankResult, error: BaseException | None, wait_s: float
 ) -> str:
     """Collect the ranks' results, write the result of the run and return its status. Called on rank 0.
 
     Args:
-        own: rank 0's result.
+        rank_0: the result of rank 0.
         error: the exception that ended rank 0, or ``None``.
         wait_s: time limit for the results of the other ranks.
+
+    Raises:
+        StorageError: the results tree was moved or removed, or the result cannot be written.
     """
     attempt, spec = context.attempt, context.spec
     if not attempt.folder.is_dir():
@@ -193,7 +230,7 @@ def write_run_result(
         give_up = time.monotonic() + min(wait_s, FAILURE_GATHER_S)
         while len(ranks := attempt.read_ranks()) < spec.ranks and time.monotonic() <= give_up:
             time.sleep(0.1)
-    ranks = {**ranks, context.info.rank: own}
+    ranks = {**ranks, context.info.rank: rank_0}
     marker = attempt.read_start()
     outcome = decide_outcome(
         spec.ranks,

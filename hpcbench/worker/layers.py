@@ -160,12 +160,15 @@ def _per_sample(small: int, large: int) -> int:
 
 
 def _sample_shape(small: list[int], large: list[int]) -> list[int]:
-    """Without the batch, which may be a dim of its own or, where a module flattens, a part of one."""
+    """Return the shape of one sample, from the shapes at both traced batch sizes.
+
+    The batch may be a dim of its own or, where a module flattens, a factor of one.
+    """
     shape: list[int] = []
     for a, b in zip(small, large, strict=True):
-        own = a // _TRACED_BATCH_SIZES[0] if a != b else a
-        if own != 1 or a == b:
-            shape.append(own)
+        extent = a // _TRACED_BATCH_SIZES[0] if a != b else a
+        if extent != 1 or a == b:
+            shape.append(extent)
     return shape
 
 

@@ -22,19 +22,19 @@ from hpcbench.worker.block_times import profile_blocks
 
 
 class PartitionPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the plans, as ``--json`` has it."""
+    """A plan of stages and replicas: an entry of ``--json``."""
 
     replicated: bool
     """Whether stages may be replicated."""
     step_s: float = 0.0
-    """Per micro-batch in the steady state: the slowest stage's or link's time."""
+    """Seconds of a micro-batch in the steady state: the time of the slowest stage or link."""
     speed_up: float = 0.0
-    """Over one worker."""
+    """Time of a micro-batch on one worker, divided by ``step_s``."""
     cuts: str = ""
     stage_replicas: str = ""
     stages: list[dict[str, float]] = []
     error: str = ""
-    """Why there is none."""
+    """The reason why there is no plan; empty if there is one."""
 
 
 def parse_levels(text: str) -> list[InterconnectLevel]:

@@ -90,12 +90,12 @@ def compute_metrics(
 def _step_phases(spec: RunSpec, ranks: Mapping[int, schema.RankResult]) -> dict[str, Any]:
     """Parts of a profiled step on the rank that computes longest, and what all ranks' communication consists of."""
     profiled = {rank: ranks[rank].phases for rank in sorted(ranks)}
-    known = {rank: phases for rank, phases in profiled.items() if phases is not None}
-    if not known:
+    phases_of = {rank: phases for rank, phases in profiled.items() if phases is not None}
+    if not phases_of:
         return {}
-    longest = max(known, key=lambda rank: (known[rank].compute_s or 0.0, known[rank].step_s))
-    values = {"phases_rank": longest, **{name: getattr(known[longest], name) for name in _PHASE_FIELDS}}
-    comm_s = [phases.comm_s for phases in known.values() if phases.comm_s is not None]
+    longest = max(phases_of, key=lambda rank: (phases_of[rank].compute_s or 0.0, phases_of[rank].step_s))
+    values = {"phases_rank": longest, **{name: getattr(phases_of[longest], name) for name in _PHASE_FIELDS}}
+    comm_s = [phases.comm_s for phases in phases_of.values() if phases.comm_s is not None]
     if spec.pp_degree == 1 and len(comm_s) == spec.ranks:
         values |= {"wire_s": min(comm_s), "wait_s": statistics.fmean(comm_s) - min(comm_s)}
     return values

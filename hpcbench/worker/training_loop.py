@@ -183,12 +183,12 @@ def make_evaluate_hook(
         reached = False
         if rank == 0 or strategy.forward_is_collective:
             train_time_s = progress.train_time_s()
-            found = held_out_accuracy(strategy.module, feed)
-            if found is not None and rank == 0:
+            accuracy = held_out_accuracy(strategy.module, feed)
+            if accuracy is not None and rank == 0:
                 wall_s = time.perf_counter() - progress.began_s
-                point = EvaluationPoint(step=step, train_time_s=train_time_s, wall_s=wall_s, accuracy=found)
+                point = EvaluationPoint(step=step, train_time_s=train_time_s, wall_s=wall_s, accuracy=accuracy)
                 progress.evaluations.append(point)
-                reached = spec.target_accuracy is not None and found >= spec.target_accuracy
+                reached = spec.target_accuracy is not None and accuracy >= spec.target_accuracy
         return any_rank(reached)
 
     return evaluate

@@ -24,8 +24,8 @@ from hpcbench.forecast.sweep_calibration import (
     make_probe_plan,
     prepare_sweep_calibration,
 )
+from hpcbench.oracle.calibration.calibration_runs import DISTURBANCES
 from hpcbench.oracle.calibration.calibration_store import machine_for, read_calibrations, write_calibration
-from hpcbench.oracle.calibration.disturbed_runs import DISTURBANCES
 from hpcbench.oracle.calibration.fit_machine import fit_calibration
 from hpcbench.parallel.layer_table import LayerTable
 from hpcbench.results.results_tree import ClusterTree
@@ -105,7 +105,7 @@ def test_the_cost_is_stated_and_the_probes_can_be_had_without_running_them(call:
     assert found == [("probe_blocks", 2, 1), ("probe_blocks", 8, 1), ("probe_messages", 4, 2)]
 
 
-def test_what_does_not_fit_into_the_limit_is_left_out_and_named(call: Call) -> None:
+def test_probes_beyond_the_limit_are_left_out_and_listed(call: Call) -> None:
     done = call(*CALIBRATE[:-1], "700", "--out", "probes.toml")
     assert done.exit_code == 0, done.output
     # 0.5 node-hours are 1800 s: two runs on one node, and none on two.
@@ -141,7 +141,7 @@ def test_predictions_rest_on_what_was_measured(call: Call, tmp_path: Path) -> No
     assert "measured for mine" in table.stdout
 
 
-def test_probes_of_a_sweep_alone_are_no_calibration_of_the_machine(call: Call, tmp_path: Path) -> None:
+def test_probes_of_one_sweep_do_not_calibrate_the_machine(call: Call, tmp_path: Path) -> None:
     plant(call, tmp_path)
     assert call(*CALIBRATE).exit_code == 0
     kept = calibrations(tmp_path)
@@ -315,21 +315,19 @@ def test_a_sweep_without_a_feasible_point_is_named(call: Call, tmp_path: Path) -
     (tmp_path / "mine.toml").write_text(SWEEP.replace("[[include]]", "[[include]]\ntasks_per_node = 1000"))
     done = call(*CALIBRATE, "--out", "probes.toml")
     assert isinstance(done.exception, HpcbenchError), done.output
-    assert "every one of the 3 points of sweep 'mine' is dropped on slurmbox" in str(done.exception)
+    assert "every one of the 3 points of sweep 'mine' is infeasible on slurmbox" in str(done.exception)
     (tmp_path / "mine.toml").write_text(SWEEP.replace("steps = 5", "steps = 5\ncompile = true"))
     done = call(*CALIBRATE, "--out", "probes.toml")
     assert isinstance(done.exception, HpcbenchError)
     assert "nothing of sweep 'mine' can be probed on slurmbox: compiled" in str(done.exception)
 
 
-def test_a_profile_without_links_says_what_is_assumed(call: Call, tmp_path: Path) -> None:
+def test_a_profile_without_links_prints_the_assumed_links(call: Call, tmp_path: Path) -> None:
     (tmp_path / "bare.toml").write_text('name = "bare"\n[scheduler]\nkind = "slurm"\n[node]\ncores = 4\n')
     done = call("cluster", "calibrate", "bare.toml", "--for", "mine.toml", "--out", "probes.toml")
     assert done.exit_code == 0, (done.output, done.exception)
-    said = (
-        "says nothing of its links between nodes: 100 us and 1.25 GB/s are assumed for messages that are not measured"
-    )
-    assert said in done.stderr
+    note = "defines no links between nodes: 100 us and 1.25 GB/s are assumed for messages that are not measured"
+    assert note in done.stderr
     assert "inside nodes" not in done.stderr
 
 

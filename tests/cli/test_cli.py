@@ -70,7 +70,7 @@ def test_every_command_has_help(command: str) -> None:
     assert "Usage:" in done.stdout
 
 
-def test_plan_json(sweep: Path, tmp_path: Path) -> None:
+def test_plan_json_lists_runs_and_drops_without_writing(sweep: Path, tmp_path: Path) -> None:
     done = hpcbench("plan", str(sweep), "--cluster", "local", "--json", "--results", str(tmp_path / "r"))
     plan = json.loads(done.stdout)
     assert [run["spec"]["strategy"] for run in plan["runs"]] == ["single", "ddp", "ddp"]
@@ -109,7 +109,7 @@ def test_render_writes_what_it_prints(sweep: Path, tmp_path: Path) -> None:
             GOOD.replace('["single", "ddp"]', '["single"]').replace("[1, 2]", "[2]"),
             ["run", "{}"],
             2,
-            "the only point of sweep 'tiny' is dropped on local",
+            "the only point of sweep 'tiny' is infeasible on local",
         ),
         (GOOD, ["plan", "{}", "--cluster", "locl"], 2, "unknown cluster 'locl'\n  did you mean 'local'?"),
         (GOOD, ["submit", "{}", "--cluster", "generic-slurm"], 3, "sbatch is not on PATH"),
@@ -119,7 +119,9 @@ def test_render_writes_what_it_prints(sweep: Path, tmp_path: Path) -> None:
         (GOOD, ["pln"], 2, "did you mean 'plan'?"),
     ],
 )
-def test_bad_input(tmp_path: Path, text: str, arguments: list[str], code: int, message: str) -> None:
+def test_wrong_input_exits_with_a_message_and_leaves_no_files(
+    tmp_path: Path, text: str, arguments: list[str], code: int, message: str
+) -> None:
     path = tmp_path / "tiny.toml"
     path.write_text(text)
     results = tmp_path / "results"
@@ -132,7 +134,7 @@ def test_bad_input(tmp_path: Path, text: str, arguments: list[str], code: int, m
     assert not results.exists()
 
 
-def test_a_template_with_an_undefined_variable(sweep: Path, tmp_path: Path) -> None:
+def test_an_undefined_template_variable_is_reported_with_its_line(sweep: Path, tmp_path: Path) -> None:
     (tmp_path / "templates").mkdir()
     (tmp_path / "templates" / "_ending.sh.j2").write_text("# one\n{{ task_fiel }}\n")
     done = hpcbench("run", str(sweep), cwd=tmp_path)
@@ -141,7 +143,7 @@ def test_a_template_with_an_undefined_variable(sweep: Path, tmp_path: Path) -> N
     assert not list((tmp_path / "results" / "local" / "submissions").glob("tiny*"))
 
 
-def test_results_that_cannot_be_written(sweep: Path, tmp_path: Path) -> None:
+def test_an_unwritable_results_folder_exits_with_code_3(sweep: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = hpcbench("run", str(sweep), "--results", str(tmp_path / "file"))
     assert done.returncode == 3
@@ -166,7 +168,7 @@ def test_init_writes_a_project_that_works_and_overwrites_nothing(tmp_path: Path)
     assert hpcbench("check", "sweeps/quickstart.toml", "clusters/generic-slurm.toml", cwd=project).returncode == 0
 
 
-def test_doctor_json(tmp_path: Path) -> None:
+def test_doctor_json_reports_findings_and_creates_no_folder(tmp_path: Path) -> None:
     done = hpcbench("doctor", "--json", "--results", str(tmp_path / "not" / "yet"))
     findings = {finding["what"]: finding["works"] for finding in json.loads(done.stdout)["findings"]}
     assert done.returncode == 0, done.stdout
@@ -210,7 +212,7 @@ def test_a_list_in_a_narrow_terminal_cuts_no_file(tmp_path: Path) -> None:
     assert done.returncode == 0
 
 
-def test_run_to_table_and_again(sweep: Path, tmp_path: Path) -> None:
+def test_a_repeated_run_measures_nothing_again(sweep: Path, tmp_path: Path) -> None:
     results = ["--results", str(tmp_path / "r")]
     done = hpcbench("run", str(sweep), *results)
     assert done.returncode == 0, done.stderr + done.stdout

@@ -67,7 +67,9 @@ def project(tmp_path: Path) -> Path:
         ("hpcbench data make cosmoflow_2", ["cosmoflow_256"]),
     ],
 )
-def test_what_a_shell_is_offered(project: Path, words: str, expected: list[str]) -> None:
+def test_completion_lists_commands_names_and_values_with_the_prefix(
+    project: Path, words: str, expected: list[str]
+) -> None:
     assert completed(words, project, project / "r") == expected
 
 
@@ -130,7 +132,9 @@ _hpcbench_completion
         ("hpcbench clea", {"clean"}),
     ],
 )
-def test_shells_offer_it(project: Path, shell: str, line: str, expected: set[str]) -> None:
+def test_bash_zsh_and_fish_complete_sweeps_and_clusters(
+    project: Path, shell: str, line: str, expected: set[str]
+) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"no {shell} here")
     words = line.split(" ")

@@ -10,7 +10,7 @@ import pytest
 from tests.cli.test_cli import hpcbench
 
 
-def test_make_and_list(tmp_path: Path) -> None:
+def test_made_data_sets_are_listed_until_they_are_incomplete(tmp_path: Path) -> None:
     make = ("data", "make", "mnist", "tokens", "--size", "8", "--samples", "20", "--workers", "1")
     done = hpcbench(*make, "--folder", str(tmp_path / "d"), "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from hpcbench.cli import run_commands
+from hpcbench.cli import commands, run_commands
 from hpcbench.cli.dry_run_command import dry_run
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError, WorkerError
@@ -106,7 +106,7 @@ def test_a_value_that_the_host_reads_is_a_wait_with_its_line(own_models: dict[st
 
 
 @pytest.mark.parametrize(("block", "text"), [("Brancher", "if x.mean() > 0"), ("Chooser", "x[x[:, 0] > 0]")])
-def test_what_depends_on_values_is_not_called_fine(
+def test_a_model_that_branches_on_values_is_not_fakeable(
     own_models: dict[str, dict[str, Any]], block: str, text: str
 ) -> None:
     line = next(number for number, line in enumerate(MODEL.splitlines(), 1) if text in line)
@@ -120,7 +120,7 @@ def test_an_error_of_the_model_is_the_message_of_the_run(own_models: dict[str, d
     assert "RuntimeError" in own_models["Wrong"]["reason"]
 
 
-def test_where_and_a_share_of_equal_steps(tmp_path: Path) -> None:
+def test_where_selects_runs_and_equal_steps_run_once(tmp_path: Path) -> None:
     grid = 'model = ["mine:model"]\nstrategy = ["single", "ddp"]\ntasks_per_node = [1, 2]\nlearning_rate = [0.1, 0.2]'
     sweep = write_sweep(tmp_path, grid)
     code, dry_runs = invoke(sweep, "--where", "strategy == 'ddp'")
@@ -133,7 +133,7 @@ def test_where_and_a_share_of_equal_steps(tmp_path: Path) -> None:
         invoke(sweep, "--where", "batch_size == 7")
 
 
-def test_a_machine_without_torch_is_told_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch_the_error_contains_the_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = write_sweep(tmp_path, 'model = ["mine:model"]\nstrategy = ["single"]')
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'torch'\" >&2\nexit 1\n")
@@ -164,7 +164,7 @@ def submit(folder: Path, monkeypatch: pytest.MonkeyPatch, block: str, *options: 
     monkeypatch.setattr(run_commands, "submit_plan", send)
     grid = f'model = ["mine:model"]\nstrategy = ["single"]\nmodel_options = {{block = ["{block}"]}}'
     arguments = [write_sweep(folder, grid), "--cluster", "local", "--results", str(folder / "results"), *options]
-    done = CliRunner().invoke(run_commands.submit, arguments, catch_exceptions=False)
+    done = CliRunner().invoke(commands.submit, arguments, catch_exceptions=False)
     assert not (folder / "results").exists()
     return done.exit_code, done.stdout
 

@@ -45,7 +45,7 @@ VALUES: dict[str, Any] = {
         ("round(nodes / 3)", 1),
     ],
 )
-def test_values(text: str, value: Any) -> None:
+def test_expressions_evaluate_to_the_value_of_python(text: str, value: Any) -> None:
     assert Expression(text, VALUES)(VALUES) == value
 
 
@@ -65,7 +65,7 @@ def test_constructs_outside_the_language_are_refused(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["(" * 400 + "1" + ")" * 400, "-" * 900 + "1", "1" * (MAX_LENGTH + 1), "not " * 240 + "x", "\x00"]
 )
-def test_monsters_are_refused(text: str) -> None:
+def test_too_long_or_too_deep_expressions_are_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         Expression(text)({"x": True}) if len(text) > MAX_LENGTH or "(" in text or "\x00" in text else Expression(
             text + "("

@@ -72,7 +72,7 @@ def test_every_table_that_varies_a_parameter_is_left(tmp_path: Path) -> None:
     assert count_points(sweep) == 3, "two of the zip, which is left with the seeds, and the include"
 
 
-def test_a_product_of_one_is_no_sweep_of_includes_alone(tmp_path: Path) -> None:
+def test_a_grid_overridden_to_one_value_keeps_its_point(tmp_path: Path) -> None:
     path = tmp_path / "s.toml"
     path.write_text('name = "s"\n[grid]\nsteps = [1, 2]\n[[include]]\nseed = 7\n')
     assert count_points(load_sweep(path, ["steps=5"])) == 2

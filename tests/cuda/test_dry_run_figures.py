@@ -89,7 +89,7 @@ def figures_of(recorder: AttentionSums, key: str, kind: str) -> Figures:
 
 
 @pytest.mark.parametrize("key", STRATEGIES)
-def test_figures(key: str) -> None:
+def test_dry_run_figures_on_fake_tensors_equal_those_on_cuda(key: str) -> None:
     kind = "cnn" if exclusion(gpu_run(key, "cnn", 8)) is None else "transformer"
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)

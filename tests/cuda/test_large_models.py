@@ -20,7 +20,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("strategy", CASES)
-def test_gpt_13b_on_64_gpus(strategy: str) -> None:
+def test_a_gpt_13b_step_on_64_gpus_equals_the_prediction(strategy: str) -> None:
     spec = RunSpec(
         model="gpt_13b", dataset="tokens", strategy=strategy, nodes=8, tasks_per_node=8, batch_size=1,
         optimizer="adam", **CASES[strategy],

@@ -37,7 +37,7 @@ def test_more_ranks_than_devices_are_refused() -> None:
         choose_device("cuda", info)
 
 
-def test_facts_of_the_device() -> None:
+def test_facts_of_a_device_are_model_memory_and_uuid() -> None:
     facts = gpu.rank_gpu_facts(DEVICE)
     assert (facts["gpu_model"], facts["gpu_memory_bytes"]) == (NAME, MEMORY_BYTES)
     uuids = {gpu.device_uuid(torch.device("cuda", number)) for number in range(DEVICES)}
@@ -53,7 +53,7 @@ def test_without_nvml_there_is_no_energy_and_no_failure() -> None:
     assert counters.energy_j is None
 
 
-def test_clocks_read_events() -> None:
+def test_cuda_clocks_read_times_from_events() -> None:
     clock = make_step_clock(DEVICE)
     assert isinstance(clock, CudaClock)
     clock.begin()
@@ -71,7 +71,7 @@ def test_clocks_read_events() -> None:
 
 
 @pytest.mark.parametrize("key", ["single", "ddp", "1f1b"])
-def test_profiled_and_recorded_steps(key: str) -> None:
+def test_a_step_can_be_profiled_and_recorded_on_cuda(key: str) -> None:
     spec = msgspec.structs.replace(gpu_run(key, "transformer", 8), profile_steps=1)
     warnings: list[str] = []
     with rank_on_gpu(spec, 0) as (strategy, feed, recorder):
@@ -93,7 +93,7 @@ def test_profiled_and_recorded_steps(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"])
-def test_the_timeline_of_a_pipeline(key: str) -> None:
+def test_a_pipelines_timeline_has_every_kind_of_action(key: str) -> None:
     spec: RunSpec = gpu_run(key, "transformer", 8)
     with rank_on_gpu(spec, 1) as (strategy, feed, recorder):
         recorder.begin_step()

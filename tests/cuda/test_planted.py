@@ -58,7 +58,7 @@ DEFECTS: dict[str, tuple[Defect, str]] = {
 
 
 @pytest.mark.parametrize("name", DEFECTS)
-def test_a_wait_or_a_stray_tensor(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_planted_wait_or_stray_tensor_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     defect, message = DEFECTS[name]
     plant_in_update(monkeypatch, defect)
     problems = [problem for problem in problems_of(gpu_run("single", "transformer", 1)) if message in problem]
@@ -68,7 +68,7 @@ def test_a_wait_or_a_stray_tensor(monkeypatch: pytest.MonkeyPatch, name: str) ->
         assert "tests/cuda/test_planted.py:" in problems[0]
 
 
-def test_a_second_copy_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_second_copy_of_the_model_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = DataParallelStrategy.setup
 
     def with_copy(self: Any, model: nn.Sequential, spec: RunSpec, context: Any) -> None:
@@ -88,7 +88,9 @@ def order_found(spec: RunSpec, ranks: Sequence[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("swapping", [{1}, {1, 5}], ids=["one rank", "all ranks"])
-def test_two_swapped_buckets(monkeypatch: pytest.MonkeyPatch, swapping: set[int]) -> None:
+def test_swapped_gradient_buckets_are_found_on_one_or_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, swapping: set[int]
+) -> None:
     """One replica differs from the other one, or both from what the oracle prices."""
     spec = gpu_run("filter", "cnn", 8)
 
@@ -104,7 +106,7 @@ def test_two_swapped_buckets(monkeypatch: pytest.MonkeyPatch, swapping: set[int]
     assert any("the oracle prices" in problem for problem in problems)
 
 
-def test_two_swapped_exchanges_of_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swapped_pipeline_exchanges_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two exchanges of one link or of two, without an action between: no action is disturbed, but the other rank waits elsewhere."""
     spec, order = gpu_run("1f1b", "transformer", 8), PairedTransport.order
 

@@ -51,7 +51,7 @@ def test_weights_and_gradients_stay_in_fp32(precision: str, has_lower: bool) -> 
         assert (torch.bfloat16 in recorder.product_types) == has_lower
 
 
-def test_cudnn_tries_its_algorithms_where_a_run_says_so() -> None:
+def test_cudnn_benchmark_mode_is_set_as_the_run_requests() -> None:
     before = torch.backends.cudnn.benchmark
     try:
         for by_trial in (True, False):

@@ -31,7 +31,7 @@ def phases_of(spec: RunSpec, rank: int) -> set[str]:
 @pytest.mark.parametrize("ranks", WORLDS)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("key", STRATEGIES)
-def test_step(key: str, kind: str, ranks: int) -> None:
+def test_a_step_on_cuda_equals_the_predicted_calls_and_memory(key: str, kind: str, ranks: int) -> None:
     spec = gpu_run(key, kind, ranks)
     if (key, kind) in EXCLUDED:
         assert exclusion(spec)

@@ -20,7 +20,7 @@ def test_torch_is_the_pinned_build_for_cuda() -> None:
     assert torch.version.cuda is not None
 
 
-def test_devices_are_claimed() -> None:
+def test_the_stub_reports_eight_devices_and_their_memory() -> None:
     assert torch.cuda.is_available()
     assert torch.cuda.device_count() == DEVICES
     properties = torch.cuda.get_device_properties(3)
@@ -37,7 +37,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         torch.cuda.set_device(DEVICES)
 
 
-def test_streams_and_events_answer_with_the_host_s_clock() -> None:
+def test_stub_streams_and_events_use_the_host_clock() -> None:
     torch.cuda.set_device(2)
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -62,7 +62,7 @@ def test_waits_of_the_host_are_counted() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_fake_step_of_layers_and_attention(dtype: torch.dtype) -> None:
+def test_a_fake_step_of_layers_and_attention_runs_on_cuda(dtype: torch.dtype) -> None:
     with FakeTensorMode(), torch.device("cuda", 1):
         module = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.Flatten())
         head = torch.nn.Linear(8 * 36, 64)

@@ -62,7 +62,7 @@ def test_paired_exchanges_never_hang_whatever_hosts_choose(schedule: str, stages
 
 @pytest.mark.parametrize("write", [prefetching_programs, paired_programs])
 @pytest.mark.parametrize(("schedule", "micro_batches"), [("gpipe", 2), ("1f1b", 1), ("1f1b", 2), ("zero_bubble", 1)])
-def test_the_reduction_loses_no_end(schedule: str, micro_batches: int, write: type) -> None:
+def test_the_reduced_search_finds_every_final_state(schedule: str, micro_batches: int, write: type) -> None:
     """Every interleaving, thousands of states, has the ends of the reduced search."""
     machine = Machine(write(*pipeline_steps(schedule, 2, micro_batches)))
     ends, states = all_ends(machine)
@@ -76,7 +76,7 @@ def test_early_choices_find_the_same_hangs(schedule: str) -> None:
     assert search_hang(machine, are_choices_early=True).hang is not None
 
 
-def test_the_counterexample_of_1f1b() -> None:
+def test_the_hang_of_1f1b_is_shown_as_a_timeline() -> None:
     """Rank 1 has posted the receive of F2, which rank 0 sends after the backward pass that rank 1 has not begun."""
     machine = Machine(prefetching_programs(*pipeline_steps("1f1b", 2, 3)))
     hang = search_hang(machine).hang
@@ -99,7 +99,7 @@ def test_receives_posted_ahead_hang_on_a_device_with_one_queue(schedule: str) ->
 
 
 @pytest.mark.parametrize("stages", STAGES)
-def test_links_that_open_with_their_first_message(stages: int) -> None:
+def test_links_opened_by_their_first_message_hang(stages: int) -> None:
     """Both neighbours first call the communicator on which they receive, and wait there for each other."""
     machine = Machine(prefetching_programs(*pipeline_steps("1f1b", stages, 4), are_links_open=False))
     end = end_with(machine, frozenset())
@@ -109,7 +109,7 @@ def test_links_that_open_with_their_first_message(stages: int) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
 @pytest.mark.parametrize("opens_reducers", [True, False])
-def test_replicas(schedule: str, opens_reducers: bool) -> None:
+def test_paired_pipelines_with_replicas_never_hang(schedule: str, opens_reducers: bool) -> None:
     """Both pipelines sum their gradients, those of a rank's second chunk while messages are in flight."""
     pipeline = pipeline_steps(schedule, 2, 4)
     machine = Machine(paired_programs(*pipeline, replicas=2, opens_reducers=opens_reducers))

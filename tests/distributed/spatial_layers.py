@@ -16,8 +16,8 @@ from hpcbench.parallel.strategies.halo import Box, owned_box
 from hpcbench.parallel.strategies.spatial import halo_layer
 from hpcbench.worker.distributed.process_groups import RankGroup
 from hpcbench.worker.layers import _module_attributes
-from hpcbench.worker.strategies.spatial.halo_exchange import GatherFeatureMaps, SpatialGlobalPool, SpatialGrid, box_view
-from hpcbench.worker.strategies.spatial.spatial_layers import (
+from hpcbench.worker.strategies.halo_exchange import GatherFeatureMaps, SpatialGlobalPool, SpatialGrid, box_view
+from hpcbench.worker.strategies.spatial_layers import (
     SpatialAveragePool,
     SpatialBatchNorm,
     SpatialConvolution,

@@ -66,7 +66,9 @@ def sent(spec: RunSpec, group: dist.ProcessGroup) -> list[Traffic]:
         ("channel", "sharded", 2, 2, {"model": "vgg11", "activation_checkpointing": True}),
     ],
 )
-def test_payloads_on_real_ranks(pool: Pool, strategy: str, form: str, tp: int, dp: int, more: dict[str, Any]) -> None:
+def test_channel_ranks_pass_the_predicted_payloads(
+    pool: Pool, strategy: str, form: str, tp: int, dp: int, more: dict[str, Any]
+) -> None:
     spec = spec_of(strategy, form, tp, dp, **more)
     table, cost = table_of(spec), resolve_cost(strategy)
     for rank, found in enumerate(pool.call(spec.ranks, sent, spec)):
@@ -90,7 +92,7 @@ LARGE_VGG = {"model": "vgg11", "dataset": "imagenet", "input_size": 64}
         pytest.param(2, 1, 0, {**LARGE_VGG, "activation_checkpointing": True}, marks=pytest.mark.soak),
     ],
 )
-def test_payloads_in_a_world_that_is_not_there(
+def test_fake_channel_ranks_pass_the_predicted_payloads(
     strategy: str, form: str, tp: int, dp: int, rank: int, more: dict[str, Any]
 ) -> None:
     spec = spec_of(strategy, form, tp, dp, **{"batch_size": 2, **more})
@@ -141,7 +143,9 @@ def held(spec: RunSpec, place: RankContext) -> Held:
         (3, {"batch_size": 4, "model": "mobilenetv2", "dataset": "cifar10", "input_size": 16}),
     ],
 )
-def test_memory(strategy: str, form: str, tp: int, more: dict[str, Any]) -> None:
+def test_channel_memory_equals_the_formula_part_by_part(
+    strategy: str, form: str, tp: int, more: dict[str, Any]
+) -> None:
     """Part by part: what is split falls as the shares do, to the byte, activations within a tenth."""
     spec, rank = spec_of(strategy, form, tp, **more), tp - 1
     table = table_of(spec)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hpcbench.parallel.strategies.channel import ChannelLayer, ChannelScheme, channel_extents, channel_split
 from hpcbench.worker.distributed.process_groups import RankGroup
-from hpcbench.worker.strategies.channel.channel_layers import ChannelSplitDropout, ChannelSplitLayer
+from hpcbench.worker.strategies.channel_layers import ChannelSplitDropout, ChannelSplitLayer
 from hpcbench.worker.strategies.model_parallel import TensorSharding, gather_shards
 from tests.distributed.pool import Pool
 

@@ -112,7 +112,7 @@ def check_stranger(pool: Pool, case: Case, tolerance: float = EXACT) -> list[OfR
 
 @pytest.mark.parametrize(("strategy", "form"), SHARDED)
 @pytest.mark.parametrize("model", ["resnet50", "vgg16"])
-def test_large_models(pool: Pool, model: str, strategy: str, form: str) -> None:
+def test_large_models_split_by_channels_equal_one_device(pool: Pool, model: str, strategy: str, form: str) -> None:
     case = one_step(strategy, form, 2, model)
     check_exactly(pool.run(case), run_reference(case), WHOLE_MODEL)
 
@@ -131,7 +131,7 @@ def test_large_models(pool: Pool, model: str, strategy: str, form: str) -> None:
         pytest.param("cosmoflow", "cosmoflow", 32, 3, False, id="cosmoflow-uneven", marks=pytest.mark.soak),
     ],
 )
-def test_whole_models_train_as_one_device_does(
+def test_whole_models_split_by_channels_equal_one_device(
     pool: Pool, model: str, dataset: str, size: int | None, tp: int, narrow: bool, strategy: str, form: str
 ) -> None:
     case = one_step(strategy, form, tp, model, dataset, input_size=size, narrow=narrow)
@@ -140,13 +140,15 @@ def test_whole_models_train_as_one_device_does(
 
 @pytest.mark.parametrize(("strategy", "form"), ALL)
 @pytest.mark.parametrize(("tp", "dp"), [(2, 1), (4, 1), (2, 2)])
-def test_training_in_fp32(pool: Pool, strategy: str, form: str, tp: int, dp: int) -> None:
+def test_channel_split_training_in_fp32_stays_within_rounding(
+    pool: Pool, strategy: str, form: str, tp: int, dp: int
+) -> None:
     case = split_case(strategy, form, tp, dp=dp, model_options=PLAIN, narrow=True)
     check_rounding(pool.run, case)
 
 
 @pytest.mark.parametrize(("strategy", "form"), ALL)
-def test_hybrids(pool: Pool, strategy: str, form: str) -> None:
+def test_channel_and_data_hybrids_equal_one_device_per_micro_batch(pool: Pool, strategy: str, form: str) -> None:
     """Each replica's share in two micro-batches, of which the last step's are uneven."""
     case = split_case(strategy, form, 2, dp=2, precision="fp64", micro_batches=2, batch_size=8)
     found = check_stranger(pool, case)
@@ -154,7 +156,7 @@ def test_hybrids(pool: Pool, strategy: str, form: str) -> None:
 
 
 @pytest.mark.parametrize(("strategy", "form"), SHARDED)
-def test_hybrids_of_a_residual_network(pool: Pool, strategy: str, form: str) -> None:
+def test_channel_hybrids_of_a_residual_network_equal_one_device(pool: Pool, strategy: str, form: str) -> None:
     """Statistics are each replica's own; those of the first one count."""
     case = one_step(strategy, form, 2, "resnet18", dp=2)
     check_exactly(pool.run(case), run_reference(case), WHOLE_MODEL)
@@ -170,12 +172,14 @@ def test_hybrids_of_a_residual_network(pool: Pool, strategy: str, form: str) -> 
         ("channel", "sharded", {"optimizer": "adam", "weight_decay": 1e-3}),
     ],
 )
-def test_options_that_change_no_number(pool: Pool, strategy: str, form: str, more: dict[str, Any]) -> None:
+def test_checkpointing_and_buckets_change_no_channel_split_number(
+    pool: Pool, strategy: str, form: str, more: dict[str, Any]
+) -> None:
     check_stranger(pool, split_case(strategy, form, 3, precision="fp64", **more))
 
 
 @pytest.mark.parametrize(("strategy", "form"), ALL)
-def test_bf16(pool: Pool, strategy: str, form: str) -> None:
+def test_channel_split_training_in_bf16_stays_within_rounding(pool: Pool, strategy: str, form: str) -> None:
     """Without BatchNorm over four samples, which makes much of the roundings of partial sums."""
     case = split_case(strategy, form, 2, model_options=PLAIN, precision="bf16", steps=1, narrow=True)
     check_rounding(pool.run, case)
@@ -210,6 +214,6 @@ def test_every_rank_holds_the_same_model(pool: Pool, strategy: str, form: str) -
 
 @pytest.mark.parametrize(("strategy", "form"), ALL)
 @pytest.mark.parametrize("split_last", [False, True])
-def test_a_model_with_odd_channels(pool: Pool, strategy: str, form: str, split_last: bool) -> None:
+def test_a_model_with_odd_channels_equals_one_device(pool: Pool, strategy: str, form: str, split_last: bool) -> None:
     case = split_case(strategy, form, 4, precision="fp64", options={"split_last": split_last}, batch_size=8)
     check_stranger(pool, case)

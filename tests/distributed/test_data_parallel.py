@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 import pytest
+import torch
 
 from hpcbench.worker.verification.reference import max_relative_difference
 from tests.distributed.cases import (
@@ -46,20 +47,20 @@ PLAINS: list[tuple[str, str, Any]] = [
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("model", ["resnet18", "vgg11"])
-def test_whole_networks_in_buckets_of_the_default_size(pool: Pool, model: str, ranks: int) -> None:
+def test_whole_networks_in_default_buckets_equal_the_reference(pool: Pool, model: str, ranks: int) -> None:
     """DDP makes its buckets anew after the first step."""
     case = make_case(ranks, model, "digits", steps=2, precision="fp64")
     check(pool.run(case), run_reference(case), EXACT)
 
 
 @pytest.mark.parametrize("model", ["resnet18", "vgg11"])
-def test_whole_networks_in_fp32(pool: Pool, model: str) -> None:
+def test_whole_networks_in_fp32_stay_within_rounding(pool: Pool, model: str) -> None:
     case = make_case(2, model, "digits")
     check_rounding(pool.run, case)
 
 
 @pytest.mark.parametrize(("model", "dataset", "model_options"), NORMED + PLAINS)
-def test_two_ranks_equal_the_reference(pool: Pool, model: str, dataset: str, model_options: Any) -> None:
+def test_two_ddp_ranks_equal_the_reference(pool: Pool, model: str, dataset: str, model_options: Any) -> None:
     case = make_narrow(2, model, dataset, model_options)
     found = check_rounding(pool.run, case)
     assert [one.counts for one in found] == [[8, 8, 8, 8, 8], [8, 8, 7, 8, 8]], "the third step's shares are uneven"
@@ -74,7 +75,7 @@ def test_two_ranks_equal_the_reference(pool: Pool, model: str, dataset: str, mod
     ("model", "dataset", "model_options"),
     [("resnet18", "digits", None), ("resnet18", "cifar10", None), ("vgg11", "digits", None)],
 )
-def test_four_ranks_equal_the_reference_in_fp64(pool: Pool, model: str, dataset: str, model_options: Any) -> None:
+def test_four_ddp_ranks_equal_the_reference_in_fp64(pool: Pool, model: str, dataset: str, model_options: Any) -> None:
     case = make_narrow(4, model, dataset, model_options, precision="fp64", batch_size=4)
     found = pool.run(case)
     assert [one.counts[2] for one in found] == [4, 4, 4, 3]
@@ -88,7 +89,7 @@ def test_four_ranks_equal_the_reference_over_one_step(pool: Pool, model: str, da
 
 
 @pytest.mark.parametrize(("model", "dataset", "model_options"), NORMED)
-def test_four_ranks_equal_the_reference_over_an_uneven_step(
+def test_four_ddp_ranks_equal_the_reference_over_an_uneven_step(
     pool: Pool, model: str, dataset: str, model_options: Any
 ) -> None:
     case = make_narrow(4, model, dataset, model_options, steps=1)
@@ -121,11 +122,12 @@ def test_four_ranks_equal_the_reference_in_fp32_where_the_network_does_not_ampli
 
 
 def test_the_order_of_a_sum() -> None:
-    """Why no constant bounds four ranks over five steps in fp32: one process does not keep to it by itself."""
+    """Why four ranks over five steps in fp32 have no bound of a few roundings: one process exceeds it by itself."""
     case = make_narrow(4, "resnet18", "cifar10")
     forwards, backwards = run_reference(case), run_reference(case, backwards=True)
     worst = max(max_relative_difference(backwards.state[name], forwards.state[name]) for name in forwards.state)
-    assert worst > 1e-5
+    # Kernels of other processors amplify the last bit less: measured were 73 and more than 1,000 times it.
+    assert worst > 8 * torch.finfo(torch.float32).eps
 
 
 @pytest.mark.parametrize("options", [{"gradient_as_bucket_view": True}, {"static_graph": True}, {"bucket_cap_mb": 0.1}])
@@ -135,12 +137,12 @@ def test_options_of_ddp_change_no_number(pool: Pool, options: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("micro_batches", [2, 4])
-def test_gradient_accumulation(pool: Pool, micro_batches: int) -> None:
+def test_ddp_gradient_accumulation_equals_the_reference(pool: Pool, micro_batches: int) -> None:
     case = make_narrow(2, "resnet18", "digits", micro_batches=micro_batches)
     check_rounding(pool.run, case)
 
 
-def test_gradient_accumulation_on_four_ranks(pool: Pool) -> None:
+def test_gradient_accumulation_on_four_ddp_ranks_equals_the_reference(pool: Pool) -> None:
     case = make_narrow(4, "resnet18", "mnist", micro_batches=2, precision="fp64", batch_size=4)
     check(pool.run(case), run_reference(case), EXACT)
 
@@ -158,12 +160,12 @@ def test_gradient_accumulation_without_batch_norm_equals_the_full_batch(pool: Po
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])
-def test_other_optimizers(pool: Pool, optimizer: str) -> None:
+def test_ddp_with_adam_and_adamw_equals_the_reference(pool: Pool, optimizer: str) -> None:
     case = make_narrow(2, "resnet18", "digits", precision="fp64", optimizer=optimizer, weight_decay=1e-3)
     check(pool.run(case), run_reference(case), EXACT)
 
 
-def test_a_wrong_divisor_would_be_seen(pool: Pool) -> None:
+def test_a_wrong_divisor_of_the_loss_is_detected(pool: Pool) -> None:
     """The bound is not so wide that dividing an uneven batch by the full batch's size would pass."""
 
     def run(case: Case) -> list[OfRank]:

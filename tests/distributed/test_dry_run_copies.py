@@ -101,7 +101,7 @@ def test_a_copy_is_a_wait_of_the_host_with_its_line(folder: Path, function: str)
 
 
 @pytest.mark.parametrize("function", ["asynchronous", "scalar", "on_device", "like_host"])
-def test_what_the_host_does_not_wait_for_is_no_wait(folder: Path, function: str) -> None:
+def test_copies_without_a_wait_of_the_host_are_not_counted(folder: Path, function: str) -> None:
     found = answer(folder, function, "cuda")
     assert (found.outcome, found.reason) == ("ok", None)
     assert found.figures is not None

@@ -71,7 +71,7 @@ def test_repeated_passes_are_exact(
 
 
 @pytest.mark.parametrize("more", [{}, {"optimizer": "adam", "precision": "bf16"}])
-def test_schedules_that_cut_a_model_alike_share_their_passes(
+def test_schedules_with_equal_stages_share_their_recorded_passes(
     monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(repeated_passes, "_shared_records", {})

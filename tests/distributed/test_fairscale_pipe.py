@@ -35,7 +35,7 @@ ROOT = str(Path(__file__).resolve().parents[2])
 
 
 @pytest.mark.parametrize(("recompute", "samples"), [("never", 7), ("except_last", 8), ("always", 8)])
-def test_two_stages(recompute: str, samples: int) -> None:
+def test_fairscale_pipe_with_two_stages_equals_one_process(recompute: str, samples: int) -> None:
     """Seven samples are three micro-batches. Running statistics count each once."""
     case = make_case(
         1, "mobilenetv2", "digits", steps=1, strategy="fairscale_pipe", pp_degree=2, dp_degree=1, micro_batches=4,
@@ -108,7 +108,7 @@ def test_peak_memory_includes_new_sums_of_gradients(micro_batches: int, monkeypa
         ({"model": "gpt", "dataset": "tokens", "model_options": {"tied": True}}, "cannot share tied weights"),
     ],
 )
-def test_excluded(point: dict[str, Any], reason: str) -> None:
+def test_infeasible_fairscale_pipes_have_a_reason(point: dict[str, Any], reason: str) -> None:
     found = resolve_point(
         {"devices_per_task": 1 if "tasks_per_node" in point else 2, **POINT, **point}, PartitionLimits("test")
     )

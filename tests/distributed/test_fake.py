@@ -18,7 +18,7 @@ from tests.distributed.recording import record_traffic
     ("rank", "world_size", "dp_ranks", "tp_ranks"),
     [(0, 64, range(0, 64, 4), range(4)), (1022, 1024, range(2, 1024, 4), range(1020, 1024))],
 )
-def test_a_rank_of_a_large_world(rank: int, world_size: int, dp_ranks: range, tp_ranks: range) -> None:
+def test_a_fake_rank_has_the_groups_of_its_world(rank: int, world_size: int, dp_ranks: range, tp_ranks: range) -> None:
     with fake_world(rank, world_size) as place:
         found = make_axis_groups(RankMesh(dp=world_size // 4, tp=4), place)
         assert [found["dp"].ranks, found["tp"].ranks] == [tuple(dp_ranks), tuple(tp_ranks)]
@@ -48,7 +48,7 @@ def test_a_rank_of_a_large_world(rank: int, world_size: int, dp_ranks: range, tp
         (11, 4, 2, [10, 11], [1, 3, 5, 7, 9, 11, 13, 15]),
     ],
 )
-def test_the_mesh_of_hybrid_sharding_over_four_nodes(
+def test_hybrid_sharding_over_four_nodes_shards_within_nodes(
     rank: int, per_node: int, shard_degree: int, shard: list[int], replicate: list[int]
 ) -> None:
     """Shards are gathered within a node where a node holds a whole copy; replicas have the same place in their groups."""

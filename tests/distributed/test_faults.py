@@ -90,7 +90,7 @@ def test_a_rank_that_sleeps_is_named(tmp_path: Path, forked_launch: Launch) -> N
     assert "rank 0" not in text
 
 
-def test_another_process_on_the_ranks_core_and_fewer_cores_than_asked_for(tmp_path: Path, launch: Launch) -> None:
+def test_a_busy_core_and_too_few_cores_give_warnings(tmp_path: Path, launch: Launch) -> None:
     spec = make_spec(steps=12)
     tasks = write_tasks(tmp_path, spec, cores_per_task=2)
     core = min(os.sched_getaffinity(0))
@@ -112,7 +112,7 @@ def test_another_process_on_the_ranks_core_and_fewer_cores_than_asked_for(tmp_pa
     assert "a rank may use 1 of the 2 cores per task that the profile promises" in result.warnings
 
 
-def test_a_cpu_quota_that_cuts_in(tmp_path: Path, launch: Launch, cpu_group: Path) -> None:
+def test_a_cpu_quota_during_a_run_gives_a_warning(tmp_path: Path, launch: Launch, cpu_group: Path) -> None:
     spec = make_spec(steps=10, batch_size=4)
     reached = tmp_path / "reached"
     launch.lone(write_tasks(tmp_path, spec), program=HOOKED, ACCIDENT="*:1:reach", REACHED=str(reached))
@@ -129,7 +129,7 @@ def test_a_cpu_quota_that_cuts_in(tmp_path: Path, launch: Launch, cpu_group: Pat
     assert text.endswith("on rank 0 on " + result.ranks[0]["host"] + ", quota 0.2 cores")
 
 
-def test_a_partial_batch_and_a_loss_that_diverges(tmp_path: Path, forked_launch: Launch) -> None:
+def test_a_partial_batch_and_a_diverging_loss_give_warnings(tmp_path: Path, forked_launch: Launch) -> None:
     """An epoch of digits is 1500 samples: two batches of 749 and one of 2."""
     spec = make_spec(model="vgg11", batch_size=749, warmup_steps=0, steps=3, learning_rate=1e30)
     forked_launch.lone(write_tasks(tmp_path, spec)).wait()

@@ -87,7 +87,9 @@ MODELS: list[tuple[str, str, Any]] = [
 
 
 @pytest.mark.parametrize(("model", "dataset", "model_options"), MODELS)
-def test_two_ranks_equal_the_reference(pools: dict[int, Pool], model: str, dataset: str, model_options: Any) -> None:
+def test_two_horovod_ranks_equal_the_reference(
+    pools: dict[int, Pool], model: str, dataset: str, model_options: Any
+) -> None:
     case = horovod_case(2, model, dataset, model_options)
     found = check_rounding(partial(run, pools), case)
     assert [one.counts for one in found] == [[8, 8, 8, 8, 8], [8, 8, 7, 8, 8]]
@@ -108,7 +110,7 @@ def test_transformers_equal_the_reference(
     check_rounding(partial(run, pools), case)
 
 
-def test_four_ranks_equal_the_reference_in_fp64(pools: dict[int, Pool]) -> None:
+def test_four_horovod_ranks_equal_the_reference_in_fp64(pools: dict[int, Pool]) -> None:
     """The order of a sum of four gradients shows in fp32: see decision 7."""
     case = horovod_case(4, "resnet18", "digits", precision="fp64")
     found = run(pools, case)
@@ -116,20 +118,22 @@ def test_four_ranks_equal_the_reference_in_fp64(pools: dict[int, Pool]) -> None:
     check(found, run_reference(case), EXACT)
 
 
-def test_four_ranks_equal_the_reference_over_an_uneven_step(pools: dict[int, Pool]) -> None:
+def test_four_horovod_ranks_equal_the_reference_over_an_uneven_step(pools: dict[int, Pool]) -> None:
     """A whole network."""
     case = horovod_case(4, "resnet18", "digits", steps=1, narrow=False)
     case = dataclasses.replace(case, samples=case.spec.global_batch_size - 1)
     check_rounding(partial(run, pools), case)
 
 
-def test_four_ranks_without_batch_norm_equal_the_reference_and_the_full_batch(pools: dict[int, Pool]) -> None:
+def test_four_horovod_ranks_without_batch_norm_equal_the_full_batch(pools: dict[int, Pool]) -> None:
     case = horovod_case(4, "vgg11", "digits", PLAIN)
     check_rounding(partial(run, pools), case, one_device, full_batch)
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (4, 2)])
-def test_gradient_accumulation(pools: dict[int, Pool], ranks: int, micro_batches: int) -> None:
+def test_horovod_gradient_accumulation_equals_the_reference(
+    pools: dict[int, Pool], ranks: int, micro_batches: int
+) -> None:
     """Four of two samples each: a partial batch is cut into three, fewer than Horovod was told to wait for."""
     case = horovod_case(ranks, "vgg11", "digits", PLAIN, micro_batches=micro_batches)
     check_rounding(partial(run, pools), case)

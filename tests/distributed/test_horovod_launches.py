@@ -54,7 +54,7 @@ def forked_launch(tmp_path: Path) -> Iterator[Launch]:
     started.kill()
 
 
-def test_a_sweep_on_this_machine(tmp_path: Path) -> None:
+def test_a_horovod_sweep_runs_on_this_machine(tmp_path: Path) -> None:
     (tmp_path / "sweeps").mkdir()
     (tmp_path / "sweeps" / "two.toml").write_text(SWEEP)
     env = environment(HPCBENCH_RESULTS=str(tmp_path / "results"))
@@ -71,7 +71,7 @@ def test_a_sweep_on_this_machine(tmp_path: Path) -> None:
         assert "gloo" in known["built_with"]
 
 
-def test_a_signal_ends_a_run_with_what_it_measured(tmp_path: Path, launch: Launch) -> None:
+def test_a_signal_ends_a_horovod_run_with_its_measurements(tmp_path: Path, launch: Launch) -> None:
     tasks = write_tasks(tmp_path, ENDLESS_PAIR)
     stop_at_step_4(launch, lambda **more: launch.torchrun(2, tasks, **more), signal.SIGTERM, 2)
     result = result_of(tmp_path, ENDLESS_PAIR)
@@ -81,9 +81,7 @@ def test_a_signal_ends_a_run_with_what_it_measured(tmp_path: Path, launch: Launc
 
 
 @pytest.mark.parametrize("what", ["kill", "raise"])
-def test_a_rank_that_ends_is_the_cause_and_not_what_horovod_says_of_it(
-    tmp_path: Path, forked_launch: Launch, what: str
-) -> None:
+def test_a_dead_rank_is_reported_instead_of_horovods_error(tmp_path: Path, forked_launch: Launch, what: str) -> None:
     tasks = write_tasks(tmp_path, ENDLESS_PAIR)
     codes = forked_launch.by_hand(2, tasks, HOOKED, ACCIDENT=f"1:4:{what}").wait()
     assert codes[0] == 1
@@ -94,7 +92,7 @@ def test_a_rank_that_ends_is_the_cause_and_not_what_horovod_says_of_it(
 
 
 @pytest.mark.parametrize("package", ["absent", "without its extension"])
-def test_where_it_is_not_there_the_run_is_unsupported(tmp_path: Path, launch: Launch, package: str) -> None:
+def test_without_horovod_the_run_is_unsupported(tmp_path: Path, launch: Launch, package: str) -> None:
     """Found before the real one: nothing, or a package that imports and prints a warning, as Horovod's own does."""
     (tmp_path / "first" / "horovod" / "torch").mkdir(parents=True)
     (tmp_path / "first" / "horovod" / "__init__.py").touch()

@@ -62,7 +62,7 @@ def message_of(result: RunResult) -> str:
     return result.error.message
 
 
-def test_a_lone_process(tmp_path: Path, whole_launch: Launch) -> None:
+def test_a_single_process_writes_a_complete_result(tmp_path: Path, whole_launch: Launch) -> None:
     tasks = write_tasks(tmp_path, LONE)
     assert whole_launch.lone(tasks).wait() == [0], whole_launch.logs()
     result = result_of(tmp_path, LONE)
@@ -122,7 +122,7 @@ def test_the_runs_own_variables_are_there_when_torch_starts(tmp_path: Path, whol
     assert result.provenance["env"]["MALLOC_ARENA_MAX"] == "3"
 
 
-def test_two_launches_of_one_job_at_once(tmp_path: Path, launch: Launch) -> None:
+def test_two_launches_of_one_job_do_not_meet(tmp_path: Path, launch: Launch) -> None:
     other = make_spec(strategy="ddp", tasks_per_node=2, dp_degree=2, seed=1)
     tasks = write_tasks(tmp_path, PAIR, other)
     for index in (0, 1):
@@ -157,7 +157,7 @@ def stop_at_step_4(launch: Launch, start: Any, number: signal.Signals, ranks: in
     ("number", "status"),
     [(signal.SIGTERM, "cancelled"), (signal.SIGINT, "cancelled"), (signal.SIGUSR2, "timeout")],
 )
-def test_a_signal_ends_a_run_with_what_it_measured(
+def test_a_signal_ends_a_single_process_with_its_measurements(
     tmp_path: Path, launch: Launch, number: signal.Signals, status: str
 ) -> None:
     tasks = write_tasks(tmp_path, ENDLESS)
@@ -185,7 +185,7 @@ def test_a_signal_after_the_last_timed_step_takes_nothing_away(tmp_path: Path, l
 
 
 @pytest.mark.parametrize("how", ["torchrun", "by_hand"])
-def test_a_signal_to_two_ranks(tmp_path: Path, launch: Launch, how: str) -> None:
+def test_a_signal_cancels_both_ranks_with_their_measurements(tmp_path: Path, launch: Launch, how: str) -> None:
     tasks = write_tasks(tmp_path, ENDLESS_PAIR)
     stop_at_step_4(launch, lambda **more: getattr(launch, how)(2, tasks, **more), signal.SIGTERM, 2)
     result = result_of(tmp_path, ENDLESS_PAIR)
@@ -255,7 +255,9 @@ def test_end_records_how_rank_0_was_killed(tmp_path: Path, launch: Launch) -> No
     ("how", "rank", "step"),
     [("torchrun", 1, 4), ("torchrun", 0, 4), ("torchrun", 1, -1), ("by_hand", 1, 4), ("by_hand", 0, -1)],
 )
-def test_a_rank_raises(tmp_path: Path, launch: Launch, how: str, rank: int, step: int) -> None:
+def test_an_exception_of_a_rank_is_the_runs_error(
+    tmp_path: Path, launch: Launch, how: str, rank: int, step: int
+) -> None:
     tasks = write_tasks(tmp_path, ENDLESS_PAIR)
     codes = getattr(launch, how)(2, tasks, program=HOOKED, ACCIDENT=f"{rank}:{step}:raise").wait()
     assert set(codes) == {1}
@@ -268,7 +270,7 @@ def test_a_rank_raises(tmp_path: Path, launch: Launch, how: str, rank: int, step
     assert "happen" in (result.error.traceback_tail or "")
 
 
-def test_out_of_memory_on_one_rank(tmp_path: Path, launch: Launch) -> None:
+def test_out_of_memory_on_one_rank_makes_the_run_oom(tmp_path: Path, launch: Launch) -> None:
     tasks = write_tasks(tmp_path, ENDLESS_PAIR)
     launch.by_hand(2, tasks, HOOKED, ACCIDENT="1:3:memory").wait()
     result = result_of(tmp_path, ENDLESS_PAIR)
@@ -281,7 +283,7 @@ def test_out_of_memory_on_one_rank(tmp_path: Path, launch: Launch) -> None:
 # Ranks that do not meet
 
 
-def test_a_world_of_the_wrong_size(tmp_path: Path, launch: Launch) -> None:
+def test_a_launch_with_too_few_ranks_fails(tmp_path: Path, launch: Launch) -> None:
     assert launch.lone(write_tasks(tmp_path, PAIR)).wait() == [1]
     assert "wants 2 ranks" in message_of(result_of(tmp_path, PAIR))
 

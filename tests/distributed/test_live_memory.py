@@ -121,7 +121,7 @@ def _one_thread() -> None:
         ("fairscale_fsdp", 4, "vit", {**LARGE, "micro_batches": 4}),
     ],
 )
-def test_the_peak(key: str, ranks: int, model: str, more: dict[str, Any]) -> None:
+def test_the_predicted_peak_is_that_of_the_allocator(key: str, ranks: int, model: str, more: dict[str, Any]) -> None:
     spec = spec_of(key, ranks, model, **{"optimizer": "adam", **more})
     found = resolve_cost(key).memory(spec, table_of(spec), ranks - 1)
     measured, predicted = peak_bytes(spec, ranks - 1), bytes_beside_samples(found)
@@ -186,7 +186,7 @@ AGAIN: dict[str, Any] = {"batch_size": 256, "activation_checkpointing": True}
     ],
     ids=lambda spec: f"{spec.strategy}-{spec.model}",
 )
-def test_the_peak_where_layers_are_shared(spec: RunSpec) -> None:
+def test_the_predicted_peak_of_shared_layers_is_the_allocators(spec: RunSpec) -> None:
     found = resolve_cost(spec.strategy).memory(spec, table_of(spec), spec.ranks - 1)
     measured, predicted = peak_bytes(spec, spec.ranks - 1), bytes_beside_samples(found)
     print(f"{predicted / measured:.3f}", found)

@@ -36,36 +36,36 @@ def check_paired(pool: Pool, case: Case) -> None:
 
 
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
-def test_two_stages(pool: Pool, schedule: str) -> None:
+def test_paired_pipelines_of_two_stages_equal_the_reference(pool: Pool, schedule: str) -> None:
     check_paired(pool, pipeline_case(schedule, 2, precision="fp64", steps=2, narrow=True))
 
 
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
-def test_four_stages(pool: Pool, schedule: str) -> None:
+def test_paired_pipelines_of_four_stages_equal_the_reference(pool: Pool, schedule: str) -> None:
     check_paired(pool, pipeline_case(schedule, 4, precision="fp64", steps=1, narrow=True))
 
 
 @pytest.mark.parametrize("stages", [2, 4])
-def test_pipedream(pool: Pool, stages: int) -> None:
+def test_paired_pipedream_equals_its_simulation(pool: Pool, stages: int) -> None:
     case = stack_case(stages)
     with mock.patch("tests.distributed.cases.build_model", small_stack):
         expected = run_reference(case)
     check(pool.call(case.spec.ranks, run_paired_stack, case), expected, EXACT)
 
 
-def test_tied_weights_of_two_replicas(pool: Pool) -> None:
+def test_paired_pipelines_with_tied_weights_equal_the_reference(pool: Pool) -> None:
     """The sums over replicas and between both copies have communicators of their own."""
     more: dict[str, Any] = {"input_size": 4, "model_options": TIED, "precision": "fp64", "batch_size": 4}
     check_paired(pool, pipeline_case("interleaved_1f1b", 2, "gpt", "tokens", 2, micro_batches=2, steps=2, **more))
 
 
-def test_uneven_replicas_that_compute_again(pool: Pool) -> None:
+def test_paired_uneven_replicas_with_recomputation_equal_the_reference(pool: Pool) -> None:
     """Running statistics are those of a stage's first replica, without the zeros that its chunk ran on before."""
     options = {"stage_replicas": "2-1", "recompute": "except_last"}
     check_paired(pool, pipeline_case("gpipe", 3, precision="fp64", options=options, steps=1, narrow=True))
 
 
-def test_stages_that_share_layers(pool: Pool) -> None:
+def test_paired_tensor_parallel_stages_equal_the_reference(pool: Pool) -> None:
     """Ranks of a stage run their chunk together before the links are opened."""
     more: dict[str, Any] = {"tp_degree": 2, "tasks_per_node": 4, "model_options": {"tied": True}, "precision": "fp64"}
     check_paired(pool, pipeline_case("zero_bubble", 2, "gpt", "tokens", input_size=4, steps=2, **more))

@@ -98,24 +98,26 @@ def test_stages_equal_the_simulation(pool: Pool, stages: int, options: dict[str,
     check_stack(pool, stack_case(stages, options))
 
 
-def test_a_whole_model_with_batch_norm(pool: Pool) -> None:
+def test_pipedream_with_batch_norm_equals_its_simulation(pool: Pool) -> None:
     case = pipedream_case(2, "resnet18", precision="fp64", steps=4)
     check(pool.run(case), run_reference(case), EXACT)
 
 
-def test_a_whole_model_in_fp32(pool: Pool) -> None:
+def test_pipedream_in_fp32_stays_within_rounding(pool: Pool) -> None:
     check_rounding(pool.run, pipedream_case(4, "vit", steps=4))
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("options", VERSIONS)
-def test_any_number_of_minibatches_in_a_step(pool: Pool, micro_batches: int, options: dict[str, Any]) -> None:
+def test_pipedream_takes_any_number_of_minibatches_per_step(
+    pool: Pool, micro_batches: int, options: dict[str, Any]
+) -> None:
     """Stages are up to three steps ahead if a step is one minibatch."""
     check_stack(pool, stack_case(4, options, micro_batches=micro_batches))
 
 
 @pytest.mark.parametrize("options", [{}, {"weight_versions": "2bw"}])
-def test_replicas(pool: Pool, options: dict[str, Any]) -> None:
+def test_pipedream_with_replicated_stages_equals_its_simulation(pool: Pool, options: dict[str, Any]) -> None:
     found = check_stack(pool, stack_case(2, options, replicas=2))
     assert [one.counts[2] for one in found] == [8, 8, 7, 7]
 
@@ -125,7 +127,7 @@ def test_supported_options_match_the_delayed_gradient_reference(pool: Pool, more
     check_stack(pool, stack_case(4, **more))
 
 
-def test_activation_checkpointing(pool: Pool) -> None:
+def test_pipedream_with_activation_checkpointing_equals_its_simulation(pool: Pool) -> None:
     case = pipedream_case(2, activation_checkpointing=True, precision="fp64", steps=3)
     check(pool.run(case), run_reference(case), EXACT)
 
@@ -144,7 +146,7 @@ def run_other(case: Case, group: dist.ProcessGroup) -> OfRank:
         return run_stack(case, group)
 
 
-def test_a_wrong_version_is_seen(pool: Pool) -> None:
+def test_a_wrong_weight_version_is_detected(pool: Pool) -> None:
     case = stack_case(2)
     found = pool.call(2, run_other, case)
     with mock.patch("tests.distributed.cases.build_model", small_stack):
@@ -153,7 +155,7 @@ def test_a_wrong_version_is_seen(pool: Pool) -> None:
         check(found, expected, EXACT)
 
 
-def test_steps_that_do_not_follow_one_another(pool: Pool) -> None:
+def test_pipedream_steps_need_not_be_consecutive(pool: Pool) -> None:
     """``verify`` takes the partial batch last: forward passes ahead belong to the next real step."""
     case = pipedream_case(4, precision="fp64")
     spec = msgspec.structs.replace(case.spec, micro_batches=1)

@@ -68,7 +68,9 @@ def learnt(spec: RunSpec, group: dist.ProcessGroup) -> float:
 @pytest.mark.parametrize(
     ("stages", "options"), [(2, {}), (4, {}), (4, {"vertical_sync": True}), (4, {"weight_versions": "2bw"})]
 )
-def test_accuracy_on_digits(pool: Pool, stages: int, options: dict[str, Any]) -> None:
+def test_delayed_gradients_reach_the_accuracy_of_synchronous_training(
+    pool: Pool, stages: int, options: dict[str, Any]
+) -> None:
     """An update of a quarter of the samples takes a quarter of the learning rate (Goyal et al. 2017, section 2.1)."""
     rate = LEARNING_RATE / (1 if options.get("weight_versions") == "2bw" else 4)
     found = [pool.call(stages, learnt, spec_of("pipedream", stages, rate, seed, options))[0] for seed in SEEDS]

@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.pipeline_rank import PipelineRank
-from hpcbench.oracle.strategies.pipedream import PipedreamCost
+from hpcbench.oracle.strategies.pipeline import PipedreamCost
 from hpcbench.parallel.pipeline.schedules import Action
 from hpcbench.parallel.pipeline.weight_versions import stage_actions_over_steps
 from hpcbench.parallel.strategies.pipeline import pipedream_staleness
@@ -53,7 +53,7 @@ def traffic(spec: RunSpec, group: dist.ProcessGroup) -> list[Traffic]:
     ],
     ids=["4 stages", "2x2", "2x2, 2bw"],
 )
-def test_traffic(pool: Pool, spec: RunSpec) -> None:
+def test_pipedream_ranks_pass_the_predicted_traffic(pool: Pool, spec: RunSpec) -> None:
     """An update per minibatch is an all_reduce of every bucket per minibatch; what is sent ahead is of other sizes."""
     table = table_of(spec)
     found = pool.call(spec.ranks, traffic, spec)
@@ -61,7 +61,7 @@ def test_traffic(pool: Pool, spec: RunSpec) -> None:
 
 
 @pytest.mark.parametrize(("replicas", "rank"), [(8, 0), (8, 13), (8, 63), (128, 0), (128, 509), (128, 1023)])
-def test_ranks_of_large_worlds(replicas: int, rank: int) -> None:
+def test_fake_pipedream_ranks_of_large_worlds_pass_the_predicted_traffic(replicas: int, rank: int) -> None:
     """The first stage, one inside, the last; 64 and 1,024 ranks."""
     spec = spec_of(
         "pipedream", 8, dataset="cifar10", nodes=replicas, tasks_per_node=8, dp_degree=replicas, batch_size=8
@@ -101,7 +101,9 @@ def held(spec: RunSpec, group: dist.ProcessGroup) -> tuple[int, int, int, list[f
     ids=["stash", "vertical_sync", "2bw"],
 )  # fmt: skip
 @small_vocabulary()
-def test_versions_and_activations(pool: Pool, options: dict[str, Any], versions: list[int], alive: list[int]) -> None:
+def test_weight_versions_and_live_activations_are_the_predicted_ones(
+    pool: Pool, options: dict[str, Any], versions: list[int], alive: list[int]
+) -> None:
     """Weights to the byte; activations as in ``test_pipeline_cost``: the output, too, stays with the micro-batch."""
     spec = spec_of(
         "pipedream", 4, "gpt", "tokens", batch_size=4, micro_batches=4, input_size=8, model_options={"context": 8},

@@ -54,7 +54,7 @@ def computed_s(spec: RunSpec, group: dist.ProcessGroup) -> float:
     ],
     ids=["gpipe", "recompute", "interleaved_1f1b", "zero_bubble", "pipedream"],
 )
-def test_the_longest_stage(pool: Pool, strategy: str, more: dict[str, Any]) -> None:
+def test_the_longest_stage_computes_for_the_predicted_time(pool: Pool, strategy: str, more: dict[str, Any]) -> None:
     spec = RunSpec(
         model="resnet18", dataset="cifar10", strategy=strategy, pp_degree=2, tasks_per_node=2, batch_size=64,
         micro_batches=2, **more,

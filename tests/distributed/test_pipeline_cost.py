@@ -78,7 +78,7 @@ def measured(spec: RunSpec, group: dist.ProcessGroup) -> list[Traffic]:
     ids=lambda spec: f"{spec.strategy}-{spec.model}-{spec.ranks}-{spec.options.get('recompute', '')}",
 )  # fmt: skip
 @small_vocabulary()
-def test_traffic(pool: Pool, spec: RunSpec) -> None:
+def test_pipeline_ranks_pass_the_predicted_traffic(pool: Pool, spec: RunSpec) -> None:
     """Micro-batches of 8 samples are 3, 3 and 2; the sends differ accordingly."""
     table = table_of(spec)
     found = pool.call(spec.ranks, measured, spec)
@@ -87,7 +87,9 @@ def test_traffic(pool: Pool, spec: RunSpec) -> None:
 
 @pytest.mark.parametrize("strategy", ["model", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"])
 @pytest.mark.parametrize(("replicas", "rank"), [(8, 0), (8, 13), (8, 63), (128, 0), (128, 509), (128, 1023)])
-def test_ranks_of_large_worlds(strategy: str, replicas: int, rank: int) -> None:
+def test_fake_pipeline_ranks_of_large_worlds_pass_the_predicted_traffic(
+    strategy: str, replicas: int, rank: int
+) -> None:
     """The first stage, one inside, the last; `digits` has no two batches for 1,024 ranks."""
     # Two chunks a stage: vgg11 has blocks for four stages.
     stages = 4 if strategy == "interleaved_1f1b" else 8
@@ -137,7 +139,7 @@ def kept_bytes(spec: RunSpec, table: LayerTable, rank: int) -> int:
 
 @pytest.mark.parametrize("schedule", ["model", "gpipe", "1f1b"])
 @small_vocabulary()
-def test_kept_activations(pool: Pool, schedule: str) -> None:
+def test_a_stage_keeps_the_predicted_activations(pool: Pool, schedule: str) -> None:
     """A transformer's blocks keep what they are given themselves, so the copy that was received is in their rows. The
     formula has the output beside it, which no layer keeps, but the micro-batch does until its backward pass."""
     spec = spec_of(
@@ -152,7 +154,7 @@ def test_kept_activations(pool: Pool, schedule: str) -> None:
 
 
 @small_vocabulary()
-def test_kept_activations_of_ranks_that_share_blocks(pool: Pool) -> None:
+def test_tensor_parallel_stages_keep_the_predicted_activations(pool: Pool) -> None:
     """Heads and features are shared, norms and what is between blocks is not."""
     spec = spec_of(
         "1f1b", 2, "gpt", "tokens", tp_degree=2, tasks_per_node=4, batch_size=4, micro_batches=4, input_size=16,

@@ -89,7 +89,7 @@ def only_the_first_steps(spec: RunSpec, group: dist.ProcessGroup) -> str:
     return str(caught.value)
 
 
-def test_a_pipeline_whose_other_stage_does_nothing_says_what_it_waits_for() -> None:
+def test_a_blocked_pipeline_reports_the_action_that_it_waits_for() -> None:
     """Ranks of their own: what was sent stays on its way."""
     pool = Pool(2)
     first, second = pool.call(2, only_the_first_steps, spec_of("1f1b", 2, "vgg11", "digits"))

@@ -31,7 +31,7 @@ from hpcbench.worker.microbench.collective_probes import (
     measure_overlap,
     message_sizes,
 )
-from hpcbench.worker.microbench.module_capture import capture_modules, isolate_module
+from hpcbench.worker.microbench.kernel_probes import capture_modules, isolate_module
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.strategies.probes import ProbeBlocksStrategy, ProbeLayersStrategy, largest_message_bytes
 from tests.distributed.pool import Pool
@@ -83,7 +83,7 @@ class _Named(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_module_around_children_runs_its_own_operations_alone() -> None:
+def test_a_probe_of_a_parent_module_excludes_its_children() -> None:
     spec = spec_of()
     model = build_model(spec)
     batch, _ = make_feed(spec, CPU).batch(0, 0)
@@ -164,7 +164,7 @@ class _Branches(torch.nn.Sequential):
         return super().forward(inputs)  # type: ignore[no-untyped-call]
 
 
-def test_a_model_with_a_forward_of_its_own_is_refused() -> None:
+def test_block_probes_refuse_a_model_with_its_own_forward() -> None:
     spec = spec_of("probe_blocks")
     strategy = ProbeBlocksStrategy()
     strategy.setup(build_model(spec), spec, RankContext(0, 1, CPU))
@@ -271,7 +271,7 @@ def test_sizes_grow_to_the_largest() -> None:
     assert message_sizes(512) == [1024, 2048]
 
 
-def test_quantiles() -> None:
+def test_quantiles_are_linear_and_spread_is_relative() -> None:
     assert median([3.0, 1.0, 2.0]) == 2.0
     assert median([1.0, 2.0]) == 1.5
     assert quantile([0.0, 10.0], 0.84) == pytest.approx(8.4)

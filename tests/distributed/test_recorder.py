@@ -44,7 +44,7 @@ def talk(group: dist.ProcessGroup) -> list[Traffic]:
     return recorder.calls
 
 
-def test_every_operation_of_its_own_and_its_group(pool: Pool) -> None:
+def test_the_recorder_counts_every_collective_with_its_group(pool: Pool) -> None:
     alike = [
         passed("all_reduce", 12),
         passed("broadcast", 12),
@@ -83,7 +83,7 @@ def test_functional_operators_and_those_of_a_backward_pass(pool: Pool) -> None:
         )
 
 
-def test_an_operator_that_is_not_known_is_not_left_out_in_silence() -> None:
+def test_an_unknown_collective_operator_raises() -> None:
     recorder = TrafficRecorder()
     recorder._note("scatter_", ())
     with pytest.raises(AssertionError, match="scatter_"):

@@ -79,7 +79,7 @@ SIZES = [8 * one.numel() for one in layers().parameters()]
 
 @pytest.mark.parametrize("cap_bytes", [1, 60, 10**6])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_accumulated_gradients_in_buckets_of_several_sizes(pool: Pool, ranks: int, cap_bytes: int) -> None:
+def test_accumulated_gradients_are_reduced_once_per_bucket(pool: Pool, ranks: int, cap_bytes: int) -> None:
     payloads = bucket_payload_bytes(SIZES, cap_bytes)
     assert len(payloads) == {1: 6, 60: 3, 10**6: 1}[cap_bytes]
     for steps in pool.call(ranks, accumulate, cap_bytes):

@@ -46,7 +46,9 @@ NARROW: dict[str, Any] = {"narrow": True, "precision": "fp32", "steps": 3}
         ("cosmoflow", "cosmoflow", {"input_size": 8, "model_options": {"dropout": 0.0}}),
     ],
 )
-def test_another_order_changes_rounding_alone(model: str, dataset: str, more: dict[str, Any], order: str) -> None:
+def test_another_order_of_summation_changes_only_rounding(
+    model: str, dataset: str, more: dict[str, Any], order: str
+) -> None:
     """The change is tiny in fp64 and small in fp32, and above 0: the order has an effect."""
     given = {"strategy": "single", "batch_size": 3, "narrow": model == "resnet18", **more}
     case = make_case(1, model, dataset, steps=1, **given)

@@ -77,7 +77,7 @@ def tokens_case(key: str, ranks: int, **more: Any) -> Case:
 
 
 @pytest.mark.parametrize("key", ALL)
-def test_two_ranks_equal_the_reference(pool: Pool, key: str) -> None:
+def test_two_sharded_ranks_equal_the_reference(pool: Pool, key: str) -> None:
     """The sum of two is the same in any order."""
     case = sharded_case(key, 2, "resnet18", steps=3)
     found = check_rounding(pool.run, case)
@@ -85,50 +85,50 @@ def test_two_ranks_equal_the_reference(pool: Pool, key: str) -> None:
 
 
 @pytest.mark.parametrize("key", WIDE)
-def test_four_ranks_equal_the_reference_in_fp64(pool: Pool, key: str) -> None:
+def test_four_sharded_ranks_equal_the_reference_in_fp64(pool: Pool, key: str) -> None:
     case = sharded_case(key, 4, "vgg11", precision="fp64", steps=3)
     check(pool.run(case), run_reference(case), EXACT)
 
 
 @pytest.mark.parametrize("model", ["resnet18", "vgg11"])
-def test_four_ranks_in_fp32_alone_equal_the_reference_over_one_step(pool: Pool, model: str) -> None:
+def test_four_fp32_ranks_equal_the_reference_over_one_step(pool: Pool, model: str) -> None:
     case = sharded_case("fairscale_fsdp", 4, model, steps=1)
     check_rounding(pool.run, case)
 
 
 @pytest.mark.parametrize("key", ALL)
-def test_four_ranks_without_batch_norm_equal_the_reference_and_the_full_batch(pool: Pool, key: str) -> None:
+def test_four_sharded_ranks_without_batch_norm_equal_the_full_batch(pool: Pool, key: str) -> None:
     case = sharded_case(key, 4, "vgg11", model_options=PLAIN, steps=3)
     found = check_rounding(pool.run, case, one_device, full_batch)
     assert [one.counts[2] for one in found] == [4, 4, 4, 3]
 
 
 @pytest.mark.parametrize("key", ALL)
-def test_a_transformer(pool: Pool, key: str) -> None:
+def test_four_sharded_ranks_train_a_transformer_within_rounding(pool: Pool, key: str) -> None:
     case = sharded_case(key, 4)
     check_rounding(pool.run, case)
 
 
 @pytest.mark.parametrize("key", ["fairscale_sddp", *SHARDED])
-def test_tied_weights(pool: Pool, key: str) -> None:
+def test_tied_weights_are_trained_within_rounding(pool: Pool, key: str) -> None:
     case = tokens_case(key, 4)
     check_rounding(pool.run, case)
 
 
 @pytest.mark.parametrize(("key", "batch_size"), [*((key, 8) for key in ALL), *((key, 4) for key in SHARDED)])
-def test_gradient_accumulation(pool: Pool, key: str, batch_size: int) -> None:
+def test_sharded_gradient_accumulation_equals_the_reference(pool: Pool, key: str, batch_size: int) -> None:
     """Four and three samples give one micro-batch on each rank, eight and seven give three."""
     case = sharded_case(key, 2, micro_batches=4, batch_size=batch_size)
     check_rounding(pool.run, case)
 
 
 @pytest.mark.parametrize("key", WIDE)
-def test_adam(pool: Pool, key: str) -> None:
+def test_sharded_adam_equals_the_reference_in_fp64(pool: Pool, key: str) -> None:
     case = sharded_case(key, 4, optimizer="adam", precision="fp64", weight_decay=1e-3)
     check(pool.run(case), run_reference(case), EXACT)
 
 
-def test_adam_in_fp32_alone(pool: Pool) -> None:
+def test_sharded_adam_in_fp32_stays_within_rounding(pool: Pool) -> None:
     """Adam makes a whole step of a gradient that is nothing but rounding; of two ranks the sum has the same."""
     case = sharded_case("fairscale_fsdp", 2, optimizer="adam", weight_decay=1e-3)
     check_rounding(pool.run, case)
@@ -151,13 +151,13 @@ def test_adam_in_fp32_alone(pool: Pool) -> None:
         ("fairscale_fsdp", {"flatten_parameters": False}),
     ],
 )
-def test_options_that_change_no_number(pool: Pool, key: str, options: dict[str, Any]) -> None:
+def test_bucket_and_sharding_options_change_no_number(pool: Pool, key: str, options: dict[str, Any]) -> None:
     case = sharded_case(key, 4, options=options)
     check_rounding(pool.run, case)
 
 
 @pytest.mark.parametrize("options", [{"reshard_after_forward": False}, {"shard_degree": 2}])
-def test_options_of_tied_weights(pool: Pool, options: dict[str, Any]) -> None:
+def test_sharding_options_keep_tied_weights_within_rounding(pool: Pool, options: dict[str, Any]) -> None:
     case = tokens_case("fsdp", 4, options=options)
     check_rounding(pool.run, case)
 
@@ -196,14 +196,14 @@ def test_powersgd_is_exact_before_it_begins_and_trains_after(pool: Pool) -> None
 
 
 @pytest.mark.parametrize("key", ALL)
-def test_bf16(pool: Pool, key: str) -> None:
+def test_sharded_training_in_bf16_stays_within_rounding(pool: Pool, key: str) -> None:
     """Both round equally in one step on two ranks."""
     case = sharded_case(key, 2, precision="bf16", steps=1)
     check_rounding(pool.run, case)
 
 
 @pytest.mark.parametrize("key", WIDE)
-def test_activation_checkpointing(pool: Pool, key: str) -> None:
+def test_sharded_activation_checkpointing_equals_the_reference(pool: Pool, key: str) -> None:
     case = sharded_case(key, 2, "vgg11", activation_checkpointing=True, precision="fp64", micro_batches=2, steps=2)
     check(pool.run(case), run_reference(case), EXACT)
 
@@ -216,7 +216,7 @@ def traced(case: Case, group: dist.ProcessGroup) -> OfRank:
 
 
 @pytest.mark.parametrize("key", WIDE)
-def test_compiled_models(pool: Pool, key: str) -> None:
+def test_compiled_sharded_models_stay_within_rounding(pool: Pool, key: str) -> None:
     case = sharded_case(key, 2, compile=True)
     check_rounding(partial(pool.call, 2, traced), case)
 
@@ -236,7 +236,7 @@ def train_and_evaluate(
 
 
 @pytest.mark.parametrize("key", [*SHARDED, "fairscale_sddp"])
-def test_evaluation_between_steps(pool: Pool, key: str) -> None:
+def test_evaluation_between_steps_changes_no_weight(pool: Pool, key: str) -> None:
     """It does not hang where the forward pass is collective, and not one bit of the training changes."""
     case = sharded_case(key, 4, "vgg11", model_options=PLAIN)
     model, feed = build(case), make_feed(case.spec, CPU)
@@ -266,7 +266,7 @@ def run_cut_off(case: Case, group: dist.ProcessGroup) -> OfRank:
         return run_parallel(case, group)
 
 
-def test_gradients_that_are_cut_off_from_their_buckets_are_seen(pool: Pool) -> None:
+def test_gradients_detached_from_their_buckets_are_detected(pool: Pool) -> None:
     """fairscale's known silent error on torch 2: the loss still falls."""
     with pytest.raises(AssertionError, match="with 3 seeds"):
         check_rounding(partial(pool.call, 2, run_cut_off), sharded_case("fairscale_sddp", 2, steps=3))

@@ -92,7 +92,7 @@ def test_hybrids_equal_the_reference_of_two_replicas(pool: Pool, model: str, mor
         {"until": 4, "grid": "1x4", "bucket_cap_mb": 0.05},
     ],
 )
-def test_options_that_change_no_number(pool: Pool, options: dict[str, Any]) -> None:
+def test_overlap_pooling_and_grid_change_no_spatial_number(pool: Pool, options: dict[str, Any]) -> None:
     case = spatial_case(4, "resnet18", "mnist", batch_size=2, options=options)
     check_first_step(pool, case)
 
@@ -104,7 +104,7 @@ def test_statistics_of_a_part_are_another_function(pool: Pool) -> None:
     assert found.worst_rel > EXACT, "the same as over the group: was the option heeded?"
 
 
-def test_activation_checkpointing(pool: Pool) -> None:
+def test_spatial_activation_checkpointing_equals_the_reference(pool: Pool) -> None:
     """Halos are exchanged once more when a block is computed again; running statistics move once."""
     check_first_step(pool, spatial_case(2, "resnet18", activation_checkpointing=True, options=grid("1x2")))
 
@@ -117,19 +117,21 @@ def test_activation_checkpointing(pool: Pool) -> None:
         (2, 1, "resnet18", {"dataset": "mnist", "steps": 3}),
     ],
 )
-def test_training_in_fp32(pool: Pool, ranks: int, dp: int, model: str, more: dict[str, Any]) -> None:
+def test_spatial_training_in_fp32_stays_within_rounding(
+    pool: Pool, ranks: int, dp: int, model: str, more: dict[str, Any]
+) -> None:
     """Five steps, the last batch of an epoch among them."""
     case = spatial_case(ranks, dp=dp, **{"model": model, "precision": "fp32", "steps": 5, **more})
     check_rounding(pool.run, case)
 
 
-def test_bf16(pool: Pool) -> None:
+def test_spatial_training_in_bf16_stays_within_rounding(pool: Pool) -> None:
     """One step without BatchNorm, which makes too much of what is rounded: sums of parts are, where the whole is not."""
     case = spatial_case(2, "vgg11", model_options=PLAIN, precision="bf16")
     check_rounding(pool.run, case)
 
 
-def test_channels_last(pool: Pool) -> None:
+def test_spatial_channels_last_equals_the_reference(pool: Pool) -> None:
     check_first_step(pool, spatial_case(4, "resnet18", options=grid("2x2"), channels_last=True))
 
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.strategies.spatial import SpatialCost
-from hpcbench.oracle.strategies.spatial_rows import whole_row
+from hpcbench.oracle.strategies.spatial import SpatialCost, whole_row
 from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest, read_shipped_table
 from hpcbench.parallel.traffic import Traffic
 from hpcbench.worker.data.feeds import make_feed
@@ -20,7 +19,7 @@ from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.layers import make_layer_table
 from hpcbench.worker.model_execution import summed_loss, wrap_blocks
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.spatial.strategy import SpatialStrategy as Runtime
+from hpcbench.worker.strategies.spatial import SpatialStrategy as Runtime
 from tests.distributed.cases import CPU
 from tests.distributed.fake import fake_traffic
 from tests.distributed.pool import Pool
@@ -81,7 +80,9 @@ VOLUME: dict[str, Any] = {"dataset": "cosmoflow", "input_size": 10}
         (4, 1, "cosmoflow", {**VOLUME, "precision": "bf16"}),
     ],
 )
-def test_ranks_pass_the_predicted_traffic(pool: Pool, ranks: int, dp: int, model: str, more: dict[str, Any]) -> None:
+def test_spatial_ranks_pass_the_predicted_traffic(
+    pool: Pool, ranks: int, dp: int, model: str, more: dict[str, Any]
+) -> None:
     spec = spatial_spec(ranks, dp=dp, **{"model": model, **more})
     table = table_of(spec)
     for rank, found in enumerate(pool.call(ranks * dp, second_step, spec)):
@@ -101,7 +102,9 @@ CORNER, EDGE, INTERIOR = "corner", "edge", "interior"
         (64, (4, 2, 2), {"model": "cosmoflow", "dataset": "cosmoflow", "input_size": 13}),
     ],
 )
-def test_ranks_of_large_worlds(dp: int, grid: tuple[int, ...], more: dict[str, Any], where: str) -> None:
+def test_fake_spatial_ranks_of_large_worlds_pass_the_predicted_traffic(
+    dp: int, grid: tuple[int, ...], more: dict[str, Any], where: str
+) -> None:
     """The last replica's rank at a corner of the grid, along an edge, inside of it."""
     sp = torch.Size(grid).numel()
     at = {CORNER: 0, EDGE: grid[-1] // 2, INTERIOR: (grid[0] // 2) * (sp // grid[0]) + sp // grid[0] // 2}[where]
@@ -159,7 +162,9 @@ def test_saved_activations_shrink_as_predicted(pool: Pool, ranks: int, model: st
         (4, 1, "cosmoflow", {**VOLUME, "input_size": 32, "precision": "fp64"}),
     ],
 )
-def test_the_peak(ranks: int, dp: int, model: str, more: dict[str, Any]) -> None:
+def test_the_predicted_spatial_peak_is_that_of_the_allocator(
+    ranks: int, dp: int, model: str, more: dict[str, Any]
+) -> None:
     """Every byte that torch's allocator gave out when a step held most."""
     spec = spatial_spec(ranks, dp=dp, **{"model": model, **more})
     rank = ranks * dp - 1

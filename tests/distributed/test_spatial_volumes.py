@@ -14,8 +14,8 @@ from torch import Tensor
 
 from hpcbench.parallel.strategies.halo import Box, HaloMessage
 from hpcbench.worker.distributed.process_groups import RankGroup
-from hpcbench.worker.strategies.spatial import spatial_layers
-from hpcbench.worker.strategies.spatial.halo_exchange import SpatialGrid, box_view
+from hpcbench.worker.strategies import spatial_layers
+from hpcbench.worker.strategies.halo_exchange import SpatialGrid, box_view
 from tests.distributed.spatial_layers import LayerCase, Whole, differences, run_whole
 
 pytestmark = pytest.mark.strategy("spatial")
@@ -70,7 +70,7 @@ def conv(kernel: int, **more: Any) -> LayerCase:
     ],
     ids=lambda case: f"{case.kind} {case.arguments}",
 )
-def test_a_volume_cut_along_all_dims(monkeypatch: pytest.MonkeyPatch, case: LayerCase) -> None:
+def test_a_volume_split_along_all_dims_equals_the_whole(monkeypatch: pytest.MonkeyPatch, case: LayerCase) -> None:
     mail: Mail = defaultdict(SimpleQueue)
     monkeypatch.setattr(spatial_layers, "HaloExchange", type("ByQueues", (ByQueues,), {"mail": mail}))
     whole = run_whole(case)

@@ -61,7 +61,7 @@ def distances(found: TrainingRecord, exact: TrainingRecord) -> Distance:
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("strategy", DEGREES)
-def test_training_in_fp32(pool: Pool, strategy: str, model: str) -> None:
+def test_large_split_models_in_fp32_are_as_near_to_fp64(pool: Pool, strategy: str, model: str) -> None:
     ours, single = [], []
     for seed in SEEDS:
         case = case_of(strategy, model, seed)

@@ -33,7 +33,7 @@ SEQUENCE = {"sequence_parallel": True}
         ("vgg11", "spatial", {"options": {"global_pool": "gather", "overlap": False}}),
     ],
 )
-def test_order(model: str, strategy: str, more: dict[str, Any]) -> None:
+def test_priced_calls_are_in_the_order_of_a_rank(model: str, strategy: str, more: dict[str, Any]) -> None:
     own: dict[str, Any] = {"sp_degree" if strategy == "spatial" else "tp_degree": 2}
     spec = RunSpec(
         model=model, dataset="digits", strategy=strategy, batch_size=4, micro_batches=2, nodes=2, tasks_per_node=2,

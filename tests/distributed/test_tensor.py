@@ -81,7 +81,7 @@ def test_a_shared_layer_is_the_layer(pool: Pool, kind: str, by_tokens: bool, ran
         (4, "vit", {"micro_batches": 2}),
     ],
 )
-def test_a_whole_model(pool: Pool, ranks: int, model: str, more: dict[str, Any]) -> None:
+def test_tensor_parallel_models_equal_one_device(pool: Pool, ranks: int, model: str, more: dict[str, Any]) -> None:
     check_exactly(*both(pool, tensor_case(ranks, model, precision="fp64", **more)))
 
 
@@ -94,7 +94,7 @@ def test_a_whole_model(pool: Pool, ranks: int, model: str, more: dict[str, Any])
         ("vit", {"options": SEQUENCE}),
     ],
 )
-def test_a_hybrid(pool: Pool, model: str, more: dict[str, Any]) -> None:
+def test_tensor_and_data_hybrids_equal_one_device(pool: Pool, model: str, more: dict[str, Any]) -> None:
     """Two replicas of two ranks; the last of the third step's batches lacks a sample."""
     found, expected = both(pool, tensor_case(4, model, precision="fp64", dp_degree=2, **more))
     assert [one.counts[2] for one in found] == [4, 4, 3, 3]
@@ -103,7 +103,7 @@ def test_a_hybrid(pool: Pool, model: str, more: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [{}, SEQUENCE])
 @pytest.mark.parametrize("model", ["gpt", "vit"])
-def test_blocks_that_are_computed_again(pool: Pool, model: str, options: dict[str, Any]) -> None:
+def test_tensor_parallel_recomputation_equals_one_device(pool: Pool, model: str, options: dict[str, Any]) -> None:
     case = tensor_case(2, model, precision="fp64", activation_checkpointing=True, options=options, steps=2)
     check_exactly(*both(pool, case))
 
@@ -111,12 +111,14 @@ def test_blocks_that_are_computed_again(pool: Pool, model: str, options: dict[st
 @pytest.mark.parametrize("options", [{}, SEQUENCE])
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 1), (4, 2)])
 @pytest.mark.parametrize("model", ["gpt", "vit"])
-def test_training_in_fp32(pool: Pool, model: str, ranks: int, replicas: int, options: dict[str, Any]) -> None:
+def test_tensor_parallel_training_in_fp32_stays_within_rounding(
+    pool: Pool, model: str, ranks: int, replicas: int, options: dict[str, Any]
+) -> None:
     check_small(pool, tensor_case(ranks, model, dp_degree=replicas, options=options, steps=5))
 
 
 @pytest.mark.parametrize("options", [{}, SEQUENCE])
-def test_a_step_in_bf16(pool: Pool, options: dict[str, Any]) -> None:
+def test_a_tensor_parallel_step_in_bf16_stays_within_rounding(pool: Pool, options: dict[str, Any]) -> None:
     check_small(pool, tensor_case(2, precision="bf16", options=options, steps=1))
 
 

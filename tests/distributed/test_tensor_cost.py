@@ -71,7 +71,7 @@ def real_traffic(spec: RunSpec, group: dist.ProcessGroup) -> list[Traffic]:
         (4, "vit", {"dp_degree": 2, "precision": "fp64"}),
     ],
 )
-def test_ranks_pass_the_predicted_traffic(pool: Pool, ranks: int, model: str, more: dict[str, Any]) -> None:
+def test_tensor_ranks_pass_the_predicted_traffic(pool: Pool, ranks: int, model: str, more: dict[str, Any]) -> None:
     spec = tensor_case(ranks, model, **more).spec
     found = pool.call(ranks, real_traffic, spec)
     with small_vocabulary():
@@ -99,7 +99,7 @@ def test_ranks_pass_the_predicted_traffic(pool: Pool, ranks: int, model: str, mo
         (1024, "vit", {"dp_degree": 256, "batch_size": 1}),
     ],
 )
-def test_ranks_of_a_world_that_is_not_there(ranks: int, model: str, more: dict[str, Any]) -> None:
+def test_fake_tensor_ranks_pass_the_predicted_traffic(ranks: int, model: str, more: dict[str, Any]) -> None:
     with small_vocabulary():
         spec = tensor_case(ranks, model, **more).spec
         table = table_of(spec)
@@ -107,7 +107,7 @@ def test_ranks_of_a_world_that_is_not_there(ranks: int, model: str, more: dict[s
             assert fake_traffic(spec, rank) == TensorCost().traffic(spec, table, rank)
 
 
-def test_a_replica_on_one_rank_sends_gradients_alone() -> None:
+def test_replicas_on_one_rank_send_only_gradients() -> None:
     with small_vocabulary():
         spec = tensor_case(2, "vit", dp_degree=2, options=SEQUENCE).spec
         expected = TensorCost().traffic(spec, table_of(spec), 1)

@@ -116,7 +116,9 @@ CASES: list[tuple[str, int, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("key", "ranks", "model", "more"), CASES)
-def test_every_call_of_a_steady_step(pool: Pool, key: str, ranks: int, model: str, more: dict[str, Any]) -> None:
+def test_every_call_of_a_steady_step_is_the_predicted_one(
+    pool: Pool, key: str, ranks: int, model: str, more: dict[str, Any]
+) -> None:
     spec = spec_of(key, ranks, model, **more)
     for rank, found in enumerate(pool.call(ranks, steady, spec)):
         assert found == expected(spec, rank)
@@ -143,7 +145,7 @@ def fake_steady(spec: RunSpec, rank: int) -> list[Traffic]:
 
 @pytest.mark.parametrize(("ranks", "rank"), [(64, 0), (64, 31), (200, 199), (1024, 0), (1024, 511), (1024, 1023)])
 @pytest.mark.parametrize("key", ["ddp", "zero1", "fairscale_oss", "fairscale_sddp", "fsdp", "fairscale_fsdp"])
-def test_ranks_of_large_worlds(key: str, ranks: int, rank: int) -> None:
+def test_fake_data_parallel_ranks_pass_the_predicted_traffic(key: str, ranks: int, rank: int) -> None:
     """More ranks than tensors: some own none, and shards are padding alone."""
     spec = spec_of(key, ranks, "vit", batch_size=2)
     assert fake_steady(spec, rank) == expected(spec, rank)
@@ -166,7 +168,7 @@ def all_threads(spec: RunSpec, group: dist.ProcessGroup) -> list[Traffic]:
 
 
 @pytest.mark.parametrize(("rank", "bucket_cap_mb"), [(2, 0.5), (4, 25.0)])
-def test_powersgd(pool: Pool, rank: int, bucket_cap_mb: float) -> None:
+def test_powersgd_ranks_pass_the_predicted_factors(pool: Pool, rank: int, bucket_cap_mb: float) -> None:
     """Its factors are sent by other threads than the recorder sees."""
     options = {"compression": "powersgd", "powersgd_rank": rank, "bucket_cap_mb": bucket_cap_mb}
     spec = spec_of("ddp", 2, "vit", options=options)
@@ -189,7 +191,7 @@ def handed_over(spec: RunSpec, group: dist.ProcessGroup) -> int:
     return sum(found)
 
 
-def test_horovods_bytes_in_all() -> None:
+def test_horovod_passes_the_predicted_sum_of_bytes() -> None:
     """Timing decides about the grouping of messages."""
     require_horovod()
     pool = Pool(2)

@@ -77,7 +77,7 @@ def run(
         {"precision": "bf16"},
     ],
 )
-def test_ddp_passes(pool: Pool, spec: dict[str, Any]) -> None:
+def test_verification_of_a_correct_ddp_run_passes(pool: Pool, spec: dict[str, Any]) -> None:
     found = run(pool, **spec)
     assert found.passed, found
     assert (found.precision, found.steps) == ("fp64", 5)
@@ -121,7 +121,7 @@ def test_a_wrong_strategy_fails(pool: Pool, wrong: str, worst: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["Halved", "ScaledInLowPrecision"])
-def test_an_error_in_the_runs_own_precision_alone_fails(pool: Pool, wrong: str) -> None:
+def test_an_error_only_in_the_runs_precision_fails_verification(pool: Pool, wrong: str) -> None:
     """All orders of summation and three seeds do not excuse it, a gradient that is 1 % too large included."""
     found = run(pool, wrong, model_options=PLAIN)
     assert not found.passed
@@ -160,7 +160,7 @@ def test_ranks_wait_longer_than_their_patience_while_the_reference_gets_on(pool:
     assert run(pool, wait_s=1.0, slow_s=0.3, model_options=PLAIN, precision="fp64").passed
 
 
-def test_a_verified_run_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_with_verify_records_its_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPCBENCH_RESULTS", str(tmp_path / "results"))
     (tmp_path / "pair.toml").write_text(SWEEP)
     words = [sys.executable, "-m", "hpcbench"]
@@ -175,7 +175,7 @@ def test_a_verified_run_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (row["launches"], row["verified"]) == (2, True)
 
 
-def test_a_run_that_fails(tmp_path: Path, launch: Launch) -> None:
+def test_a_run_that_fails_verification_has_status_failed(tmp_path: Path, launch: Launch) -> None:
     spec = make_spec(**PAIR, model="vgg11")
     codes = launch.by_hand(2, write_tasks(tmp_path, spec), WRONG, WRONG="Scaled").wait()
     assert codes == [1, 0], launch.logs()
@@ -190,7 +190,7 @@ def test_a_run_that_fails(tmp_path: Path, launch: Launch) -> None:
     assert not result.verification.passed
 
 
-def test_a_signal_while_the_reference_is_trained(tmp_path: Path, launch: Launch) -> None:
+def test_a_signal_during_verification_ends_all_ranks(tmp_path: Path, launch: Launch) -> None:
     tasks, reached = write_tasks(tmp_path, PLAIN_PAIR), tmp_path / "reached"
     launch.by_hand(2, tasks, WRONG, SLOW_S="0.2", REACHED=str(reached))
     wait_until(reached.exists, "the reference")
@@ -204,7 +204,7 @@ def test_a_signal_while_the_reference_is_trained(tmp_path: Path, launch: Launch)
     assert len(result.step_times_s) == PLAIN_PAIR.steps
 
 
-def test_a_rank_that_dies_while_the_reference_is_trained(tmp_path: Path, launch: Launch) -> None:
+def test_a_rank_that_dies_during_verification_ends_the_run(tmp_path: Path, launch: Launch) -> None:
     # The ranks wait this long for each other when they start, too: a busy machine starts them seconds apart.
     tasks, reached = write_tasks(tmp_path, PLAIN_PAIR, wait_s=15.0), tmp_path / "reached"
     launch.by_hand(2, tasks, WRONG, SLOW_S="0.05", REACHED=str(reached))

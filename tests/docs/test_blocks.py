@@ -37,9 +37,9 @@ ALL = [block for page in pages() for block in blocks(page)]
 FOLLOWED = {
     "docs/add-a-cluster.md": "tests/slurm/test_add_a_cluster.py",
     "docs/add-a-strategy.md": "tests/docs/test_add_a_strategy.py",
-    "docs/calibration.md": "tests/cli/test_calibrate.py",
+    "docs/calibration.md": "tests/cli/test_calibrate_commands.py",
     "docs/ci.md": "tests/docs/test_ci.py",
-    "docs/oracle-figures.md": "tests/oracle/test_abci.py",
+    "docs/oracle-figures.md": "tests/oracle/test_abci_predictions.py",
     "docs/oracle-gpu.md": "tests/oracle/test_gpu_predictions.py",
     "docs/tutorial.md": "tests/slurm/test_tutorial.py",
 }
@@ -201,7 +201,7 @@ CONSOLES = [block for block in of_kind("console") if block.page not in FOLLOWED]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", sorted({block.page for block in CONSOLES}))
-def test_commands_work(page: str, call: Callable[[str], str]) -> None:
+def test_commands_of_every_page_succeed(page: str, call: Callable[[str], str]) -> None:
     for block in CONSOLES:
         if block.page == page:
             for line in block.commands():
@@ -234,7 +234,7 @@ def test_toml_blocks_are_valid(block: Block, template: Path, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("block", of_kind("python"), ids=block_id)
-def test_python_is_python(block: Block) -> None:
+def test_python_blocks_of_the_pages_compile(block: Block) -> None:
     text = textwrap.dedent(block.text)
     # What is to be put into a table is no statement by itself.
     compile(f"{{\n{text}}}" if text.startswith('"late_ddp"') else text, block_id(block), "exec")

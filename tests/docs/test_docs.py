@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import tomli
 
+from benchmarks.planted_results import write_planted
 from hpcbench.cli.main import COMMANDS
 from hpcbench.config.cluster_profile import load_cluster_file
 from hpcbench.config.sweep_loader import load_sweep
@@ -33,7 +34,7 @@ def page_id(path: Path) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_relative_links_lead_to_existing_files(page: Path) -> None:
     links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
     assert [link for link in links if not (page.parent / link).exists()] == []
 
@@ -48,14 +49,14 @@ def test_commands_on_pages_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "sweeps").glob("*.toml")), ids=page_id)
-def test_shipped_sweeps_check(path: Path) -> None:
+def test_shipped_sweeps_are_valid_under_their_file_name(path: Path) -> None:
     sweep = load_sweep(path)
     check_names(sweep)
     assert sweep.name == path.stem
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "clusters").rglob("*.toml")), ids=page_id)
-def test_shipped_profiles_check(path: Path) -> None:
+def test_every_shipped_profile_is_valid(path: Path) -> None:
     load_cluster_file(path)
 
 
@@ -64,6 +65,17 @@ def test_shipped_toml_fits_its_schema_in_an_editor() -> None:
     files = [str(path) for folder in ("sweeps", "clusters") for path in sorted((ROOT / folder).rglob("*.toml"))]
     done = subprocess.run([*command, *files], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_sample_of_report_in_the_readme_is_printed_for_planted_results(tmp_path: Path) -> None:
+    write_planted(tmp_path / "planted")
+    command = [sys.executable, "-m", "hpcbench", "report", "planted"]
+    env = {**os.environ, "COLUMNS": "80"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    printed = [line.rstrip() for line in done.stdout.splitlines()]
+    sample = re.search(r"```text\n(Fastest strategy\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert sample
+    assert sample[1].splitlines() == printed[2 : 2 + sample[1].count("\n")]
 
 
 def test_an_editor_sees_a_wrong_key(tmp_path: Path) -> None:

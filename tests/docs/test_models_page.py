@@ -22,7 +22,7 @@ def test_every_model_has_a_row() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
-def test_a_row_is_true(row: tuple[str, str, str, str]) -> None:
+def test_a_row_states_the_models_parameters_and_data_sets(row: tuple[str, str, str, str]) -> None:
     model, counts, _, datasets = row
     stated = re.findall(r"([\d,]+) \((\w+)(, tied)?\)", counts)
     assert stated

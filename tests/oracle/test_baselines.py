@@ -81,7 +81,7 @@ def test_every_strategy_gets_a_time_or_a_reason(name: str, strategy: str) -> Non
     assert found.step_time_s is None or found.step_time_s > 0
 
 
-def test_paradl_of_replicas() -> None:
+def test_paradl_prices_data_parallel_replicas_by_its_formula() -> None:
     """2 (p - 1)(alpha + W delta beta / p), and a quarter of the computation for four times the batch."""
     found, alone = said("paradl", spec_of("ddp", 4)), said("paradl", spec_of("single", 1))
     weights = sum(row.parameters for row in TABLE.layers)
@@ -89,7 +89,7 @@ def test_paradl_of_replicas() -> None:
     assert found.compute_s == pytest.approx(alone.compute_s)
 
 
-def test_paradl_of_filters() -> None:
+def test_paradl_prices_filter_parallelism_by_its_formula() -> None:
     """3 (p - 1) sum of (alpha + B y delta beta / p) over what is split but the last layer."""
     found = said("paradl", spec_of("filter", 4))
     split = [row for row in TABLE.layers[:-1] if row.kind in ("Conv2d", "Linear")]
@@ -98,7 +98,7 @@ def test_paradl_of_filters() -> None:
     assert said("paradl", spec_of("channel", 4)) == found
 
 
-def test_paradl_of_pipelines() -> None:
+def test_paradl_prices_pipelines_by_its_formula() -> None:
     """2 (p + S - 2) max(alpha + B / S y delta beta), and (p + S - 1) / S of the slowest stage; the update once."""
     spec = spec_of("gpipe", 4, micro_batches=8)
     found, model = said("paradl", spec), said("paradl", spec_of("model", 4, micro_batches=8))
@@ -112,7 +112,7 @@ def test_paradl_of_pipelines() -> None:
     assert said("paradl", hybrid).reason == "ParaDL has no formula for pipelines with replicas or split layers"
 
 
-def test_halos_of_paradl() -> None:
+def test_paradl_prices_halos_of_convolutions_only() -> None:
     """A 3 x 3 convolution of 64 channels on 32 x 32: a column of the input, and one of the output's gradient."""
     row = next(row for row in TABLE.layers if row.kind == "Conv2d" and row.input_shape == row.output_shape)
     assert (row.input_shape, halo_items(row)) == ([64, 32, 32], 2 * 64 * 32)
@@ -123,7 +123,7 @@ def test_halos_of_paradl() -> None:
 
 
 @pytest.mark.parametrize(("micro_batches", "factor"), [(12, 0.3125), (20, 0.2875), (28, 0.276785714), (30, 0.275)])
-def test_ddlbench_of_gpipe(micro_batches: int, factor: float) -> None:
+def test_ddlbench_prices_gpipe_as_in_its_table(micro_batches: int, factor: float) -> None:
     """Table 6.1 for four workers."""
     spec = spec_of("gpipe", 4, micro_batches=micro_batches, batch_size=16 * micro_batches)
     alone_s = single_device_step(BaselineRequest(spec, TABLE, MACHINE)).step_time_s
@@ -138,7 +138,7 @@ def test_ddlbench_of_layers_over_ranks_is_sequential() -> None:
     assert found.comm_s == pytest.approx(8 * transfer_s)
 
 
-def test_ddlbench_of_replicas() -> None:
+def test_ddlbench_prices_horovod_with_a_fusion_threshold() -> None:
     """2 (W - 1)(L + min(G, th) / (W BW)): of 45 MB the last 16 MiB are not hidden."""
     found = said("ddlbench", spec_of("horovod", 4, options={"fusion_threshold_mb": 16.0}))
     assert found.comm_s == pytest.approx(6 * (ALPHA_S + 16 * 2**20 * BETA_S / 4))
@@ -147,7 +147,7 @@ def test_ddlbench_of_replicas() -> None:
     )
 
 
-def test_computation_alone_is_shared_evenly() -> None:
+def test_the_compute_only_baseline_divides_computation_evenly() -> None:
     alone_s = single_device_step(BaselineRequest(spec_of("single", 1), TABLE, MACHINE)).compute_s
     assert said("compute_only", spec_of("ddp", 8)).step_time_s == pytest.approx(alone_s)
     assert said("compute_only", spec_of("filter", 8)).step_time_s == pytest.approx(alone_s / 8)
@@ -164,7 +164,7 @@ KNOWN = [
 ]
 
 
-def test_from_smaller_runs() -> None:
+def test_baselines_extrapolate_from_smaller_runs_of_the_strategy() -> None:
     """Neither larger runs, nor other batches or strategies, tell anything."""
     spec = spec_of("ddp", 8)
     assert said("flat", spec, KNOWN).step_time_s == 0.14
@@ -193,5 +193,5 @@ def test_perfect_scaling_of_one_batch() -> None:
         ),
     ],
 )
-def test_reasons(name: str, known: list[MeasuredRun], reason: str) -> None:
+def test_baselines_without_smaller_runs_give_a_reason(name: str, known: list[MeasuredRun], reason: str) -> None:
     assert said(name, spec_of("ddp", 8), known) == BaselineEstimate(reason=reason)

@@ -130,7 +130,7 @@ def everything(noise: random.Random, ddp: bool = True) -> list[CalibrationRun]:
     return runs
 
 
-def test_kernels_of_a_probe_are_asked_for_as_predictions_ask() -> None:
+def test_probes_name_kernels_as_predictions_do() -> None:
     spec, table = RunSpec(model="vgg11", dataset="cifar10", strategy="probe_layers", batch_size=8), table_of("vgg11")
     row = next(layer for layer in table.layers if layer.kind == "Conv2d" and layer.attributes["in_channels"] > 3)
     given: dict[str, Any] = {
@@ -175,7 +175,7 @@ def calibrated() -> tuple[Any, list[CalibrationRun]]:
     return fit_calibration(PROFILE, None, runs, when), runs
 
 
-def test_factors_and_other_models(calibrated: Any) -> None:
+def test_kernel_factors_are_recovered_and_checked_on_other_models(calibrated: Any) -> None:
     calibration, runs = calibrated
     factors = calibration.machine.compute.factors
     assert factors == {name: pytest.approx(1.5, rel=0.1) for name in ("vit", "vgg11", "resnet18", "")}
@@ -202,11 +202,11 @@ def test_factors_of_layer_kinds_are_recovered() -> None:
     assert found["BatchNorm2d"] / found["Conv2d"] == pytest.approx(4.5 / 4.0, rel=0.05)
 
 
-def test_one_model_alone_leaves_kind_factors_at_one() -> None:
+def test_kind_factors_are_one_with_a_single_model() -> None:
     assert fit_kind_factors([({"Conv2d": 0.2, "Linear": 0.1}, 1.4)]) == pytest.approx({"Conv2d": 1.0, "Linear": 1.0})
 
 
-def test_neighbours_and_overlap(calibrated: Any) -> None:
+def test_the_fit_recovers_crowding_and_overlap_of_simulated_runs(calibrated: Any) -> None:
     calibration, _ = calibrated
     machine = calibration.machine
     assert machine.straggling == pytest.approx(0.04, rel=1e-6)
@@ -216,7 +216,7 @@ def test_neighbours_and_overlap(calibrated: Any) -> None:
     assert machine.comm.call_s == pytest.approx(5e-5)
 
 
-def test_links_and_what_was_left_out(calibrated: Any) -> None:
+def test_links_are_recovered_and_unmeasured_operations_are_noted(calibrated: Any) -> None:
     calibration, runs = calibrated
     clock = CostModel(calibration.machine, RunSpec(model="vit", dataset="cifar10", strategy="ddp", batch_size=8, nodes=4, dp_degree=4))  # fmt: skip
     span = GroupLinks(4, 4, HockneyLink(0, 0), TRUE, trees=False)
@@ -274,7 +274,7 @@ def test_no_library_takes_negative_time(calibrated: Any) -> None:
         assert fitted.step_s >= 0.0
 
 
-def test_without_runs_of_a_kind_the_profile_speaks() -> None:
+def test_unmeasured_parts_keep_the_profiles_numbers() -> None:
     found = fit_calibration(PROFILE, None, [])
     assert msgspec.structs.replace(found.machine, depth="nominal", source=NOMINAL.source) == msgspec.structs.replace(
         NOMINAL, notes=[]
@@ -336,7 +336,7 @@ def test_a_ratio_is_over_the_links_nominal_time_per_byte() -> None:
     assert residuals[0].what == "all_gather, 2 ranks on 2 nodes, 1 KiB to 16 MiB"
 
 
-def test_contention_is_over_one_group_alone() -> None:
+def test_contention_is_relative_to_one_group_of_large_messages() -> None:
     def probe(groups: int, seconds: float, size: int = 2**20) -> CollectiveProbe:
         return CollectiveProbe(operation="all_reduce", ranks=2, nodes=2, payload_bytes=size, groups=groups,
                                seconds=seconds, spread=0.0, repeats=9)  # fmt: skip

@@ -47,7 +47,7 @@ def test_a_written_calibration_is_read_back(tmp_path: Path) -> None:
     assert os.listdir(path.parent) == [path.name]
 
 
-def test_the_same_is_kept_once(tmp_path: Path) -> None:
+def test_an_equal_calibration_is_written_once(tmp_path: Path) -> None:
     assert write_calibration(calibration(), ClusterTree(tmp_path)) == write_calibration(
         calibration(), ClusterTree(tmp_path)
     )
@@ -61,7 +61,7 @@ def test_a_tree_that_may_not_be_written_leaves_the_users_folder(tmp_path: Path) 
     assert machine_for(PROFILE, ClusterTree(tmp_path)).straggling == 0.02
 
 
-def test_the_newest_is_taken(tmp_path: Path) -> None:
+def test_the_newest_calibration_is_used(tmp_path: Path) -> None:
     tree = ClusterTree(tmp_path)
     for made_at, straggling in (
         ("2026-11-21T20:00:00Z", 0.02),
@@ -76,12 +76,12 @@ def test_the_newest_is_taken(tmp_path: Path) -> None:
     assert machine.notes == []
 
 
-def test_without_one_the_profile_speaks(tmp_path: Path) -> None:
+def test_machine_is_nominal_without_calibration(tmp_path: Path) -> None:
     assert machine_for(PROFILE, ClusterTree(tmp_path), None, 2) == nominal_machine(PROFILE, None, 2)
     assert machine_for(PROFILE, None) == nominal_machine(PROFILE)
 
 
-def test_a_damaged_one_is_named_and_passed_over(tmp_path: Path) -> None:
+def test_a_damaged_calibration_is_named_and_skipped(tmp_path: Path) -> None:
     tree = ClusterTree(tmp_path)
     write_calibration(calibration(), tree)
     newer = write_calibration(calibration("2026-11-22T20:00:00Z"), tree)
@@ -182,7 +182,7 @@ def test_slowdowns_have_no_step_at_any_rate(
     assert abs(1 / near_kappa - 1 / kappa) <= (1 + log(20.0)) * abs(step) + 1e-9
 
 
-def test_a_library_that_computes_faster_than_its_kernels_is_not_believed(tmp_path: Path) -> None:
+def test_compute_factors_below_one_are_ignored(tmp_path: Path) -> None:
     made = calibration()
     strategies = {
         "ddp": StrategyOverhead(compute_factor=0.9, step_s=0.2),

@@ -108,7 +108,9 @@ BUFFERS = [("broadcast", 2, 8, 1), ("broadcast", 2, 24, 1)]
         ("horovod", {"options": {"compression": "fp16"}}, [("all_reduce", 2, 108, 1)]),
     ],
 )
-def test_calls_of_a_step(strategy: str, more: dict[str, Any], expected: list[tuple[str, int, int, int]]) -> None:
+def test_the_predicted_calls_of_a_step_are_literal(
+    strategy: str, more: dict[str, Any], expected: list[tuple[str, int, int, int]]
+) -> None:
     assert sorted(calls(strategy, **more)) == sorted(expected)
 
 

@@ -71,7 +71,7 @@ def test_an_exhaustive_search_finds_nothing_faster() -> None:
 
 
 @pytest.mark.parametrize("gpus", [8, 8192])
-def test_the_smallest_and_the_largest_job(gpus: int) -> None:
+def test_the_layout_search_covers_8_to_8192_gpus(gpus: int) -> None:
     found = ranking("llama_8b", gpus)
     assert found.examined < 12_000, "of so many the time stays below three seconds"
     assert found.layouts[0].layout.gpus == gpus
@@ -114,6 +114,6 @@ def test_a_batch_that_cannot_be_shared_is_counted() -> None:
         (LayoutWish(gpus=8, sequence=8192, global_batch=8, replica_batch=1), "one of global batch"),
     ],
 )
-def test_an_impossible_wish_is_named(wish: LayoutWish, message: str) -> None:
+def test_an_impossible_request_is_named(wish: LayoutWish, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         rank_layouts(named_shape("llama_8b"), H100, wish)

@@ -86,7 +86,7 @@ def test_several_measurements_equal_the_whole_normal_posterior() -> None:
     assert found.undetermined == pytest.approx(rest / PRIOR_SPREAD**2)
 
 
-def test_the_more_is_measured_the_narrower_and_the_more_it_scatters_the_wider() -> None:
+def test_intervals_narrow_with_measurements_and_widen_with_scatter() -> None:
     specs = [spec_of(nodes=nodes) for nodes in (2, 4, 8, 16, 32)]
     target = spec_of(nodes=64)
     found = [learned([ratio_of(spec, 1.5) for spec in specs[:count]], target) for count in (1, 2, 5)]

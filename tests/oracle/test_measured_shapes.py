@@ -177,7 +177,7 @@ def test_later_measurements_of_a_shape_replace_earlier_ones() -> None:
     assert MeasuredShapes().joined(first).kernels == first.kernels
 
 
-def test_what_a_quota_holds_back_is_in_the_blocks_and_what_others_take_is_not() -> None:
+def test_block_times_include_cpu_quotas_but_not_other_processes() -> None:
     spec = spec_of("probe_blocks")
     run = probe_run(PROFILE, spec, SLOWER, probe=blocks_probe(PROFILE, spec, SLOWER, wall=4.0))
     shapes = fit_shapes(NOMINAL, [run], "s", is_disturbed=False)
@@ -200,7 +200,7 @@ def test_what_a_quota_holds_back_is_in_the_blocks_and_what_others_take_is_not() 
     assert fit_shapes(NOMINAL, [run], "s", is_disturbed=True).compute_spread > 0.8 > shapes.compute_spread
 
 
-def test_of_many_sizes_the_smallest_and_the_largest_are_measured() -> None:
+def test_probed_message_sizes_include_the_smallest_and_largest() -> None:
     spec = spec_of("ddp", nodes=2)
     priced = price_run(spec, table_of(spec), NOMINAL)
     sizes = [4 * 3**power for power in range(14)] + [777]

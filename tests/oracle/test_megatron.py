@@ -20,7 +20,7 @@ GPT_175B = Gpt(layers=96, width=12288, heads=96)
     ("korthikanti, abstract", 2, 0.040, 0.074),
     ("narayanan", 10, 0.054, 0.084),
 ])  # fmt: skip
-def test_published_times(source: str, count: int, mean: float, worst: float) -> None:
+def test_predicted_times_are_near_megatrons_published_times(source: str, count: int, mean: float, worst: float) -> None:
     runs = [run for run in published() if run.source == source]
     errors = [row.error for row in times(runs)]
     assert len(errors) == count
@@ -29,7 +29,7 @@ def test_published_times(source: str, count: int, mean: float, worst: float) -> 
     assert found[1] <= worst
 
 
-def test_published_memory() -> None:
+def test_predicted_memory_is_near_megatrons_published_memory() -> None:
     """Activations are the papers' own formulas to the last digit; states differ by the embedding."""
     bounds = {
         "states of the first stage": 0.111,
@@ -43,7 +43,7 @@ def test_published_memory() -> None:
 
 
 @pytest.mark.parametrize("gpt", [GPT_175B, Gpt(48, 6144, 64), Gpt(105, 20480, 128)])
-def test_activations_of_a_block(gpt: Gpt) -> None:
+def test_activations_of_a_block_are_korthikantis(gpt: Gpt) -> None:
     """Korthikanti et al. 2022, equations 1, 2 and 4 and table 2, per sample on 8 ranks."""
     rows, ranks = kept_in_block(gpt).values(), 8
     split, whole = sum(row.split for row in rows), sum(row.whole for row in rows)

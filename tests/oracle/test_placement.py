@@ -33,11 +33,13 @@ def spec(nodes: int, tasks: int, **degrees: Any) -> RunSpec:
         (25_000, 4, {"dp_degree": 25_000, "tp_degree": 4}, ["dp"], GroupPlacement(25_000, 25_000, 1, 4)),
     ],
 )
-def test_groups(nodes: int, tasks: int, degrees: dict[str, int], axes: list[str], expected: GroupPlacement) -> None:
+def test_a_group_is_placed_by_degrees_and_tasks_per_node(
+    nodes: int, tasks: int, degrees: dict[str, int], axes: list[str], expected: GroupPlacement
+) -> None:
     assert place_group(spec(nodes, tasks, **degrees), *axes) == expected
 
 
-def test_an_axis_in_two_parts() -> None:
+def test_an_axis_of_two_parts_is_placed_part_by_part() -> None:
     assert place_subgroups(spec(4, 4, dp_degree=16), "dp", 4) == (
         GroupPlacement(4, 1, 4, 1),
         GroupPlacement(4, 4, 1, 4),
@@ -52,5 +54,7 @@ def test_an_axis_in_two_parts() -> None:
         (4, 2, {"pp_degree": 4, "tp_degree": 2}, GroupPlacement(2, 2, 1, 2)),
     ],
 )
-def test_neighbours(nodes: int, tasks: int, degrees: dict[str, int], expected: GroupPlacement) -> None:
+def test_a_pair_of_neighbours_is_placed_by_tasks_per_node(
+    nodes: int, tasks: int, degrees: dict[str, int], expected: GroupPlacement
+) -> None:
     assert place_neighbour_pair(spec(nodes, tasks, **degrees), "pp") == expected

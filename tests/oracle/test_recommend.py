@@ -85,7 +85,7 @@ def labels(found: Recommendation) -> list[str]:
     return [strategy_label(one.spec) for one in found.candidates]
 
 
-def test_numbers_that_divide() -> None:
+def test_degrees_and_micro_batches_divide_devices_and_samples() -> None:
     assert [divisors(number) for number in (1, 12, 49)] == [[1], [1, 2, 3, 4, 6, 12], [1, 7, 49]]
     assert model_parallel_sizes(DeviceAllocation(4, 4, {}), 8) == [2, 4, 8]
     assert model_parallel_sizes(DeviceAllocation(3, 1, {})) == [3]
@@ -93,7 +93,7 @@ def test_numbers_that_divide() -> None:
     assert [micro_batch_choices(*case) for case in ((64, 4), (6, 4), (1, 2), (0, 4))] == [[8, 32], [6], [1], []]
 
 
-def test_samples_of_a_replica() -> None:
+def test_a_replicas_samples_follow_batch_or_global_batch() -> None:
     assert DeviceAllocation(2, 4, {"batch_size": 16}).samples(4) == 16
     assert DeviceAllocation(2, 4, {"global_batch_size": 16}).samples(4) == 8
     assert DeviceAllocation(2, 4, {"global_batch_size": 15}).samples(4) == 0
@@ -125,7 +125,7 @@ def test_less_memory_comes_the_fastest_way_first() -> None:
     assert one["options"] == {"balance": "memory", "recompute": "always"}
 
 
-def test_the_best_is_first_and_others_are_told_by_their_ratio() -> None:
+def test_candidates_are_ranked_and_compared_by_their_ratio() -> None:
     times = {"ddp": told(1.0, 0.1, 16), "zero1": told(1.0, 0.2, 16), "fsdp": told(1.0, 9.0, 16)}
     answers = Answers(lambda spec: times.get(spec.strategy, NotPredicted("not asked about")))
     found = recommend(RESNET, DeviceAllocation(1, 2, {"batch_size": 8}), NOWHERE, answers)
@@ -138,7 +138,7 @@ def test_the_best_is_first_and_others_are_told_by_their_ratio() -> None:
     assert far.ratio == pytest.approx(10 / 1.1)
 
 
-def test_what_two_steps_share_cancels_in_their_ratio() -> None:
+def test_a_shared_error_cancels_in_the_ratio_of_two_steps() -> None:
     machine = nominal_machine(SELENE, None, 8)
     own = 2**0.5 * 0.10
     assert ratio_spread(told(1.0, 1.0), told(3.0, 3.0), machine) == pytest.approx(own)
@@ -147,21 +147,21 @@ def test_what_two_steps_share_cancels_in_their_ratio() -> None:
 
 
 @pytest.mark.parametrize(("objective", "first"), [("samples_per_s", "many"), ("step_time_s", "short")])
-def test_objectives(objective: str, first: str) -> None:
+def test_the_objective_determines_the_first_candidate(objective: str, first: str) -> None:
     times = {"ddp": told(2.0, samples=100), "fsdp": told(1.0, samples=10)}
     answers = Answers(lambda spec: times.get(spec.strategy, NotPredicted("not asked about")))
     found = recommend(RESNET, DeviceAllocation(1, 2, {"batch_size": 8}), NOWHERE, answers, objective)
     assert labels(found) == (["ddp", "fsdp"] if first == "many" else ["fsdp", "ddp"])
 
 
-def test_what_does_not_fit_is_tried_in_smaller_micro_batches() -> None:
+def test_micro_batches_shrink_until_a_candidate_fits_into_memory() -> None:
     found = recommend(RESNET, DeviceAllocation(1, 2, {"batch_size": 8}), NOWHERE, Answers(by_samples, limit=2))
     ddp = next(one for one in found.candidates if one.spec.strategy == "ddp")
     assert ddp.spec.micro_batches == 4
     assert {one.kind for one in found.refused} == {"limit"}
 
 
-def test_what_never_fits_says_what_it_needs_and_what_there_is() -> None:
+def test_an_excess_of_memory_is_refused_with_both_sizes() -> None:
     found = recommend(RESNET, DeviceAllocation(1, 2, {"batch_size": 8}), NOWHERE, Answers(by_samples, limit=0))
     assert found.candidates == []
     ddp = next(one for one in found.refused if one.strategy == "ddp")
@@ -172,11 +172,13 @@ def test_what_never_fits_says_what_it_needs_and_what_there_is() -> None:
     ("need_bytes", "limit_bytes", "texts"),
     [(3 * 2**30, 2**30, ("3.0 GiB", "1.0 GiB")), (1450 * 2**20, 1400 * 2**20, ("1450 MiB", "1400 MiB"))],
 )
-def test_both_numbers_differ_where_they_do(need_bytes: int, limit_bytes: int, texts: tuple[str, str]) -> None:
+def test_need_and_limit_are_printed_with_differing_digits(
+    need_bytes: int, limit_bytes: int, texts: tuple[str, str]
+) -> None:
     assert format_need_and_limit(need_bytes, limit_bytes) == texts
 
 
-def test_limits_of_the_cluster_and_of_strategies_are_told() -> None:
+def test_candidates_beyond_cluster_limits_are_refused_with_the_limit() -> None:
     found = recommend(
         RESNET, DeviceAllocation(4, 2, {"batch_size": 8}), PartitionLimits("small", max_nodes=2), Answers(by_samples)
     )
@@ -185,7 +187,7 @@ def test_limits_of_the_cluster_and_of_strategies_are_told() -> None:
 
 
 @pytest.mark.parametrize("limit", [8, 9, 100, 1000])
-def test_the_largest_batch_that_fits(limit: int) -> None:
+def test_the_largest_fitting_batch_is_near_the_limit(limit: int) -> None:
     spec = RunSpec(**RESNET, strategy="ddp", batch_size=8, dp_degree=2, nodes=2)
     found = largest_batch_size(spec, Answers(by_samples, limit))
     assert found is not None
@@ -218,7 +220,7 @@ def test_few_sizes_are_tried_where_memory_grows_in_bends(bend: int) -> None:
     assert len(asked) < 40
 
 
-def test_points_of_a_sweep_say_what_differs_from_the_defaults() -> None:
+def test_points_of_the_written_sweep_omit_default_values() -> None:
     answers = Answers(by_samples, limit=2)
     found = recommend(RESNET, DeviceAllocation(1, 2, {"batch_size": 8}), NOWHERE, answers)
     ddp = next(one for one in found.candidates if one.spec.strategy == "ddp")
@@ -244,7 +246,7 @@ def test_a_hundred_thousand_devices_take_few_evaluations() -> None:
 
 
 @pytest.mark.parametrize(("like", "dataset"), [("vgg11", "cifar10"), ("gpt", "tokens")])
-def test_a_model_of_ones_own_is_looked_at_by_its_layers(like: str, dataset: str) -> None:
+def test_a_custom_model_is_recommended_by_its_layer_table(like: str, dataset: str) -> None:
     class Looked(Forecast):
         def table(self, spec: RunSpec) -> LayerTable | NotPredicted:
             return read_shipped_table(like, dataset) or NotPredicted("no table")
@@ -257,7 +259,7 @@ def test_a_model_of_ones_own_is_looked_at_by_its_layers(like: str, dataset: str)
     assert ({"filter", "spatial"} <= ran, "tensor" in ran) == (like == "vgg11", like == "gpt")
 
 
-def test_asking_about_one_strategy_changes_nothing_of_another() -> None:
+def test_the_memory_of_strategies_is_predicted_independently() -> None:
     forecast = Forecast(SELENE)
     of = {
         key: RunSpec(**RESNET, strategy=key, batch_size=8, nodes=2, dp_degree=2) for key in ("fsdp", "fairscale_sddp")

@@ -13,10 +13,9 @@ from msgspec.structs import replace
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.collective_formulas import HockneyLink
-from hpcbench.oracle.cost_model import CostModel
+from hpcbench.oracle.cost_model import CostModel, StepBreakdown
 from hpcbench.oracle.machine import Machine, nominal_machine
 from hpcbench.oracle.placement import halo_placement, place_group
-from hpcbench.oracle.step_time import StepBreakdown
 from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.oracle.strategies.channel import FilterCost
 from hpcbench.oracle.strategies.spatial import SpatialCost
@@ -80,7 +79,7 @@ def single(table: str, **more: Any) -> StepBreakdown:
 @pytest.mark.parametrize("more", VARIANTS)
 @pytest.mark.parametrize(("degree", "dp"), [(2, 1), (3, 2), (4, 4)])
 @pytest.mark.parametrize(("table", "strategy", "options"), SHARED)
-def test_what_is_priced_is_the_traffic(
+def test_priced_calls_of_shared_layers_are_their_traffic(
     table: str, strategy: str, options: dict[str, Any], degree: int, dp: int, more: dict[str, Any]
 ) -> None:
     spec = spec_of(table, strategy, options, degree, dp, **more)
@@ -109,7 +108,9 @@ def test_replicas_that_share_nothing_are_data_parallel(table: str, strategy: str
 
 @pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize(("table", "strategy", "options"), SHARED)
-def test_a_step_is_the_sum_of_its_parts(table: str, strategy: str, options: dict[str, Any], dp: int) -> None:
+def test_a_shared_layer_step_is_the_sum_of_its_parts(
+    table: str, strategy: str, options: dict[str, Any], dp: int
+) -> None:
     one = step(spec_of(table, strategy, options, 2, dp))
     assert one.step_time_s == pytest.approx(one.compute_s + one.exposed_comm_s + one.bubble_s + one.straggler_s)
     assert 0 < one.exposed_comm_s <= one.comm_s * (1 + 1e-9)
@@ -134,7 +135,7 @@ def test_larger_batches_pass_more(table: str, strategy: str, options: dict[str, 
 @settings(max_examples=10, deadline=None)
 @given(faster=st.floats(0.1, 100))
 @pytest.mark.parametrize(("table", "strategy", "options"), SHARED)
-def test_a_machine_twice_as_fast_takes_half_as_long(
+def test_a_shared_layer_step_scales_with_machine_speed(
     table: str, strategy: str, options: dict[str, Any], faster: float
 ) -> None:
     spec = spec_of(table, strategy, options, 2, 2, micro_batches=2)

@@ -50,7 +50,7 @@ def test_check_names_lists_everything_that_is_wrong(write_sweep: Callable[[str],
         assert part in text
 
 
-def test_option_of_the_wrong_type(write_sweep: Callable[[str], Sweep]) -> None:
+def test_an_option_of_the_wrong_type_is_refused(write_sweep: Callable[[str], Sweep]) -> None:
     sweep = write_sweep(
         'name = "s"\n[fixed]\nmodel = "resnet18"\ndataset = "digits"\nstrategy = "ddp"\nbatch_size = 8\noptions = { static_graph = 1 }\n'
     )

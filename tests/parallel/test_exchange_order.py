@@ -29,7 +29,7 @@ def draw(programs: list[RankProgram], layout: PipelineLayout) -> list[str]:
     return [" ".join(text(rank, entry) for entry in program) for rank, program in enumerate(programs)]
 
 
-def test_gpipe() -> None:
+def test_the_exchange_order_of_gpipe_is_literal() -> None:
     assert drawn("gpipe", PipelineLayout(3), 3) == [
         "F0 >F0 F1 >F1 F2 >F2 <B2 B2 <B1 B1 <B0 B0",
         "<F0 F0 <F1 >F0 F1 <F2 >F1 F2 >F2 <B2 B2 >B2 <B1 B1 >B1 <B0 B0 >B0",
@@ -37,7 +37,7 @@ def test_gpipe() -> None:
     ]
 
 
-def test_1f1b() -> None:
+def test_the_exchange_order_of_1f1b_is_literal() -> None:
     assert drawn("1f1b", PipelineLayout(2), 3) == [
         "F0 >F0 F1 >F1 <B0 B0 F2 <B1>F2 B1 <B2 B2",
         "<F0 F0 <F1 B0 >B0 F1 B1 >B1<F2 F2 B2 >B2",
@@ -53,21 +53,21 @@ def test_the_steady_state_of_1f1b_is_paired() -> None:
     ]
 
 
-def test_interleaved() -> None:
+def test_the_exchange_order_of_interleaved_1f1b_is_literal() -> None:
     assert drawn("interleaved_1f1b", PipelineLayout(2, 2), 2) == [
         "F0.0 >F0.0 F1.0 >F1.0<F0.1 F0.2 <F1.1>F0.2 F1.2 >F1.2 <B0.3 B0.2 >B0.2<B1.3 B1.2 >B1.2<B0.1 B0.0 <B1.1 B1.0",
         "<F0.0 F0.1 <F1.0>F0.1 F1.1 >F1.1<F0.2 F0.3 <F1.2 B0.3 >B0.3 F1.3 B1.3 <B0.2>B1.3 B0.1 <B1.2>B0.1 B1.1 >B1.1",
     ]
 
 
-def test_zero_bubble() -> None:
+def test_the_exchange_order_of_zero_bubble_is_literal() -> None:
     assert drawn("zero_bubble", PipelineLayout(2), 3) == [
         "F0 >F0 F1 >F1 <I0 I0 W0 <I1 F2 >F2 I1 W1 <I2 I2 W2",
         "<F0 F0 <F1 I0 >I0 F1 I1 >I1 W0 <F2 F2 I2 >I2 W1 W2",
     ]
 
 
-def test_pipedream() -> None:
+def test_the_exchange_order_of_pipedream_steps_is_literal() -> None:
     """In a later step rank 0 is one forward pass ahead: the last step has brought its result to rank 1."""
     layout, staleness = PipelineLayout(2), Staleness(2)
     first, second = (
@@ -83,7 +83,7 @@ def test_pipedream() -> None:
     ]
 
 
-def test_links_in_one_order() -> None:
+def test_all_ranks_open_links_in_one_order() -> None:
     layout = PipelineLayout(4, 2)
     assert pipeline_links(schedule_actions("interleaved_1f1b", layout, 4), layout) == [(0, 1), (0, 3), (1, 2), (2, 3)]
     assert pipeline_links(schedule_actions("1f1b", PipelineLayout(3), 4), PipelineLayout(3)) == [(0, 1), (1, 2)]
@@ -136,14 +136,16 @@ def check_one_sequence(ranks: list[list[Action]], layout: PipelineLayout) -> Non
     st.integers(1, 3),
     st.integers(1, 12),
 )
-def test_one_sequence(schedule: str, stages: int, virtual_stages: int, micro_batches: int) -> None:
+def test_one_sequence_orders_all_programs_of_a_schedule(
+    schedule: str, stages: int, virtual_stages: int, micro_batches: int
+) -> None:
     layout = PipelineLayout(stages, virtual_stages if schedule == "interleaved_1f1b" else 1)
     check_one_sequence(schedule_actions(schedule, layout, micro_batches), layout)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("replicas", [(2, 1), (2, 1, 1), (1, 3, 2)])
-def test_stages_with_replicas(schedule: str, replicas: tuple[int, ...]) -> None:
+def test_one_sequence_orders_stages_with_replicas(schedule: str, replicas: tuple[int, ...]) -> None:
     layout = PipelineLayout(len(replicas), 1, replicas)
     for micro_batches in range(max(replicas), 9):
         check_one_sequence(schedule_actions(schedule, layout, micro_batches), layout)
@@ -151,7 +153,9 @@ def test_stages_with_replicas(schedule: str, replicas: tuple[int, ...]) -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 5), st.integers(1, 8), st.integers(1, 8), st.booleans(), st.booleans())
-def test_steps_of_pipedream(stages: int, count: int, next_count: int, double_buffered: bool, is_first: bool) -> None:
+def test_one_sequence_orders_every_step_of_pipedream(
+    stages: int, count: int, next_count: int, double_buffered: bool, is_first: bool
+) -> None:
     layout, staleness = PipelineLayout(stages), Staleness(stages, double_buffered=double_buffered)
     ranks = [stage_step_actions(layout, staleness, rank, count, next_count, is_first) for rank in range(stages)]
     check_one_sequence(ranks, layout)
@@ -197,7 +201,7 @@ def test_fixed_places_cost_nothing_with_free_messages(schedule: str, stages: int
 
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]), st.integers(2, 8), CHUNK_TIMES)
-def test_messages_of_a_tenth_of_a_forward_pass(schedule: str, stages: int, times: list[float]) -> None:
+def test_paired_messages_cost_at_most_a_tenth_of_a_step(schedule: str, stages: int, times: list[float]) -> None:
     """A step takes at most a tenth more than with receives posted ahead, which hide every message that they can."""
     layout = PipelineLayout(stages, 2 if schedule == "interleaved_1f1b" else 1)
     ranks = schedule_actions(schedule, layout, 2 * stages)

@@ -76,7 +76,9 @@ THREE = SlidingWindow(3, padding=1)
         ),
     ],
 )  # fmt: skip
-def test_halo(layer: HaloLayer, grid: tuple[int, ...], place: int, expected: Halo) -> None:
+def test_the_halo_of_a_layer_is_that_of_the_table(
+    layer: HaloLayer, grid: tuple[int, ...], place: int, expected: Halo
+) -> None:
     assert compute_halo(layer, grid, place) == expected
 
 

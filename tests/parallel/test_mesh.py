@@ -21,7 +21,9 @@ MIB = 2**20
         (RankMesh(dp=2, pp=2, tp=2), ("dp", "tp"), [[0, 1, 4, 5], [2, 3, 6, 7]]),
     ],
 )
-def test_groups(mesh: RankMesh, axes: tuple[str, ...], expected: list[list[int]]) -> None:
+def test_the_groups_of_an_axis_are_those_of_the_table(
+    mesh: RankMesh, axes: tuple[str, ...], expected: list[list[int]]
+) -> None:
     assert mesh.groups(*axes) == expected
     assert all(mesh.group(rank, *axes) == group for group in expected for rank in group)
 
@@ -42,6 +44,8 @@ def test_a_rank_is_where_its_coordinates_are() -> None:
         ([MIB, MIB, MIB, MIB], 2 * MIB, [[3], [2, 1], [0]]),
     ],
 )
-def test_buckets(tensor_bytes: list[int], cap_bytes: int, expected: list[list[int]]) -> None:
+def test_gradient_buckets_are_filled_from_the_last_tensor(
+    tensor_bytes: list[int], cap_bytes: int, expected: list[list[int]]
+) -> None:
     assert fill_buckets(tensor_bytes, cap_bytes) == expected
     assert sum(bucket_payload_bytes(tensor_bytes, cap_bytes)) == sum(tensor_bytes)

@@ -46,13 +46,13 @@ def resolved(**point: Any) -> RunSpec | InfeasiblePoint:
         ),
     ],
 )  # fmt: skip
-def test_excluded(point: dict[str, Any], reason: str) -> None:
+def test_infeasible_pipelines_have_a_reason_with_both_numbers(point: dict[str, Any], reason: str) -> None:
     found = resolved(**point)
     assert isinstance(found, InfeasiblePoint), found
     assert reason in found.reason
 
 
-def test_layouts() -> None:
+def test_the_layout_follows_the_option_stage_replicas() -> None:
     for options, layout in [
         ({}, PipelineLayout(4)),
         ({"stage_replicas": "2-1-1"}, PipelineLayout(3, 1, (2, 1, 1))),
@@ -64,7 +64,7 @@ def test_layouts() -> None:
     assert [parse_stage_replicas(text) for text in ("2 - 1", "2--1", "a-1", "")] == [(2, 1), None, None, None]
 
 
-def test_stages_whose_layers_are_shared() -> None:
+def test_tensor_parallel_stages_need_a_transformer_and_a_dividing_degree() -> None:
     gpt = {"model": "gpt", "dataset": "tokens", "strategy": "data_tensor_pipeline", "nodes": 2}
     spec = resolved(**gpt, tp_degree=2)
     assert isinstance(spec, RunSpec), spec
@@ -79,7 +79,7 @@ def test_stages_whose_layers_are_shared() -> None:
         assert reason in found.reason
 
 
-def test_another_name_for_1f1b_with_replicas_on_every_node() -> None:
+def test_data_pipeline_is_1f1b_with_replicas_per_node() -> None:
     spec = resolved(strategy="data_pipeline", nodes=2)
     assert isinstance(spec, RunSpec), spec
     assert (spec.strategy, spec.dp_degree, spec.pp_degree) == ("1f1b", 2, 4)

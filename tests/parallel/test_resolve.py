@@ -29,7 +29,7 @@ def test_own_degree_takes_what_the_world_leaves() -> None:
     assert spec(strategy="single").devices == 1
 
 
-def test_degrees_that_do_not_fit_are_dropped_with_both_numbers() -> None:
+def test_degrees_that_contradict_the_devices_are_dropped_with_both_numbers() -> None:
     assert reason(strategy="single", nodes=2) == "nodes 2 = 2 devices, but single runs on 1"
     assert reason(strategy="ddp", nodes=2, dp_degree=4) == "nodes 2 = 2 devices, but dp_degree 4 is not as many"
     assert reason(strategy="ddp", nodes=4, dp_degree=3).endswith("dp_degree 3 is not as many and does not divide them")
@@ -44,7 +44,7 @@ def test_several_devices_of_a_task_need_a_strategy_that_drives_them() -> None:
     assert spec(strategy="fairscale_pipe", model="vgg11", devices_per_task=2).pp_degree == 2
 
 
-def test_batch_and_input() -> None:
+def test_infeasible_batches_and_input_sizes_have_a_reason() -> None:
     assert "cannot be cut into 3" in reason(strategy="single", micro_batches=3)
     assert "real data of 8: input_size 16" in reason(strategy="single", input_size=16)
     assert "more than the 1500 samples" in reason(strategy="single", batch_size=2000)
@@ -89,7 +89,9 @@ def test_a_target_needs_samples_that_are_held_out() -> None:
         ),
     ],
 )
-def test_limits_of_the_partition(limits: PartitionLimits, point: dict[str, Any], text: str) -> None:
+def test_a_point_beyond_partition_limits_has_a_reason(
+    limits: PartitionLimits, point: dict[str, Any], text: str
+) -> None:
     assert reason(limits, strategy="ddp", **point) == text
 
 

@@ -33,7 +33,7 @@ def table(model: str, dataset: str) -> LayerTable:
         ("cosmoflow", "cosmoflow", (8, 1, 1), "4.2", (8, 8, 8), False),
     ],
 )
-def test_where_the_cut_part_ends(
+def test_spatial_split_ends_at_the_first_whole_layer(
     model: str, dataset: str, grid: tuple[int, ...], first_whole: str, extents: tuple[int, ...], by_mean: bool
 ) -> None:
     found = spatial_split(table(model, dataset), grid)
@@ -47,7 +47,7 @@ def test_parameters_belong_to_the_part_that_uses_them() -> None:
     ]  # fmt: skip
 
 
-def test_until_ends_it_earlier_and_is_a_limit() -> None:
+def test_the_option_until_ends_the_spatial_split_earlier() -> None:
     assert spatial_split(table("resnet50", "imagenet"), (4, 1), until=3).block == 3
     with pytest.raises(ConfigError, match=r"blocks until 16 cannot be cut: .*extent of 7 in dim 0, fewer than 8 ranks"):
         spatial_split(table("resnet50", "imagenet"), (8, 1), until=16)
@@ -69,7 +69,7 @@ def changed(rows: dict[str, dict[str, Any]]) -> LayerTable:
         ({"5.conv1": {"kind": "ConvTranspose2d"}}, 5),
     ],
 )
-def test_a_block_that_cannot_be_cut_ends_it(rows: dict[str, dict[str, Any]], block: int) -> None:
+def test_a_block_that_cannot_be_split_ends_the_spatial_split(rows: dict[str, dict[str, Any]], block: int) -> None:
     found = spatial_split(changed(rows), (2, 1))
     assert found.block == block
     assert found.begins_block
@@ -85,7 +85,9 @@ def test_layers_that_are_called_twice_are_not_cut() -> None:
     ("text", "degree", "dims", "expected"),
     [("", 4, 2, (4, 1)), ("4", 4, 3, (4, 1, 1)), ("2x2", 4, 2, (2, 2)), ("1x2x3", 6, 3, (1, 2, 3))],
 )
-def test_grids(text: str, degree: int, dims: int, expected: tuple[int, ...]) -> None:
+def test_a_spatial_grid_is_parsed_or_chosen_from_the_degree(
+    text: str, degree: int, dims: int, expected: tuple[int, ...]
+) -> None:
     assert parse_spatial_grid(text, degree, dims) == expected
 
 
@@ -98,7 +100,7 @@ def test_grids(text: str, degree: int, dims: int, expected: tuple[int, ...]) -> 
         ("1x2x2", 4, "3 dims, the samples have 2"),
     ],
 )
-def test_grids_that_are_none(text: str, degree: int, reason: str) -> None:
+def test_invalid_spatial_grids_are_refused(text: str, degree: int, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         parse_spatial_grid(text, degree, 2)
 
@@ -108,7 +110,7 @@ def resolved(**point: Any) -> RunSpec | InfeasiblePoint:
     return resolve_point({**given, **point}, PartitionLimits("test"))
 
 
-def test_hybrids() -> None:
+def test_the_degrees_of_a_spatial_hybrid_follow_the_devices() -> None:
     hybrid = resolved(strategy="data_spatial", nodes=3)
     assert isinstance(hybrid, RunSpec)
     assert (hybrid.strategy, hybrid.sp_degree, hybrid.dp_degree) == ("spatial", 4, 3)

@@ -30,7 +30,9 @@ DATASETS = {"resnet18": "cifar10", "gpt": "tokens"}
         ("gpt", "channel", {"tp_degree": 2}, "channel splits convolutions and what lies between them"),
     ],
 )
-def test_reasons(table: str, strategy: str, degrees: dict[str, Any], reason: str | None) -> None:
+def test_a_custom_models_infeasible_split_has_a_reason(
+    table: str, strategy: str, degrees: dict[str, Any], reason: str | None
+) -> None:
     found = read_shipped_table(table, DATASETS[table])
     assert found is not None
     spec = RunSpec(model="mine:net", dataset=DATASETS[table], strategy=strategy, batch_size=64, **degrees)

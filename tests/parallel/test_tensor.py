@@ -37,7 +37,7 @@ def test_ranks_get_whole_attention_heads(heads: int, head_width: int, ranks: int
     assert head_feature_ranges(heads, head_width, ranks) == expected
 
 
-def test_degrees() -> None:
+def test_tensor_and_data_degrees_follow_the_devices() -> None:
     assert spec(tasks_per_node=4).tp_degree == 4
     hybrid = spec(strategy="data_tensor", nodes=3, tasks_per_node=2)
     assert (hybrid.strategy, hybrid.tp_degree, hybrid.dp_degree) == ("tensor", 2, 3)

@@ -245,7 +245,7 @@ def test_rendezvous_names_follow_the_site() -> None:
      ("lumi-g", 1, 2880.0), ("alps-clariden", 1, 720.0), ("alps-daint", 1, 1440.0), ("abci-3", 128, 10080.0),
      ("perlmutter", 1, 2880.0), ("juwels-booster", 1, 1440.0), ("marenostrum5", 1, 4320.0), ("vista", 1, 2880.0), ("snellius", 1, 7200.0)],
 )  # fmt: skip
-def test_how_long_jobs_may_take(cluster: str, nodes: int, minutes: float) -> None:
+def test_the_longest_job_of_a_partition_depends_on_its_nodes(cluster: str, nodes: int, minutes: float) -> None:
     assert load_cluster_file(FILES[cluster])[0].partition(None).longest_min(nodes) == minutes
 
 
@@ -254,7 +254,9 @@ def test_how_long_jobs_may_take(cluster: str, nodes: int, minutes: float) -> Non
     [("vista", "gh", 40, 20), ("vista", "gh-dev", 3, 1), ("lumi-g", "standard-g", 210, 200), ("lumi-g", "dev-g", 2, 1),
      ("marenostrum5", "acc", 366, None), ("alps-clariden", "debug", 2, 1)],
 )  # fmt: skip
-def test_how_many_jobs_a_person_may_have(cluster: str, partition: str, submitted: int, running: int | None) -> None:
+def test_job_limits_of_partitions_are_those_of_the_site(
+    cluster: str, partition: str, submitted: int, running: int | None
+) -> None:
     found = load_cluster_file(FILES[cluster])[0].partitions[partition]
     assert (found.max_submitted_jobs, found.max_running_jobs) == (submitted, running)
 
@@ -276,7 +278,7 @@ def test_snellius_refuses_part_of_a_node_on_several() -> None:
     assert dropped.reason == "1 of 4 devices on each of 2 nodes, but gpu_a100 wants all of them"
 
 
-def test_a_mask_of_cores_has_those_that_a_rank_asks_for() -> None:
+def test_a_core_mask_has_the_cores_of_its_device() -> None:
     profile, _ = load_cluster_file(FILES["lumi-g"])
     bind = profile.binding.whole_node_cpu_bind
     assert bind is not None

@@ -142,7 +142,7 @@ def directives(text: str) -> list[str]:
         ({"directives": {"uenv": True, "network": ["a", "b"]}}, ["--uenv", "--network=a", "--network=b"], []),
     ],
 )  # fmt: skip
-def test_the_lines_of_a_job(values: dict[str, Any], lines: list[str], absent: list[str]) -> None:
+def test_a_job_has_the_directives_of_its_profile(values: dict[str, Any], lines: list[str], absent: list[str]) -> None:
     found = directives(script(WHOLE, profile(**values)))
     assert [line for line in lines if line not in found] == []
     assert [name for name in absent if any(line.startswith(name) for line in found)] == []
@@ -210,7 +210,7 @@ def test_cpus_come_with_the_devices() -> None:
     assert cpus_per_task(JobShape("p", None, 1, 2, 2, 60.0), profile(request={"cpus_per_device": 20})) == 40
 
 
-def test_a_script_for_pbs() -> None:
+def test_a_pbs_script_has_pbs_directives() -> None:
     made = profile(
         scheduler={"kind": "pbs"}, launcher="mpirun", account="group1", partition={"name": "rt_HF"},
         env={"NCCL_DEBUG": "WARN"}, directives={"v": "USE_SSH=1"},

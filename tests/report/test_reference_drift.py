@@ -75,7 +75,7 @@ def test_runs_of_an_unknown_time_stay_as_they_are(frame: pl.DataFrame) -> None:
     assert remove_drift(pl.concat([frame, unknown]))[STEP].to_list()[-1] == 0.2
 
 
-def test_a_report_states_that_an_answer_depends_on_the_order() -> None:
+def test_findings_that_depend_on_the_run_order_are_marked() -> None:
     """``ddp`` ran in the first half, ``fsdp`` in the second, which was 40 % slower; both take as long."""
     results, minutes = [], []
     for minute in range(20):

@@ -84,7 +84,7 @@ def test_some_columns_are_those_of_the_whole(tree: ClusterTree) -> None:
     assert_frame_equal(index.read_indexed_results(tree, some), whole.select(some))
 
 
-def test_a_new_result_is_read_alone(tree: ClusterTree, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_new_result_is_read_beside_the_index(tree: ClusterTree, monkeypatch: pytest.MonkeyPatch) -> None:
     index.read_indexed_results(tree)
     assert tree.write_result(made(7))
     assert files_read(tree, monkeypatch) == 1

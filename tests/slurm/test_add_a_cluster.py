@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slurm
 
 
 @pytest.mark.soak
-def test_the_page_followed_to_the_letter(box: Box, tmp_path: Path) -> None:
+def test_the_commands_of_the_page_add_a_cluster_succeed(box: Box, tmp_path: Path) -> None:
     done = follow(tmp_path, "add-a-cluster.md", lambda step: True, SLURM_CONF=str(box.slurm_conf))
     assert done.returncode == 0, done.stderr
     assert "clusters/my-cluster.toml: a cluster profile, valid, and the scheduler agrees" in done.stderr

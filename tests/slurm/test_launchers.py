@@ -90,7 +90,7 @@ def started(
     ],
     ids=lambda launch: f"{launch.launcher}-{launch.strategy}",
 )
-def test_two_nodes_with_two_ranks_each(launch: Launch, started: dict[Launch, Future[dict[str, Any]]]) -> None:
+def test_ranks_on_two_nodes_have_their_places(launch: Launch, started: dict[Launch, Future[dict[str, Any]]]) -> None:
     result = started[launch].result()
     places = [(rank["rank"], rank["node_rank"], rank["local_rank"]) for rank in result["ranks"]]
     assert places == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]

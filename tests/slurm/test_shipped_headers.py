@@ -43,7 +43,7 @@ def headers() -> list[tuple[str, str | None, str | None]]:
     return found
 
 
-def test_sbatch_knows_every_option(box: Box, tmp_path: Path) -> None:
+def test_sbatch_accepts_every_option_of_shipped_profiles(box: Box, tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
     env["SLURM_CONF"] = str(box.slurm_conf)
     complaints, plugins = [], set()

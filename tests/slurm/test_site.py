@@ -53,7 +53,7 @@ def statuses(tmp_path: Path) -> list[str]:
     return [json.loads(path.read_bytes())["status"] for path in paths]
 
 
-def test_a_profile_from_the_scheduler_alone_is_agreed_with(box: Box, here: Here, tmp_path: Path) -> None:
+def test_a_profile_written_from_the_scheduler_passes_its_check(box: Box, here: Here, tmp_path: Path) -> None:
     done = here("cluster", "init", "mine")
     assert done.returncode == 0, done.stderr
     profile, _ = load_cluster_file(tmp_path / "project" / "clusters" / "mine.toml")
@@ -96,7 +96,7 @@ def test_check_names_what_the_live_scheduler_would_refuse(box: Box, here: Here, 
     assert lines == {2, 4, 6, 7, 8, 9, 14, 15, 16, 17, 19}
 
 
-def test_doctor_looks_from_inside_of_a_job(box: Box, here: Here) -> None:
+def test_doctor_probes_a_node_within_a_job(box: Box, here: Here) -> None:
     done = here("doctor", "--cluster", "slurmbox", "--json")
     found = {one["what"]: one for one in json.loads(done.stdout)["findings"]}
     assert done.returncode == 0, done.stdout

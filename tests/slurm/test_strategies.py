@@ -95,7 +95,7 @@ def sweep(runs: list[dict[str, Any]], pack: int) -> str:
         ),
     ],
 )
-def test_every_strategy_over_nodes(
+def test_every_strategy_runs_ok_over_nodes(
     box: Box,
     hpcbench: Callable[..., subprocess.CompletedProcess[str]],
     results: Callable[[], list[dict[str, Any]]],

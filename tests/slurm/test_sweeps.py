@@ -110,7 +110,7 @@ def two_nodes_only(slurm: Callable[..., str]) -> Any:
 
 
 @pytest.mark.usefixtures("two_nodes_only")
-def test_two_array_tasks_on_the_same_nodes(
+def test_two_array_tasks_share_nodes_without_conflict(
     hpcbench: Command, results: Results, tmp_path: Path, slurm: Callable[..., str]
 ) -> None:
     two_array_tasks_meet_on_the_same_nodes(hpcbench, results, tmp_path, slurm)
@@ -119,13 +119,13 @@ def test_two_array_tasks_on_the_same_nodes(
 @pytest.mark.soak
 @pytest.mark.parametrize("time_", range(20))
 @pytest.mark.usefixtures("two_nodes_only")
-def test_two_array_tasks_on_the_same_nodes_twenty_times(
+def test_two_array_tasks_share_nodes_twenty_times(
     time_: int, hpcbench: Command, results: Results, tmp_path: Path, slurm: Callable[..., str]
 ) -> None:
     two_array_tasks_meet_on_the_same_nodes(hpcbench, results, tmp_path, slurm)
 
 
-def test_a_submitit_job_reports_its_state_and_cancels(
+def test_a_submitit_job_on_slurm_reports_its_state_and_cancels(
     hpcbench: Command, results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The measurements until then are kept, and submit would run it again."""
@@ -232,7 +232,7 @@ def test_a_refusal_by_the_real_sbatch_leaves_nothing(hpcbench: Command, tmp_path
     assert not (tmp_path / "results" / "refused" / "runs").exists()
 
 
-def test_check_and_doctor_ask_the_live_scheduler(hpcbench: Command, tmp_path: Path) -> None:
+def test_check_and_doctor_query_the_real_scheduler(hpcbench: Command, tmp_path: Path) -> None:
     assert "the scheduler agrees" in hpcbench("check", "clusters/slurmbox.toml").stderr
     doctor = hpcbench("doctor", "--cluster", "slurmbox", "--json")
     assert doctor.returncode == 0, doctor.stdout

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slurm
 
 
 @pytest.mark.soak
-def test_the_tutorial_followed_to_the_letter(box: Box, tmp_path: Path) -> None:
+def test_the_commands_of_the_tutorial_succeed(box: Box, tmp_path: Path) -> None:
     done = follow(tmp_path, "tutorial.md", lambda step: not step.startswith("make "))
     assert done.returncode == 0, done.stderr
     assert "3 runs, 3 submitted, 0 done before" in done.stderr

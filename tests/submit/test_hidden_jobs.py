@@ -70,7 +70,7 @@ def test_visible_jobs_of_another_account_can_be_lost(
     assert {state.state for state in states(plan, cluster_tree)} == {"lost"}
 
 
-def test_without_an_answer_jobs_of_another_account_count_as_hidden(
+def test_without_scontrol_jobs_of_other_accounts_count_as_hidden(
     foreign_submission: Path, plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path
 ) -> None:
     (fake_slurm / "scontrol.error").write_text("Unable to contact slurm controller")

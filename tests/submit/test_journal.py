@@ -73,7 +73,7 @@ def test_the_tenth_journal_comes_after_the_ninth(tmp_path: Path) -> None:
     assert read_journal(tmp_path).waiting == "10"
 
 
-def test_runs_are_struck_once(tmp_path: Path) -> None:
+def test_dropped_runs_are_recorded_once(tmp_path: Path) -> None:
     drop_runs(tmp_path, ["b"])
     drop_runs(tmp_path, ["a", "b"])
     assert read_dropped_runs(tmp_path) == {"a", "b"}

@@ -86,7 +86,7 @@ def test_an_attempt_that_was_replaced_is_old(plan: SweepPlan, cluster_tree: Clus
 
 
 @pytest.mark.parametrize("state", ["RUNNING", "PENDING", "EXPEDITING"])
-def test_what_a_job_may_use_is_kept(
+def test_leftovers_of_a_job_that_may_run_are_kept(
     plan: SweepPlan, cluster_tree: ClusterTree, run_id: str, fake_slurm: Path, state: str
 ) -> None:
     job_states(fake_slurm, state)
@@ -131,7 +131,7 @@ def test_a_broken_result_keeps_all_attempts(plan: SweepPlan, cluster_tree: Clust
     assert found(cluster_tree, plan) == {}
 
 
-def test_leftovers_of_a_killed_submit(plan: SweepPlan, cluster_tree: ClusterTree, run_id: str) -> None:
+def test_leftovers_of_a_killed_submit_are_found(plan: SweepPlan, cluster_tree: ClusterTree, run_id: str) -> None:
     killed = cluster_tree.submissions / "small-0003"
     killed.mkdir()
     (killed / "0.sh").write_text("#!/bin/sh\n")
@@ -170,7 +170,7 @@ def test_a_submission_all_of_whose_runs_went_again_is_old(
 
 
 @pytest.mark.parametrize(("status", "is_orphan"), [(None, True), ("failed", True), ("ok", False), ("oom", False)])
-def test_orphans_measured_nothing(
+def test_orphans_are_attempts_without_a_measurement(
     plan: SweepPlan, cluster_tree: ClusterTree, run_id: str, status: str | None, is_orphan: bool
 ) -> None:
     other = list(plan.runs)[1]
@@ -221,7 +221,7 @@ def test_a_refused_removal_is_an_error(
     assert isinstance(search.failed[0], StorageError)
 
 
-def test_the_command_shows_first_and_removes_when_asked(
+def test_the_command_clean_removes_only_with_its_option(
     plan: SweepPlan, cluster_tree: ClusterTree, run_id: str, tmp_path: Path
 ) -> None:
     (tmp_path / "clusters").mkdir()

@@ -129,7 +129,7 @@ def test_never_more_runs_at_once_than_are_allowed(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cores_folder")
-def test_more_ranks_than_cores_run_alone_and_in_order(tmp_path: Path) -> None:
+def test_runs_with_too_many_ranks_run_one_by_one(tmp_path: Path) -> None:
     folder = submission(tmp_path / "s-0001", runs=3, cores=1000, seconds=0.2)
     start(folder)
     wait_for("all runs to end", lambda: sum(word == "end" for word, _, _ in notes(folder)) == 3)
@@ -179,7 +179,7 @@ def test_cores_are_free_again_when_their_holder_dies(tmp_path: Path) -> None:
     assert wait_for("the cores", lambda: CoreLocks(2, tmp_path).take(5), 10)
 
 
-def test_a_submitit_job_reports_its_state_and_cancels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_submitit_job_reports_its_state_and_cancels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that started it and any other can do so."""
     script = tmp_path / "0.sh"
     script.write_text('trap \'echo told > told; kill "$child"\' TERM\nsleep 60 & child=$!\nwait "$child"\n')
@@ -202,7 +202,7 @@ def test_a_submitit_job_reports_its_state_and_cancels(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.usefixtures("cores_folder")
-def test_runs_that_were_struck_do_not_begin(tmp_path: Path) -> None:
+def test_dropped_runs_do_not_begin(tmp_path: Path) -> None:
     folder = submission(tmp_path / "s-0001", runs=4, cores=1000, seconds=1)
     drop_runs(folder, [f"{1:016x}"])
     drop_runs(folder, [f"{3:016x}"])
@@ -235,7 +235,7 @@ def test_a_run_sees_the_devices_that_its_submitter_saw(
         ({"scheduler": {"kind": "local", "max_running_jobs": 3}, "device": "cuda"}, ALL_CORES),
     ],
 )
-def test_a_run_is_alone_unless_several_may_run_at_once(
+def test_a_run_gets_all_cores_unless_several_may_run(
     write_sweep: Callable[[str], Sweep], tmp_path: Path, changes: dict[str, Any], cores: int
 ) -> None:
     profile = ClusterProfile.model_validate(

@@ -84,7 +84,7 @@ def test_submitits_job_cancels_a_run_and_the_queue_goes_on(tree: ClusterTree, tm
     wait_for("the queue to end", lambda: queue_process(folder) is None)
 
 
-def test_ctrl_c_in_run_leaves_the_runs_alone_and_cancel_stops_them(tree: ClusterTree, tmp_path: Path) -> None:
+def test_ctrl_c_leaves_the_runs_running_and_cancel_stops_them(tree: ClusterTree, tmp_path: Path) -> None:
     command = hpcbench("run", str(tmp_path / "endless.toml"))
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         wait_for("the first run to train", lambda: training(tree))

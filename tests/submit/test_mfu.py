@@ -37,7 +37,7 @@ model_options.batch_norm = [false]
 """
 
 
-def test_mfu_of_a_real_run(tmp_path: Path) -> None:
+def test_a_real_run_reports_mfu_of_its_profile(tmp_path: Path) -> None:
     (tmp_path / "clusters").mkdir()
     (tmp_path / "clusters" / "counted.toml").write_text(PROFILE)
     (tmp_path / "counted.toml").write_text(SWEEP)

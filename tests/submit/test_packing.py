@@ -38,16 +38,18 @@ def profile(**keys: Any) -> ClusterProfile:
         ({"pack_minutes": 600.0}, 10.0, 60.0, 5),
     ],
 )
-def test_how_many_runs_a_job_carries(table: dict[str, Any], limit_min: float, max_time_min: float, size: int) -> None:
+def test_the_runs_of_a_job_follow_pack_and_time_limit(
+    table: dict[str, Any], limit_min: float, max_time_min: float, size: int
+) -> None:
     assert runs_per_job(shape(limit_min), SubmitTable(**table), profile(max_time_min=max_time_min)) == size
 
 
-def test_a_job_asks_for_the_time_of_all_its_runs() -> None:
+def test_the_time_limit_of_a_job_covers_all_its_runs() -> None:
     assert job_time_limit_s(shape(10), 1) == 600
     assert job_time_limit_s(shape(10), 3) == 3 * (600 + LAUNCH_OVERHEAD_S)
 
 
-def test_fewer_runs_than_a_pack_ask_for_less_time() -> None:
+def test_a_partial_pack_has_a_shorter_time_limit() -> None:
     (group,) = group_jobs({shape(10): ["a", "b"]}, SubmitTable(pack=8), profile())
     assert (group.pack, group.jobs, group.limit_s) == (2, 1, 2 * (600 + LAUNCH_OVERHEAD_S))
     assert group.node_hours == pytest.approx(2 * 2 * 600 / 3600)

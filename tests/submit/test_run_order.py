@@ -121,7 +121,7 @@ REFERENCE = "[submit]\nreference = {{ batch_size = {batch}, nodes = {nodes} }}\n
 
 @pytest.mark.parametrize(("batch", "nodes"), [(8, 1), (64, 1), (8, 4)])
 @pytest.mark.parametrize("order", ["shuffled", "grid"])
-def test_the_reference_runs_at_equal_distances_under_numbers_of_its_own(
+def test_reference_runs_are_evenly_spaced_with_distinct_repeats(
     planned: Callable[..., SweepPlan], batch: int, nodes: int, order: str
 ) -> None:
     plan = planned(ONE_SHAPE, REFERENCE.format(batch=batch, nodes=nodes) + f'order = "{order}"\n')

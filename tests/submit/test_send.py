@@ -135,7 +135,7 @@ def test_the_cap_on_running_jobs_is_shared_among_arrays(
     assert options(fake_slurm, "dependency") == dependencies
 
 
-def test_a_scheduler_that_is_away_for_a_moment_is_asked_again(
+def test_a_scheduler_that_fails_once_is_called_again(
     ten: Callable[..., SweepPlan], cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_SBATCH", "away-first")
@@ -185,7 +185,7 @@ def test_a_submission_locked_by_another_process_is_not_sent(
     assert not (fake_slurm / "calls").exists()
 
 
-def test_a_job_that_was_taken_without_a_word_is_found_by_its_name(
+def test_an_accepted_job_without_an_answer_is_found_by_name(
     ten: Callable[..., SweepPlan], cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_SBATCH", "unclear")
@@ -198,7 +198,7 @@ def test_a_job_that_was_taken_without_a_word_is_found_by_its_name(
 @pytest.mark.parametrize(
     ("behaviour", "job_id"), [("banner-before", "4711"), ("wrapper", "4711"), ("silent-wrapper", "4999")]
 )
-def test_a_job_is_known_by_the_answer_of_sbatch_alone(
+def test_the_job_number_is_read_despite_banners_and_wrappers(
     behaviour: str, job_id: str, ten: Callable[..., SweepPlan], cluster_tree: ClusterTree, fake_slurm: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -222,7 +222,7 @@ def test_a_job_is_known_by_the_answer_of_sbatch_alone(
         ("", None),
     ],
 )
-def test_the_number_of_a_job_is_read_from_an_answer_of_sbatch(output: str, number: str | None) -> None:
+def test_the_job_number_is_parsed_from_sbatchs_output(output: str, number: str | None) -> None:
     assert sbatch.parse_job_number(output) == number
 
 
@@ -237,7 +237,7 @@ def test_an_unclear_sbatch_call_is_not_repeated_while_squeue_fails(
     assert (again.jobs, again.waiting, len(calls(fake_slurm))) == (0, 10, 1)
 
 
-def test_a_submit_that_died_before_it_sent_anything(
+def test_a_submit_killed_before_sending_is_completed(
     ten: Callable[..., SweepPlan], cluster_tree: ClusterTree, fake_slurm: Path
 ) -> None:
     written(ten(), cluster_tree)
@@ -247,7 +247,7 @@ def test_a_submit_that_died_before_it_sent_anything(
 
 
 @pytest.mark.parametrize("is_queued", [True, False])
-def test_a_submit_that_died_while_it_was_sending(
+def test_a_submit_killed_while_sending_is_completed(
     ten: Callable[..., SweepPlan],
     cluster_tree: ClusterTree,
     fake_slurm: Path,
@@ -265,7 +265,7 @@ def test_a_submit_that_died_while_it_was_sending(
     assert read_journal(folder).job_ids()[0] == ("4321_0" if is_queued else "4711_0")
 
 
-def test_a_job_that_has_run_and_gone_is_known_by_its_start_markers(
+def test_a_job_that_ended_unseen_is_found_by_start_markers(
     ten: Callable[..., SweepPlan], cluster_tree: ClusterTree, fake_slurm: Path
 ) -> None:
     folder, record = written(ten(), cluster_tree)
@@ -291,7 +291,9 @@ def test_a_reused_job_number_of_another_job_is_ignored(
     assert {state.state for state in states.values()} == {"lost"}
 
 
-def test_struck_runs_are_not_sent(ten: Callable[..., SweepPlan], cluster_tree: ClusterTree, fake_slurm: Path) -> None:
+def test_dropped_runs_are_not_submitted(
+    ten: Callable[..., SweepPlan], cluster_tree: ClusterTree, fake_slurm: Path
+) -> None:
     plan = ten("[submit]\npack = 2\n")
     folder, record = written(plan, cluster_tree)
     drop_runs(folder, [record.arrays[0].run_ids[number] for number in (2, 3, 4)])

@@ -45,7 +45,7 @@ def test_ddlbench_has_every_system_model_and_data_set(sweep: str, cluster: str, 
     assert {cell[2] for cell in cells} == DDLBENCH_DATA
 
 
-def test_ddlbench_on_one_to_sixteen_devices(tmp_path: Path) -> None:
+def test_ddlbench_covers_one_to_sixteen_devices(tmp_path: Path) -> None:
     plan = plan_of("ddlbench", "snellius", tmp_path)
     devices = {
         system: sorted({one.devices for one in specs_of(plan) if one.strategy == system}) for system in DDLBENCH_SYSTEMS
@@ -82,7 +82,7 @@ def test_ddlbench_on_one_to_sixteen_devices(tmp_path: Path) -> None:
         ("pipedream", "imagenet", 384, 12, 0.1, 0.9, 1e-4),
     ],
 )
-def test_ddlbenchs_hyper_parameters(
+def test_the_shipped_sweep_has_ddlbenchs_hyper_parameters(
     system: str, dataset: str, batch_size: int, micro_batches: int, learning_rate: float, momentum: float,
     weight_decay: float, tmp_path: Path,
 ) -> None:  # fmt: skip
@@ -105,7 +105,7 @@ def test_horovods_rate_is_scaled_and_warmed_up_as_ddlbench_does(tmp_path: Path) 
     assert rates == pytest.approx({2: 0.025, 4: 0.05, 8: 0.1, 16: 0.2})
 
 
-def test_paradls_strategies_and_devices(tmp_path: Path) -> None:
+def test_the_paradl_sweep_has_its_strategies_and_devices(tmp_path: Path) -> None:
     plan = plan_of("paradl", "abci-v100", tmp_path)
     specs = specs_of(plan)
     assert {one.model for one in specs} == PARADL_MODELS

@@ -81,7 +81,7 @@ def test_render_shows_the_bytes_that_submit_sends(plan: SweepPlan, cluster_tree:
     assert {name: (submitted.folder / name).read_bytes() for name in rendered.files} == rendered.files
 
 
-def test_submitting_again_leaves_alone_what_is_on_its_way(
+def test_submitting_again_skips_queued_and_running_runs(
     plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path
 ) -> None:
     submit(plan, cluster_tree)
@@ -104,7 +104,7 @@ def test_submitting_again_leaves_alone_what_is_on_its_way(
         ("skipped", 0),
     ],
 )
-def test_which_results_are_run_again(
+def test_only_failed_cancelled_and_preempted_runs_run_again(
     plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path, status: str, again: int
 ) -> None:
     first, *others = plan.runs
@@ -145,7 +145,7 @@ def test_jobs_accepted_before_a_refusal_stay(
     assert len(submit(refreshed(plan, cluster_tree), cluster_tree).run_ids) == 2
 
 
-def test_an_answer_without_a_job_is_an_error(
+def test_sbatch_output_without_a_job_number_is_an_error(
     plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_SBATCH", "banner")
@@ -164,7 +164,7 @@ def test_absent_sbatch_is_found_before_anything_is_written(
     assert not cluster_tree.root.exists()
 
 
-def test_a_tree_that_cannot_be_written(plan: SweepPlan, tmp_path: Path, fake_slurm: Path) -> None:
+def test_submit_into_an_unwritable_tree_exits_with_code_3(plan: SweepPlan, tmp_path: Path, fake_slurm: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError, match="cannot write") as caught:
         submit(plan, ClusterTree(tmp_path / "file" / "test"))

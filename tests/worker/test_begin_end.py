@@ -113,7 +113,7 @@ def test_the_jobs_end_is_the_deadline_where_it_comes_first(tmp_path: Path, monke
         ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "8", "SLURM_ARRAY_TASK_ID": "0"}, "8_0"),
     ],
 )
-def test_job_id(env: dict[str, str], expected: str | None) -> None:
+def test_the_job_id_is_read_from_slurms_variables(env: dict[str, str], expected: str | None) -> None:
     assert slurm_job_id(env) == expected
 
 
@@ -260,7 +260,7 @@ def test_end_keeps_the_status_that_a_rank_recorded(tmp_path: Path) -> None:
     assert "rank 1 on n1: needs scikit-learn" in result.error.message
 
 
-def test_end_does_not_believe_a_rank_that_only_lost_another(tmp_path: Path) -> None:
+def test_end_reports_the_lost_rank_before_connection_errors(tmp_path: Path) -> None:
     tasks = write_tasks(tmp_path, PAIR)
     attempt = start_attempt(tmp_path, PAIR)
     lost = failure("RuntimeError", "[pair.cc:537] Read error: Connection reset by peer")
@@ -282,7 +282,7 @@ def test_end_reads_what_the_scheduler_wrote_about_memory(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("status", "attempt"), [("ok", 1), ("ok", 2), ("failed", 2), ("cancelled", 3)])
-def test_end_leaves_a_result_alone(tmp_path: Path, status: str, attempt: int) -> None:
+def test_end_keeps_a_result_that_exists(tmp_path: Path, status: str, attempt: int) -> None:
     tasks = write_tasks(tmp_path, SPEC)
     for _ in range(3):
         start_attempt(tmp_path, SPEC)
@@ -292,7 +292,7 @@ def test_end_leaves_a_result_alone(tmp_path: Path, status: str, attempt: int) ->
     assert tree_of(tmp_path).result_path(run_id(SPEC)).read_bytes() == before
 
 
-def test_end_knows_better_than_the_ranks_that_time_ran_out(tmp_path: Path) -> None:
+def test_end_replaces_cancelled_by_timeout_after_a_warning_signal(tmp_path: Path) -> None:
     """torchrun hands on a TERM, whatever the script was told."""
     tasks = write_tasks(tmp_path, SPEC)
     start_attempt(tmp_path, SPEC)
@@ -336,7 +336,7 @@ def test_end_replaces_a_cancellation_without_a_cancel(
         assert "rank 1 ended without leaving a file" in result.error.message
 
 
-def test_end_does_not_believe_a_rank_that_was_stopped_for_a_silent_one(tmp_path: Path) -> None:
+def test_end_reports_the_silent_rank_before_stopped_ones(tmp_path: Path) -> None:
     spec = make_spec(strategy="ddp", tasks_per_node=2, dp_degree=2)
     tasks = write_tasks(tmp_path, spec)
     attempt = start_attempt(tmp_path, spec)

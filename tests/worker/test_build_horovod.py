@@ -111,7 +111,7 @@ def write_source(folder: Path) -> Path:
     return folder
 
 
-def test_the_source_is_mended(tmp_path: Path) -> None:
+def test_horovods_source_is_patched_for_the_requested_standard(tmp_path: Path) -> None:
     root = write_source(tmp_path)
     patch_source(root, 17, cuda=False)
     whole = "".join((root / name).read_text() for name in SOURCE)
@@ -136,7 +136,7 @@ def test_with_cuda_its_compiler_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(source_edits(20, cuda=False))))
-def test_source_that_is_not_what_is_mended_is_refused(tmp_path: Path, number: int) -> None:
+def test_an_edit_without_a_match_is_refused(tmp_path: Path, number: int) -> None:
     """Every edit is missed where it finds nothing: a silent one would give a build that fails much later."""
     root = write_source(tmp_path)
     for name in {edit.file for edit in source_edits(20, cuda=False)[number:]}:
@@ -156,12 +156,12 @@ def test_another_archive_is_refused(tmp_path: Path) -> None:
 # What is missing
 
 
-def test_an_interpreter_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_horovod_build_names_a_missing_interpreter(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--python", "/nowhere/python"]) == 1
     assert "/nowhere/python: No such file or directory" in capsys.readouterr().err
 
 
-def test_an_interpreter_without_torch(tmp_path: Path) -> None:
+def test_an_interpreter_without_torch_gets_the_install_command(tmp_path: Path) -> None:
     # -S leaves out what is installed, torch included.
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')

@@ -52,7 +52,7 @@ def test_the_count_rises_where_the_limit_is_the_nodes(tmp_path: Path, mount: Pat
     assert (before, after) == (0, 1)
 
 
-def test_unknown_is_none_and_not_zero(tmp_path: Path, mount: Path) -> None:
+def test_an_unreadable_count_is_none_and_not_zero(tmp_path: Path, mount: Path) -> None:
     assert oom_kills(tmp_path / "absent") is None
     assert oom_kills(proc(tmp_path, V1)) is None
     assert oom_kills(proc(tmp_path, "nonsense\n")) is None

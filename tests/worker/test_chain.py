@@ -150,7 +150,7 @@ def test_a_model_that_is_no_chain_names_the_reason(tmp_path: Path) -> None:
     assert "missing required field" in wrong.error
 
 
-def test_by_hand(tmp_path: Path) -> None:
+def test_the_block_profiler_answers_a_request_on_stdin(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hpcbench.worker.block_times", "--threads", "1"]
     request = b'{"model":"vit","dataset":"digits","micro_batch_size":2}'
     done = subprocess.run(command, input=request, capture_output=True, check=True)

@@ -91,7 +91,7 @@ def test_a_node_without_a_compiler_does_not_support_it(message: str) -> None:
 
 
 @pytest.mark.parametrize(("count", "start"), [(1, "1 graph compiled"), (3, "3 graphs compiled")])
-def test_the_warning_about_new_graphs(count: int, start: str) -> None:
+def test_recompilation_gives_a_warning_with_the_count(count: int, start: str) -> None:
     warning = recompilation_warning(count)
     assert warning is not None
     assert warning.startswith(start)

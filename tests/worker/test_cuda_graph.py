@@ -173,7 +173,7 @@ STATIC = {
 }  # fmt: skip
 
 
-def test_what_a_graph_needs_is_feasible() -> None:
+def test_a_static_run_with_a_cuda_graph_is_feasible() -> None:
     spec = resolve_point(STATIC, PartitionLimits("gpus"))
     assert isinstance(spec, RunSpec)
     assert spec.cuda_graph

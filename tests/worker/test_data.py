@@ -50,7 +50,7 @@ def test_digits_are_those_of_scikit_learn() -> None:
     assert labels.dtype == torch.int64
 
 
-def test_a_scikit_learn_without_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scikit_learn_without_digits_is_unsupported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = ModuleSpec("sklearn", None, is_package=True)
     assert package.submodule_search_locations is not None
     package.submodule_search_locations.append(str(tmp_path))
@@ -125,7 +125,7 @@ def test_patterns_are_added_piece_by_piece_as_all_at_once(monkeypatch: pytest.Mo
         monkeypatch.undo()
 
 
-def test_images_are_drawn_as_ever() -> None:
+def test_synthetic_images_follow_the_documented_draw() -> None:
     source = torch.Generator().manual_seed(3)
     patterns = torch.randn(10, 3, 4, 4, generator=source)
     source.manual_seed((3 * 1_000_003 + 1) * 1_000_003)
@@ -136,7 +136,7 @@ def test_images_are_drawn_as_ever() -> None:
     assert torch.equal(found[1], labels)
 
 
-def test_volumes_and_tokens_hold_what_is_to_be_found() -> None:
+def test_synthetic_volumes_and_tokens_are_learnable() -> None:
     feed = feed_of("cosmoflow", input_size=8, batch_size=1024)
     inputs, values = feed.batch(0, 0)
     solution = torch.linalg.lstsq(F.adaptive_avg_pool3d(inputs, 4).flatten(1), values).solution
@@ -184,7 +184,7 @@ def test_a_partial_batch_is_a_true_beginning() -> None:
     assert feed.replica_count(1, 0) == 10
 
 
-def test_input_size_type_and_memory_format() -> None:
+def test_inputs_have_the_runs_size_type_and_memory_format() -> None:
     inputs, labels = feed_of("cifar10", input_size=40, precision="fp64", channels_last=True).batch(0, 0)
     assert inputs.shape == (8, 3, 40, 40)
     assert (inputs.dtype, labels.dtype) == (torch.float64, torch.int64)
@@ -193,7 +193,7 @@ def test_input_size_type_and_memory_format() -> None:
     assert digits.dtype == torch.float32, "autocast lowers it, not the feed"
 
 
-def test_dropped_samples_are_known() -> None:
+def test_a_feed_counts_the_samples_that_it_drops() -> None:
     feed = feed_of(replicas=7, batch_size=71)
     assert (feed.steps_per_epoch, feed.dropped) == (3, 9)
     assert feed.global_count(3) == 497, "the fourth step begins the next epoch"

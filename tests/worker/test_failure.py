@@ -34,14 +34,14 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("error", "status"), ERRORS)
-def test_the_status_of_an_exception(error: BaseException, status: str) -> None:
+def test_an_exception_determines_status_and_error_record(error: BaseException, status: str) -> None:
     found, record = describe_error(error)
     assert found == status
     assert record.type == type(error).__name__
     assert record.traceback_tail
 
 
-def test_hints() -> None:
+def test_errors_of_users_carry_a_hint() -> None:
     assert (
         describe_error(ERRORS[7][0])[1].hint == "python -m pip install scikit-learn" == install_hint("sklearn.datasets")
     )
@@ -99,7 +99,7 @@ def no_kills(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure_module, "oom_kills", lambda: 4)
 
 
-def test_all_ok() -> None:
+def test_ranks_that_are_all_ok_give_ok() -> None:
     ranks = {rank: make_rank(rank) for rank in range(2)}
     found = decide_outcome(2, ranks, cause=None, only_follows=False, launcher="srun", oom_kills_before=4)
     assert found == ("ok", None)
@@ -114,7 +114,7 @@ def test_the_first_cause_counts() -> None:
 
 
 @pytest.mark.parametrize(("before", "status"), [(4, "failed"), (3, "oom"), (None, "failed")])
-def test_a_rank_without_a_word(before: int | None, status: str) -> None:
+def test_a_rank_without_a_file_is_failed_or_oom(before: int | None, status: str) -> None:
     ranks = {0: make_rank(0, status="failed", error=failure("RuntimeError", "Connection closed by peer"))}
     found = decide_outcome(2, ranks, cause=None, only_follows=True, launcher="srun", oom_kills_before=before)
     assert found.status == status
@@ -124,7 +124,7 @@ def test_a_rank_without_a_word(before: int | None, status: str) -> None:
 
 
 @pytest.mark.parametrize(("launcher", "status"), [("srun", "cancelled"), ("torchrun", "failed")])
-def test_a_term_beside_a_lost_rank(launcher: str, status: str) -> None:
+def test_a_sigterm_counts_as_cancelled_only_under_srun(launcher: str, status: str) -> None:
     """torchrun tells the others TERM when it has lost a rank; srun passes on what the job was told."""
     ranks = {0: make_rank(0, status="cancelled", error=failure("Stopped", "stopped by SIGTERM"))}
     told = cause("cancelled", rank=0, kind="Stopped")
@@ -132,7 +132,7 @@ def test_a_term_beside_a_lost_rank(launcher: str, status: str) -> None:
     assert found.status == status
 
 
-def test_without_a_known_cause_the_rank_that_did_not_only_follow() -> None:
+def test_the_cause_is_the_rank_with_its_own_error() -> None:
     ranks = {
         0: make_rank(0, status="failed", error=failure("RuntimeError", "Connection closed by peer")),
         1: make_rank(1, status="unsupported", error=failure("WorkerError", "mine")),
@@ -144,13 +144,13 @@ def test_without_a_known_cause_the_rank_that_did_not_only_follow() -> None:
 
 
 @pytest.mark.parametrize("precision", ["tf32", "fp16"])
-def test_a_cpu_does_not_pretend(precision: str) -> None:
+def test_cuda_precisions_on_a_cpu_are_unsupported(precision: str) -> None:
     with pytest.raises(WorkerError, match=f"precision {precision} needs a cuda device") as caught:
         MixedPrecision(precision, CPU)
     assert caught.value.status == "unsupported"
 
 
-def test_fp32_means_fp32() -> None:
+def test_fp32_disables_tf32_on_cuda() -> None:
     MixedPrecision("fp32", CPU)
     assert not torch.backends.cudnn.allow_tf32
     assert not torch.backends.cuda.matmul.allow_tf32

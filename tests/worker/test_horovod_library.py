@@ -20,7 +20,7 @@ from tests.worker.helpers import make_spec
         (["a", "b", "b"], [(0, 1, 0, 2), (0, 2, 1, 2), (1, 2, 0, 1)]),
     ],
 )
-def test_slots(hosts: list[str], expected: list[tuple[int, int, int, int]]) -> None:
+def test_slots_of_ranks_follow_their_hosts(hosts: list[str], expected: list[tuple[int, int, int, int]]) -> None:
     found = assign_slots(hosts)
     assert [(one.local_rank, one.local_size, one.cross_rank, one.cross_size) for one in found] == expected
     assert [(one.hostname, one.rank, one.size) for one in found] == [
@@ -40,7 +40,7 @@ def test_rates_grow_to_the_number_of_replicas(warmup_epochs: float, expected: li
     assert warmup_learning_rate(spec, options, 10_000) == pytest.approx(0.4)
 
 
-def test_options_become_variables() -> None:
+def test_horovod_options_become_environment_variables() -> None:
     options = options_with_defaults(make_spec(strategy="horovod", options={"fusion_threshold_mb": 0.5}))
     assert horovod_variables(options) == {
         "HOROVOD_FUSION_THRESHOLD": "524288", "HOROVOD_CYCLE_TIME": "1.0", "HOROVOD_HIERARCHICAL_ALLREDUCE": "0",

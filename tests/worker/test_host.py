@@ -34,7 +34,7 @@ def two_sockets() -> dict[str, object]:
     }  # fmt: skip
 
 
-def test_a_processor(tmp_path: Path) -> None:
+def test_processor_facts_are_read_from_sysfs(tmp_path: Path) -> None:
     root = write_tree(tmp_path, two_sockets())
     assert cpu_facts([2, 3], root) == {
         "sockets": 2, "cores": 2, "threads": 4, "smt": "on", "numa_nodes": 2, "caches": {"L1": "32K", "L3": "96M"},
@@ -44,7 +44,7 @@ def test_a_processor(tmp_path: Path) -> None:
     assert cores_per_numa_node([0, 2], root) == {"0": 2}
 
 
-def test_a_machine(tmp_path: Path) -> None:
+def test_machine_facts_are_read_from_proc_and_cgroup(tmp_path: Path) -> None:
     root = write_tree(tmp_path, {
         "etc/os-release": 'NAME="Rocky"\nPRETTY_NAME="Rocky Linux 9.4 (Blue Onyx)"\n',
         "proc/meminfo": "MemTotal:       1024 kB\nHugePages_Total:       8", "proc/self/cgroup": "0::/job",
@@ -58,7 +58,7 @@ def test_a_machine(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_networks(tmp_path: Path) -> None:
+def test_network_interfaces_are_read_from_sysfs(tmp_path: Path) -> None:
     net, port = "sys/class/net", "sys/class/infiniband/mlx5_0/ports/1"
     root = write_tree(tmp_path, {
         f"{net}/eno1/device/vendor": "x", f"{net}/eno1/speed": 25000, f"{net}/eno1/mtu": 9000, f"{net}/eno1/operstate": "up",
@@ -72,7 +72,7 @@ def test_networks(tmp_path: Path) -> None:
     assert infiniband_ports(root) == ["mlx5_0/1 InfiniBand, 400 Gb/sec (4X NDR), ACTIVE"]
 
 
-def test_where_nothing_can_be_read_there_are_no_facts(tmp_path: Path) -> None:
+def test_unreadable_files_give_no_machine_facts(tmp_path: Path) -> None:
     facts = host_facts([0], tmp_path)
     assert {key: value for key, value in facts.items() if value} == {}
     assert facts["container_kind"] is None
@@ -81,11 +81,11 @@ def test_where_nothing_can_be_read_there_are_no_facts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"), [("0-2,7", {0, 1, 2, 7}), ("5", {5}), ("", set()), ("x-3", set()), ("0-1\n", {0, 1})]
 )
-def test_lists_of_cores(text: str, expected: set[int]) -> None:
+def test_a_list_of_cores_is_parsed_or_empty(text: str, expected: set[int]) -> None:
     assert parse_core_list(text) == expected
 
 
-def test_packages_and_the_build_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_package_versions_are_read_with_torchs_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("nvidia_nccl_cu12-2.27.5", "nvidia_ml_py-13.0", "other-1.0"):
         (tmp_path / f"{name}.dist-info").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))

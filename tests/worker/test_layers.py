@@ -157,7 +157,7 @@ def test_a_grouped_convolution_costs_twice_its_forward_pass_in_the_backward_pass
     assert rows["0"].flops == [2 * 8 * 8 * 64, 2 * 8 * 8 * 64], "the input needs no gradient"
 
 
-def test_computation_around_child_modules_is_a_row_of_its_own() -> None:
+def test_computation_around_child_modules_is_a_separate_row() -> None:
     class Residual(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -197,7 +197,9 @@ PUBLISHED = [
 
 
 @pytest.mark.parametrize(("model", "dataset", "giga_macs", "parameters"), PUBLISHED)
-def test_published_numbers(model: str, dataset: str, giga_macs: float, parameters: int) -> None:
+def test_operations_and_parameters_are_the_published_ones(
+    model: str, dataset: str, giga_macs: float, parameters: int
+) -> None:
     totals = shipped(model, dataset).totals()
     assert totals.parameters == parameters
     assert totals.forward_flops / 2e9 == pytest.approx(giga_macs, abs=0.0006)

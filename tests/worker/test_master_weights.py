@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.worker import master_weights
+from hpcbench.worker import model_execution
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
-from hpcbench.worker.master_weights import MasterWeights, use_bf16_parameters
+from hpcbench.worker.model_execution import MasterWeights, use_bf16_parameters
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.strategies.base import SingleStrategy, make_optimizer
 from tests.worker.helpers import make_spec
@@ -41,7 +41,7 @@ def test_an_update_below_the_resolution_of_bf16_is_not_lost() -> None:
 def test_parameters_are_the_rounded_masters_of_the_same_optimizer_in_fp32(
     optimizer: str, cap_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(master_weights, "MASTER_UPDATE_CAP_BYTES", cap_bytes)
+    monkeypatch.setattr(model_execution, "MASTER_UPDATE_CAP_BYTES", cap_bytes)
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2, bias=False))
     use_bf16_parameters(module)

@@ -53,7 +53,9 @@ COUNTS = [
 
 
 @pytest.mark.parametrize(("model", "dataset", "options", "count"), COUNTS)
-def test_parameter_counts(model: str, dataset: str, options: dict[str, Any], count: int) -> None:
+def test_models_have_the_published_parameter_counts(
+    model: str, dataset: str, options: dict[str, Any], count: int
+) -> None:
     assert count_parameters(build_meta_model(make_spec(model=model, dataset=dataset, model_options=options))) == count
 
 
@@ -73,7 +75,9 @@ GPT = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "layers", "width", "context", "published"), GPT)
-def test_gpt_counts(model: str, layers: int, width: int, context: int, published: tuple[float, float] | None) -> None:
+def test_gpt_sizes_have_the_published_parameter_counts(
+    model: str, layers: int, width: int, context: int, published: tuple[float, float] | None
+) -> None:
     def count(**options: Any) -> int:
         return count_parameters(build_meta_model(make_spec(model=model, dataset="tokens", model_options=options)))
 
@@ -86,7 +90,7 @@ def test_gpt_counts(model: str, layers: int, width: int, context: int, published
         assert abs(count(tied=True) - size) <= step
 
 
-def test_cosmoflow_counts() -> None:
+def test_cosmoflow_has_the_parameter_count_of_mlperf() -> None:
     """MLPerf's by hand: five convolutions, three linear layers."""
     filters = (4, 32, 64, 128, 256, 512)
     convolutions = sum(27 * a * b + b for a, b in itertools.pairwise(filters))
@@ -110,13 +114,13 @@ def test_every_image_model_takes_every_size_from_its_smallest_on(model: str, siz
 @pytest.mark.slow
 @pytest.mark.parametrize("model", SMALLEST_OF_FAMILIES)
 @pytest.mark.parametrize("size", [8, 17, 63, 70])
-def test_odd_sizes_compute(model: str, size: int) -> None:
+def test_image_models_compute_odd_input_sizes(model: str, size: int) -> None:
     built = build_model(make_spec(model=model, dataset="cifar10", input_size=size))
     assert torch.isfinite(built(torch.randn(2, 3, size, size))).all()
 
 
 @pytest.mark.parametrize("size", [8, 15, 16, 32, 33])
-def test_small_volumes_compute(size: int) -> None:
+def test_cosmoflow_computes_small_volumes(size: int) -> None:
     built = build_model(make_spec(model="cosmoflow", dataset="cosmoflow", input_size=size))
     outputs = built(torch.randn(2, 4, size, size, size))
     assert outputs.shape == (2, 4)
@@ -124,7 +128,7 @@ def test_small_volumes_compute(size: int) -> None:
 
 
 @pytest.mark.parametrize("model", IMAGES)
-def test_one_channel_at_a_large_size(model: str) -> None:
+def test_image_models_take_one_channel_at_a_large_size(model: str) -> None:
     built = build_meta_model(make_spec(model=model, dataset="mnist", input_size=64))
     assert built(torch.randn(2, 1, 64, 64, device="meta")).shape == (2, 10)
 
@@ -151,7 +155,7 @@ def test_a_decoder_has_the_parameters_of_its_shape(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["resnet18", "vgg16", "mobilenetv2", "cosmoflow", "gpt", "llama", "vit"])
-def test_the_seed_alone_decides_the_weights(model: str) -> None:
+def test_seed_and_repeat_determine_the_initial_weights(model: str) -> None:
     def weights(**values: int) -> list[torch.Tensor]:
         torch.rand(3)
         return list(build_model(spec_of(model, **values)).parameters())
@@ -251,7 +255,7 @@ def test_gpt_takes_an_input_longer_than_its_context() -> None:
     assert built(torch.randint(50_257, (1, 40))).shape == (1, 40, 50_257)
 
 
-def test_dropout_acts_in_training_alone() -> None:
+def test_dropout_acts_only_in_training() -> None:
     for model in ("gpt", "llama", "vit"):
         built = build_model(spec_of(model, model_options={"dropout": 0.3}))
         x = sample(model)
@@ -291,7 +295,7 @@ def test_rotary_positions_are_relative() -> None:
     assert not torch.allclose(scores.diagonal(3)[0], scores.diagonal(0)[0])
 
 
-def test_the_gradient_of_rotary_positions() -> None:
+def test_the_gradient_of_rotary_positions_is_numerically_correct() -> None:
     x = torch.randn(1, 2, 3, 6, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: RotaryEmbedding.apply(x, 100.0), (x,))  # type: ignore[no-untyped-call]
 
@@ -307,7 +311,7 @@ def test_heads_that_share_keys_attend_as_with_copies_of_them() -> None:
     torch.testing.assert_close(shared(x), copied(x))
 
 
-def test_precision_and_memory_format() -> None:
+def test_models_have_the_runs_precision_and_memory_format() -> None:
     assert next(build_model(make_spec(precision="fp64")).parameters()).dtype == torch.float64
     convolution = next(build_model(make_spec(channels_last=True, dataset="cifar10")).parameters())
     assert convolution.is_contiguous(memory_format=torch.channels_last)

@@ -107,7 +107,7 @@ def watch_between(fake: FakeNvml, **after: Any) -> RegionCounters:
     return watch
 
 
-def test_a_gpu_at_both_edges(use: Any) -> None:
+def test_gpu_counters_are_differences_between_the_timed_edges(use: Any) -> None:
     fake = use(FakeNvml(processes=[4_000_001]))
     watch = watch_between(
         fake, energy=12_500, reasons=0x44, processes=[4_000_001, 4_000_002], power_ns=3 * 10**9, clock=1500
@@ -119,7 +119,7 @@ def test_a_gpu_at_both_edges(use: Any) -> None:
     assert (seen.gpu_held_s, seen.gpu_sm_hz) == ({"power": 3.0, "thermal": 0.0}, [1.9e9, 1.98e9])
 
 
-def test_a_gpu_over_two_regions(use: Any) -> None:
+def test_gpu_counters_of_two_regions_add_up(use: Any) -> None:
     fake = use(FakeNvml())
     watch = watch_between(fake, energy=6000, reasons=0x4, power_ns=10**9)
     watch.begin()
@@ -147,7 +147,7 @@ def test_a_counter_that_has_not_moved_gives_no_energy(use: Any) -> None:
     assert watch.energy_j == 1.0, "an update in any part of the steps counts"
 
 
-def test_a_clock_of_an_idle_gpu_means_nothing(use: Any) -> None:
+def test_the_clock_of_an_idle_gpu_is_not_recorded(use: Any) -> None:
     watch = watch_between(use(FakeNvml(reasons=1, clock=345)))
     assert watch.watched is not None
     assert watch.watched.gpu_sm_hz == []
@@ -215,7 +215,7 @@ def test_common_facts_of_gpus_are_recorded_once(use: Any, tmp_path: Path) -> Non
         ("switch", ["X NV3 NV3", "NV3 X NV3", "NV3 NV3 X"]),
     ],
 )
-def test_how_gpus_are_joined(use: Any, links: str, expected: list[str]) -> None:
+def test_gpu_links_are_a_matrix_of_nvlinks(use: Any, links: str, expected: list[str]) -> None:
     use(FakeNvml(count=3, links=links))
     assert gpu.host_gpu_facts()["gpu_links"] == expected
 

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hpcbench.worker.dry_run import operator_forms
-from hpcbench.worker.dry_run.operator_forms import run_operator
+from hpcbench.worker.dry_run import shared_forms
+from hpcbench.worker.dry_run.shared_forms import run_operator
 
 DEVICE = torch.device("cpu", 0)
 
@@ -107,7 +107,7 @@ def run(program: Callable[[], list[Any]], *, keeps: bool) -> list[Any]:
 )
 def test_kept_forms_are_those_of_torch(monkeypatch: pytest.MonkeyPatch, program: Callable[[], list[Any]]) -> None:
     known: dict[Any, Any] = {}
-    monkeypatch.setattr(operator_forms, "_known", known)
+    monkeypatch.setattr(shared_forms, "_known", known)
     expected = run(program, keeps=False)
     assert not known
     assert run(program, keeps=True) == expected
@@ -128,7 +128,7 @@ def test_a_storage_is_free_though_another_tensor_referred_to_it() -> None:
 
 
 def test_a_kept_form_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operator_forms, "_known", {})
+    monkeypatch.setattr(shared_forms, "_known", {})
     calls: list[str] = []
 
     def operator(*args: Any, **kwargs: Any) -> Any:

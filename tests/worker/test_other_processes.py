@@ -60,7 +60,7 @@ def numbers(times: dict[tuple[int, int], TaskTime]) -> set[int]:
     return {number for number, _ in times}
 
 
-def test_ranks_of_other_runs_are_told_from_other_processes() -> None:
+def test_ranks_of_other_runs_are_separated_from_other_processes() -> None:
     mask = CORES[:1]
     with (
         process_on(mask) as stranger,
@@ -74,7 +74,7 @@ def test_ranks_of_other_runs_are_told_from_other_processes() -> None:
     assert all(task.share == 1.0 for task in times.pinned.values())
 
 
-def test_what_a_rank_started_is_of_its_run() -> None:
+def test_child_processes_of_a_rank_belong_to_its_run() -> None:
     mask = CORES[:1]
     with process_on(mask, WITH_CHILD, OTHERS) as sibling, process_on(mask, WITH_CHILD, ARGUMENTS) as own:
         times = times_on(mask)
@@ -87,7 +87,7 @@ def test_what_a_rank_started_is_of_its_run() -> None:
     assert not {own, children[1]} & numbers({**times.pinned, **times.siblings})
 
 
-def test_what_this_rank_started_is_its_own() -> None:
+def test_child_processes_of_this_rank_are_not_listed() -> None:
     with process_on(CORES) as started:
         assert started in numbers(times_on(CORES).pinned)
         times = times_on(CORES, rank_pid=os.getpid())
@@ -115,7 +115,7 @@ def test_threads_that_may_use_other_cores_count_by_the_core_that_they_used_last(
     assert shares == [1.0, 0.0]
 
 
-def test_seconds_between_two_readings() -> None:
+def test_seconds_between_two_readings_count_new_tasks() -> None:
     before = {
         (1, 5): TaskTime(10.0, 1.0),
         (2, 5): TaskTime(3.0, 0.0),

@@ -161,9 +161,7 @@ def test_a_terminated_job_begins_no_further_run(make: Callable[..., Pack]) -> No
 
 
 @pytest.mark.parametrize("verb", ["begin", "end"])
-def test_a_signal_to_all_processes_leaves_the_steps_around_the_ranks_alone(
-    verb: str, make: Callable[..., Pack], tmp_path: Path
-) -> None:
+def test_a_signal_to_all_processes_spares_begin_and_end(verb: str, make: Callable[..., Pack], tmp_path: Path) -> None:
     """A scheduler tells the batch script's children, too."""
     slow = tmp_path / "slow.sh"
     slow.write_text(

@@ -32,7 +32,7 @@ def run(*arguments: str) -> int:
         return main(words)
 
 
-def test_plans_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plans_are_printed_with_stages_and_options(capsys: pytest.CaptureFixture[str]) -> None:
     """Three replicas of the convolutions and one of the large layer behind them, as in the paper's 15-1."""
     assert run("--workers", "4 x 1 MB/s") == 0
     lines = capsys.readouterr().out.splitlines()
@@ -50,7 +50,9 @@ def test_plans_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:
         ("2 x 1 TB/s, 2 x 1 MB/s", 'strategy = "pipedream", pp_degree = 2, dp_degree = 2, options.cuts = "2"'),
     ],
 )
-def test_the_options_of_a_run(capsys: pytest.CaptureFixture[str], workers: str, options: str) -> None:
+def test_the_best_plan_is_printed_as_run_options(
+    capsys: pytest.CaptureFixture[str], workers: str, options: str
+) -> None:
     """Inside a node weights pass at once, between nodes 10 MB take longer than two blocks."""
     assert run("--workers", workers) == 0
     assert options in capsys.readouterr().out
@@ -69,7 +71,7 @@ def test_master_weights_and_their_states_are_twice_as_large_as_bf16_parameters(
     assert held[1] - held[0] == (4 - 1) * parameter_bytes
 
 
-def test_for_a_script(capsys: pytest.CaptureFixture[str]) -> None:
+def test_partition_json_lists_the_plans(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--workers", "2 x 1 TB/s", "--memory", "40 MB", "--json") == 0
     plans = msgspec.json.decode(capsys.readouterr().out)["plans"]
     assert [(plan["replicated"], plan["cuts"], plan["stage_replicas"]) for plan in plans] == [
@@ -78,7 +80,7 @@ def test_for_a_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert plans[0]["stages"][0]["held_bytes"] == 3 * 10_000_030 + 200
 
 
-def test_no_room(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plans_that_exceed_the_memory_fail_with_both_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--workers", "2 x 1 TB/s", "--memory", "20 MB") == 2
     assert "needs 30000050 bytes, and the limit is 20000000" in capsys.readouterr().out
 

@@ -19,7 +19,7 @@ OPTIONS = {"cuts": "", "balance": "time"}
 
 @pytest.mark.parametrize("dataset", ["imagenet", "highres"])
 @pytest.mark.parametrize("model", ["resnet152", "mobilenetv2"])
-def test_stages_of_large_images(model: str, dataset: str) -> None:
+def test_stage_boundaries_of_large_images_follow_the_layer_table(model: str, dataset: str) -> None:
     """Every boundary of eight chunks is what the table of layers says, which was found by running single layers."""
     spec = RunSpec(
         model=model, dataset=dataset, strategy="interleaved_1f1b", pp_degree=4, tasks_per_node=4, batch_size=8

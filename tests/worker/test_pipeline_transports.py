@@ -194,7 +194,7 @@ def test_the_model_posts_as_many_receives_ahead() -> None:
 
 
 @pytest.mark.parametrize("answers", [1, 2])
-def test_works_of_a_pair(answers: int) -> None:
+def test_a_pair_of_messages_waits_for_one_or_two_works(answers: int) -> None:
     """gloo answers a pair with a work for each call, NCCL with one for both."""
     works = [mock.Mock() for _ in range(answers)]
     link = mock.Mock(place=1)

@@ -11,7 +11,7 @@ from torch import nn
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.worker.model_execution import MixedPrecision
 from hpcbench.worker.strategies.pipeline.chunk import ActivationMetaCache, ModelChunk
-from hpcbench.worker.strategies.pipeline.warm_up import run_chunks_once
+from hpcbench.worker.strategies.pipeline.strategy import run_chunks_once
 
 CPU = torch.device("cpu")
 
@@ -31,7 +31,7 @@ class Reducer:
 
 @pytest.mark.parametrize("splits", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_no_trace(splits: bool, recompute: bool) -> None:
+def test_warmed_up_chunks_keep_weights_statistics_and_random_state(splits: bool, recompute: bool) -> None:
     spec = RunSpec(model="vgg11", dataset="digits", strategy="gpipe", batch_size=7, micro_batches=2, precision="fp64")
     first = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Dropout(), nn.ReLU(inplace=True), nn.Flatten())
     model = nn.Sequential(first, nn.Sequential(nn.BatchNorm1d(144), nn.Dropout(), nn.Linear(144, 10))).double()

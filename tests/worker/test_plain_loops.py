@@ -83,7 +83,7 @@ def test_timms_model_is_trained_where_it_is_installed(monkeypatch: pytest.Monkey
     assert Classifier.calls == STEPS_PER_BLOCK * (1 + probe.loops[2].repeats)
 
 
-def test_torchvisions_model_stands_in_for_timms(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchvisions_model_replaces_timms_where_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
     loaded = make_library_model(probe_spec(dataset="imagenet", input_size=64), CPU)
     assert loaded is not None

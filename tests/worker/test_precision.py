@@ -37,7 +37,7 @@ def test_tf32_is_set_through_both_of_torchs_interfaces(allowed: bool, matmul: st
 @pytest.mark.parametrize(
     ("device", "by_trial", "found"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, None)]
 )
-def test_cudnn_chooses_by_trial_on_cuda_alone(
+def test_cudnn_benchmark_mode_is_set_only_on_cuda(
     monkeypatch: pytest.MonkeyPatch, device: str, by_trial: bool, found: bool | None
 ) -> None:
     monkeypatch.setattr(torch.backends, "cudnn", SimpleNamespace(benchmark=None))

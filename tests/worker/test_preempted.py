@@ -97,7 +97,7 @@ def test_a_recorded_cancellation_becomes_a_preemption(
         (1, {1: make_rank(1, status="failed", error=failure("ValueError", "no"))}, ("failed", 0)),
     ],
 )
-def test_ranks_that_left_no_result(
+def test_preempted_ranks_without_results_end_preempted_or_failed(
     tmp_path: Path, exit_code: int, left: dict[int, object], expected: tuple[str, int]
 ) -> None:
     tasks = write_tasks(tmp_path, SPEC)

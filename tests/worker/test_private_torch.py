@@ -16,12 +16,12 @@ from torch.distributed import distributed_c10d
 from hpcbench.worker.distributed.process_groups import RankContext, clear_group_cache, make_group_of_ranks
 
 
-def test_the_name_of_a_process_group_is_asked_with_two_arguments() -> None:
+def test_torchs_process_group_name_takes_two_arguments() -> None:
     names = list(inspect.signature(distributed_c10d._process_group_name).parameters)
     assert names == ["ranks", "use_hashed_name"]
 
 
-def test_a_group_that_its_members_alone_make_has_the_name_of_its_ranks() -> None:
+def test_a_group_made_by_members_is_named_after_ranks() -> None:
     """Ranks that are in different numbers of other groups must not wait for each other under different names."""
     fake = importlib.import_module("torch.testing._internal.distributed.fake_pg")
     dist.init_process_group("fake", store=fake.FakeStore(), rank=1, world_size=4)
@@ -45,5 +45,5 @@ def test_the_profiler_s_raw_events_have_what_phases_are_made_of() -> None:
         assert callable(getattr(event, name)), name
 
 
-def test_loss_scaling_reads_overflows_in_the_function_that_tests_look_for() -> None:
+def test_torchs_grad_scaler_reads_overflows_in_maybe_opt_step() -> None:
     assert "found_inf_per_device" in inspect.getsource(torch.amp.GradScaler._maybe_opt_step)

@@ -71,7 +71,9 @@ def by_hand(spec: RunSpec, batches: list[tuple[list[float], list[float]]], versi
         ({"weight_versions": "2bw"}, 4, [[0] * 3, [0] * 3, [1] * 3]),
     ],
 )
-def test_versions_by_hand(options: dict[str, Any], micro_batches: int, versions: list[list[int]]) -> None:
+def test_simulated_weight_versions_are_those_by_hand(
+    options: dict[str, Any], micro_batches: int, versions: list[list[int]]
+) -> None:
     """Three stages; a step is one minibatch, two minibatches, or (2bw) one batch of four micro-batches."""
     spec = numbers_spec(options=options, micro_batches=micro_batches)
     feed = Numbers(spec, CPU)
@@ -126,7 +128,7 @@ def test_minibatches_of_a_step_are_steps_of_their_own_on_one_stage() -> None:
     close(ours, expected)
 
 
-def test_without_learning_it_makes_no_difference_how_old_weights_are() -> None:
+def test_weight_versions_are_irrelevant_with_a_zero_learning_rate() -> None:
     """But on three stages the first two have forwarded minibatches that the plain training has not seen yet."""
     spec = small_spec(learning_rate=0.0, pp_degree=3, tasks_per_node=3)
     feed = make_feed(spec, CPU)
@@ -144,7 +146,7 @@ def test_without_learning_it_makes_no_difference_how_old_weights_are() -> None:
     ("options", "seen"),
     [({}, [6, 5, 4]), ({"vertical_sync": True}, [6, 5, 4]), ({"weight_versions": "2bw"}, [6, 5, 4])],
 )
-def test_running_statistics_have_seen_what_the_stage_has_forwarded(options: dict[str, Any], seen: list[int]) -> None:
+def test_running_statistics_count_the_forward_passes_of_a_stage(options: dict[str, Any], seen: list[int]) -> None:
     """After four minibatches stage s of three has forwarded 2 - s more."""
     spec = small_spec(pp_degree=3, tasks_per_node=3, micro_batches=2, options=options)
     trained = train_delayed(small_network(), spec, make_feed(spec, CPU), range(2), (1, 2))

@@ -209,7 +209,9 @@ def test_a_diverged_loss_is_null_and_a_warning() -> None:
         (50, 0, 90, []),
     ],
 )
-def test_warnings_about_batches(batch: int, warmup: int, steps: int, expected: list[str]) -> None:
+def test_partial_batches_give_a_warning_with_their_size(
+    batch: int, warmup: int, steps: int, expected: list[str]
+) -> None:
     spec = make_spec(batch_size=batch, warmup_steps=warmup, steps=steps)
     times = [0.1] * steps
     result = summary({0: make_rank(0, step_times_s=times, step_samples=[batch] * steps)}, spec)

@@ -55,7 +55,9 @@ CPU = torch.device("cpu")
         ([], [], 0.0),
     ],
 )
-def test_the_measure(ours: list[float], reference: list[float], expected: float) -> None:
+def test_the_difference_is_relative_to_the_largest_value(
+    ours: list[float], reference: list[float], expected: float
+) -> None:
     assert max_relative_difference(torch.tensor(ours), torch.tensor(reference)) == pytest.approx(expected)
 
 
@@ -87,7 +89,9 @@ CHECK = VerificationCheck("fp64", 2, 1e-3, 1e-6)
         ({"weight": float("nan")}, False, "weight of w after 2 steps"),
     ],
 )
-def test_compare(ours: dict[str, float], passed: bool, worst: str) -> None:
+def test_training_is_compared_value_by_value_with_the_tolerance(
+    ours: dict[str, float], passed: bool, worst: str
+) -> None:
     found = compare_training(trained(**ours), trained(), CHECK)
     assert (found.passed, found.worst) == (passed, worst)
 
@@ -219,7 +223,7 @@ def test_a_single_step_is_the_partial_one() -> None:
     assert compared_steps(spec, make_feed(spec, CPU), 1) == (3,)
 
 
-def test_no_dropout() -> None:
+def test_verification_disables_every_kind_of_dropout() -> None:
     attention = nn.MultiheadAttention(8, 2, dropout=0.2)
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Dropout(0.5), nn.Dropout2d(0.1)), attention)
     assert disable_dropout(model)
@@ -230,7 +234,7 @@ def test_no_dropout() -> None:
     assert comparison_spec(spec, "fp64").model_options == {"dropout": 0.0, "batch_norm": False}
 
 
-def test_a_change_in_the_last_bit() -> None:
+def test_a_weight_is_perturbed_only_in_its_last_bit() -> None:
     model = nn.Linear(3, 2).double()
     before = model.weight.detach().clone()
     perturb_last_bit(model)
@@ -301,7 +305,7 @@ TOO_FAR = ReferenceComparison(passed=False, precision="bf16", tolerance=0.06, st
         ),
     ],
 )
-def test_the_verdict(found: dict[str, Any], status: str, words: str) -> None:
+def test_the_status_of_a_run_follows_its_verification(found: dict[str, Any], status: str, words: str) -> None:
     given = {name: getattr(PASSED, name) for name in PASSED.__struct_fields__}
     ranks = {0: make_rank(0, verification=VerificationResult(**{**given, **found})), 1: make_rank(1)}
     said = decide_outcome(2, ranks, cause=None, only_follows=False, launcher="srun", oom_kills_before=None)

@@ -1,15 +1,20 @@
-"""The runs of a calibration: the sweep that measures a cluster, and the finished runs from which it is fitted."""
+"""The runs of a calibration: the sweep that measures a cluster, and the finished runs from which it is fitted.
+
+Runs that other work on their machine disturbed widen the intervals of predictions."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import log, sqrt
+from statistics import median
 from typing import Any, NamedTuple
 
 import msgspec
 
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.errors import ConfigError
 from hpcbench.oracle.calibration.calibration_store import FitResidual
 from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.parallel.layer_table import LayerTable
@@ -265,3 +270,52 @@ def _toml_value(value: Any) -> str:
         return "{ " + ", ".join(f"{key} = {_toml_value(entry)}" for key, entry in value.items()) + " }"
     # JSON's words and numbers are TOML's, too.
     return msgspec.json.encode(value).decode()
+
+
+DISTURBANCES = (
+    "other runs of hpcbench used the cores", "other processes used the cores", "other processes computed on the device",
+)  # fmt: skip
+"""Beginnings of the warnings that mark a run as disturbed by others."""
+DISTURBED_NOTE = "are marked as disturbed"
+_USED_SHARE = re.compile(r"(\d+)% of the \d+ core")
+_SHARE_OF_DEVICE, _MAX_SHARE = 0.5, 0.95
+_NORMAL_90 = 1.645
+
+
+def disturbances(warnings: Iterable[str]) -> list[str]:
+    """Return those of the warnings of a run that mark it as disturbed by others."""
+    return [warning for warning in warnings if warning.startswith(DISTURBANCES)]
+
+
+def check_disturbed(runs: Sequence[Iterable[str]], what: str, then: str, *, takes_disturbed: bool) -> list[str]:
+    """Return a note with the number of disturbed runs; none if no run was disturbed.
+
+    Args:
+        runs: The warnings of each run.
+        what: The runs, for the message, such as ``runs of snellius``.
+        then: The consequence, for the message.
+        takes_disturbed: Whether runs that were all disturbed are accepted.
+
+    Raises:
+        ConfigError: All runs were disturbed, and ``takes_disturbed`` is not set.
+    """
+    marks = [found for found in map(disturbances, runs) if found]
+    if marks and len(marks) == len(runs) and not takes_disturbed:
+        raise ConfigError(
+            f"all {len(runs)} {what} {DISTURBED_NOTE}: {marks[0][0]}; {then}",
+            hint="measure again when the machine is quiet; --busy takes them as they are",
+        )
+    return [f"{len(marks)} of {len(runs)} runs {DISTURBED_NOTE}"] if marks else []
+
+
+def disturbed_spread(runs: Sequence[Iterable[str]]) -> float:
+    """Return the relative uncertainty by which a 90 % interval includes a machine as busy as it was during ``runs``.
+
+    If others use a share of the cores, steps may take 1 / (1 - share) times as long. Others on the same device are
+    assumed to use half of it. The median run counts, so the result is 0 if less than half of the runs were disturbed.
+    """
+    stretches = []
+    for found in map(disturbances, runs):
+        used = (max(map(int, _USED_SHARE.findall(text)), default=100 * _SHARE_OF_DEVICE) / 100 for text in found)
+        stretches.append(1 / (1 - min(sum(used), _MAX_SHARE)))
+    return log(median(stretches or [1.0])) / _NORMAL_90

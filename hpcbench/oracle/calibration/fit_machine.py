@@ -11,9 +11,14 @@ import msgspec
 
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.oracle.calibration import fit_overheads
-from hpcbench.oracle.calibration.calibration_runs import PROBE_BLOCKS, PROBE_MESSAGES, CalibrationRun, usable_runs
+from hpcbench.oracle.calibration.calibration_runs import (
+    PROBE_BLOCKS,
+    PROBE_MESSAGES,
+    CalibrationRun,
+    disturbed_spread,
+    usable_runs,
+)
 from hpcbench.oracle.calibration.calibration_store import Calibration, FitResidual
-from hpcbench.oracle.calibration.disturbed_runs import disturbed_spread
 from hpcbench.oracle.calibration.fit_collectives import fit_collectives
 from hpcbench.oracle.calibration.fit_kernels import MIN_COMPUTE_SPREAD, fit_kernels
 from hpcbench.oracle.calibration.posterior import fit_posterior, run_observations

@@ -19,10 +19,9 @@ from hpcbench.oracle.calibration.calibration_runs import (
     runs_of_strategy,
 )
 from hpcbench.oracle.calibration.calibration_store import FitResidual
-from hpcbench.oracle.cost_model import CostModel, expected_normal_maximum
+from hpcbench.oracle.cost_model import CostModel, StepBreakdown, expected_normal_maximum
 from hpcbench.oracle.machine import Machine, StrategyOverhead
 from hpcbench.oracle.prediction import peak_rank_memory
-from hpcbench.oracle.step_time import StepBreakdown
 from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.results.probe_records import CollectiveProbe, OverlapProbe
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.cost_model import CostModel
+from hpcbench.oracle.cost_model import CostModel, StepBreakdown
 from hpcbench.oracle.peak_memory import MemoryBreakdown
-from hpcbench.oracle.step_time import StepBreakdown
 from hpcbench.parallel.catalog import get_strategy, load_object
 from hpcbench.parallel.layer_table import LayerTable
 from hpcbench.parallel.mesh import RankMesh

@@ -16,7 +16,7 @@ from typing import ClassVar
 import msgspec
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.cost_model import CostModel
+from hpcbench.oracle.cost_model import WAIT_FOR_ALL, CostModel, StepBreakdown, step_from_events, update_events
 from hpcbench.oracle.peak_memory import (
     MemoryBreakdown,
     PersistentMemory,
@@ -26,7 +26,6 @@ from hpcbench.oracle.peak_memory import (
 )
 from hpcbench.oracle.placement import place_group
 from hpcbench.oracle.row_cost import EventsAtRow, micro_batch_events, unsharded_rows
-from hpcbench.oracle.step_time import WAIT_FOR_ALL, StepBreakdown, step_from_events, update_events
 from hpcbench.oracle.strategies import data_buckets
 from hpcbench.oracle.strategies.base import Cost
 from hpcbench.oracle.stream_simulator import CommCall, RepeatEvent, StreamEvent

@@ -1,19 +1,24 @@
-"""Costs of the synchronous pipelines, fairscale's Pipe among them. ``docs/formulas.md`` derives the formulas."""
+"""Costs of pipelines: the synchronous ones, fairscale's Pipe among them, and PipeDream with its weight versions.
+
+``docs/formulas.md`` derives the formulas."""
 
 from __future__ import annotations
 
 import msgspec
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.cost_model import CostModel
+from hpcbench.oracle.cost_model import CostModel, StepBreakdown
 from hpcbench.oracle.peak_memory import MemoryBreakdown
 from hpcbench.oracle.pipeline_memory import stage_memory
 from hpcbench.oracle.pipeline_rank import PipelineRank
-from hpcbench.oracle.pipeline_step import PipelineStep
-from hpcbench.oracle.step_time import StepBreakdown
+from hpcbench.oracle.pipeline_step import PipelineStep, RankStepTimes, step_from_schedule
+from hpcbench.oracle.row_cost import copy_op
 from hpcbench.oracle.strategies.base import Cost
 from hpcbench.parallel.layer_table import LayerTable
-from hpcbench.parallel.pipeline.schedules import message_after
+from hpcbench.parallel.pipeline.schedule_simulator import StageTimes, steady_step_time_s
+from hpcbench.parallel.pipeline.schedules import BACKWARD, FORWARD, UPDATE, message_after
+from hpcbench.parallel.pipeline.weight_versions import stage_actions_over_steps, stage_step_actions
+from hpcbench.parallel.strategies.pipeline import pipedream_staleness
 from hpcbench.parallel.traffic import Traffic, merge_calls
 
 
@@ -79,3 +84,80 @@ class FairscalePipeCost(Cost):
 def _gpipe_spec(spec: RunSpec, stages: int) -> RunSpec:
     """Return the same run with a rank for each device."""
     return msgspec.structs.replace(spec, strategy="gpipe", pp_degree=stages, tasks_per_node=stages, devices_per_task=1)
+
+
+class PipedreamCost(Cost):
+    """The asynchronous pipeline. A step is the window of ``micro_batches`` minibatches in the steady state."""
+
+    def traffic(self, spec: RunSpec, table: LayerTable, rank: int) -> list[Traffic]:
+        """Return activations and gradients of a window, and all gradients of weights at every update."""
+        pipeline, count = PipelineRank(spec, table, rank), spec.micro_batches
+        calls = []
+        for action in stage_step_actions(
+            pipeline.layout, pipedream_staleness(spec), pipeline.index, count, count, False
+        ):
+            if message_after(action, pipeline.layout) is not None:
+                size = pipeline.message_bytes(action._replace(micro_batch=action.micro_batch % count))
+                calls.append(Traffic(operation="send", group_size=2, payload_bytes=size))
+            if action.kind == UPDATE:
+                calls += pipeline.bucket_traffic(pipeline.parameter_bytes(pipeline.index))
+        return merge_calls(calls)
+
+    def memory(self, spec: RunSpec, table: LayerTable, rank: int) -> MemoryBreakdown:
+        """Return the memory of a pipeline's rank, with further versions of its weights and an input that came early.
+
+        Where micro-batches are added up to one update (2bw), the gradients of the one that has just gone backward are
+        there beside the sum.
+        """
+        pipeline, staleness, count = PipelineRank(spec, table, rank), pipedream_staleness(spec), spec.micro_batches
+        actions = stage_actions_over_steps(
+            pipeline.layout, staleness, pipeline.index, count, 2 + spec.pp_degree // count
+        )
+        has_sums = staleness.double_buffered and count > 1
+        summed = sum(pipeline.parameter_bytes(pipeline.index)) if has_sums else 0
+        memory = stage_memory(pipeline, actions, summed)
+        early = max(pipeline.micro_batch_sizes) * pipeline.boundary_bytes(pipeline.index - 1) if pipeline.index else 0
+        return msgspec.structs.replace(
+            memory,
+            communication_bytes=memory.communication_bytes + early,
+            stashed_bytes=(staleness.versions_held(pipeline.index) - 1) * memory.parameters_bytes,
+        )
+
+    def step(self, spec: RunSpec, table: LayerTable, cost_model: CostModel) -> StepBreakdown:
+        """Return the time of a window; all minibatches are taken to be as large as their mean."""
+        step = PipelineStep(PipelineRank(spec, table, 0), cost_model)
+        staleness, count = pipedream_staleness(spec), spec.micro_batches
+        computed, with_comm = zip(*(_stage_times(step, stage) for stage in range(spec.pp_degree)), strict=True)
+        updates = 1 if staleness.double_buffered else count
+        compute_s = [count * (times.forward_s + times.backward_s) + updates * times.update_s for times in computed]
+        slowest = max(range(len(computed)), key=compute_s.__getitem__)
+        calls = [(step.send(kind, slowest, spec.batch_size / count), count) for kind in (FORWARD, BACKWARD)]
+        calls += [(call, updates) for call in step.buckets(slowest, slowest)]
+        return step_from_schedule(
+            cost_model,
+            RankStepTimes.of(compute_s[slowest], calls),
+            steady_step_time_s(with_comm, staleness, count),
+            steady_step_time_s(computed, staleness, count),
+        )
+
+
+def _stage_times(step: PipelineStep, stage: int) -> tuple[StageTimes, StageTimes]:
+    """Return the times of one stage for a minibatch: computation alone, and with communication.
+
+    Gradients are summed over replicas before an update, while it waits.
+    """
+    spec = step.pipeline.spec
+    samples = spec.batch_size / spec.micro_batches
+    times = step.pass_times(stage, samples, step.pipeline.is_recomputed(0, spec.micro_batches))
+    update_s = step.update_s(stage)
+    if pipedream_staleness(spec).updates_behind(stage):
+        # Older minibatches still need the weights that the update is about to overwrite.
+        copies = [copy_op(spec, size).kernel for size in step.pipeline.parameter_bytes(stage)]
+        update_s += sum(map(step.cost_model.kernel_s, copies))
+    return StageTimes(times.forward_s, times.backward_s, update_s), StageTimes(
+        step.overlapped_s(FORWARD, stage, samples, times.forward_s),
+        step.overlapped_s(BACKWARD, stage, samples, times.backward_s),
+        update_s + sum(call.seconds for call in step.buckets(stage, stage)),
+        step.send(FORWARD, stage, samples).seconds,
+        step.send(BACKWARD, stage, samples).seconds,
+    )

@@ -16,11 +16,10 @@ from typing import NamedTuple
 import msgspec
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.cost_model import CostModel
+from hpcbench.oracle.cost_model import WAIT_FOR_ALL, CostModel, StepBreakdown, step_from_events, update_events
 from hpcbench.oracle.peak_memory import MemoryBreakdown, PersistentMemory, peak_memory
 from hpcbench.oracle.placement import GroupPlacement, place_subgroups
 from hpcbench.oracle.row_cost import micro_batch_events, no_events, unsharded_rows
-from hpcbench.oracle.step_time import WAIT_FOR_ALL, StepBreakdown, step_from_events, update_events
 from hpcbench.oracle.strategies.base import Cost
 from hpcbench.oracle.stream_simulator import CommCall, RepeatEvent, StreamEvent, WaitEvent
 from hpcbench.oracle.tensor_sizes import FP32_BYTES, HALF_BYTES, element_bytes, element_count, parameter_bytes

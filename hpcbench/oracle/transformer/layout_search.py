@@ -16,8 +16,7 @@ import msgspec
 
 from hpcbench.errors import ConfigError
 from hpcbench.oracle.candidate_points import divisors
-from hpcbench.oracle.transformer.devices import CollectiveRates, nominal_rates
-from hpcbench.oracle.transformer.layout import Layout, Recompute
+from hpcbench.oracle.transformer.layout import CollectiveRates, Layout, Recompute, nominal_rates
 from hpcbench.oracle.transformer.machines import FittedMachine, interval_class
 from hpcbench.oracle.transformer.memory import MemoryTerms, reserved_gib, stage_memory_terms
 from hpcbench.oracle.transformer.pricing import Figures, StepTime, step_time

@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 
 from hpcbench.errors import ConfigError
-from hpcbench.oracle.transformer.devices import CollectiveRates, GpuNode, nominal_rates
-from hpcbench.oracle.transformer.layout import Layout
+from hpcbench.oracle.transformer.layout import CollectiveRates, GpuNode, Layout, nominal_rates
 from hpcbench.oracle.transformer.memory import MemoryTerms, reserved_gib, stage_memory_terms
 from hpcbench.oracle.transformer.pricing import Figures, StepTime, step_time
 from hpcbench.oracle.transformer.work import step_work

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hpcbench.oracle.transformer.devices import CollectiveRates, GpuNode
-from hpcbench.oracle.transformer.layout import Layout, check_layout, stage_layers
+from hpcbench.oracle.transformer.layout import CollectiveRates, GpuNode, Layout, check_layout, stage_layers
 from hpcbench.parallel.decoder_shapes import DecoderShape
 
 TILE_ROWS, TILE_COLUMNS = 128, 256

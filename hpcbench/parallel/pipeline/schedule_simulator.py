@@ -202,7 +202,7 @@ def rank_times(
 
     ``costs(n)`` are the costs in a schedule of ``n`` micro-batches. A long schedule is periodic: two shorter ones are
     simulated, and the difference between their ends is repeated. With unequal stages the periodic state is reached
-    slowly; ``tests/parallel/test_course.py`` bounds the error.
+    slowly; ``tests/parallel/test_long_schedules.py`` bounds the error.
     """
     period = lcm(layout.stages, *layout.stage_sizes)
     counts = [rounds * period + micro_batches % period for rounds in SCHEDULES[schedule].extrapolation_rounds]

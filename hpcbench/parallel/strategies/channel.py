@@ -274,7 +274,7 @@ _CHANNEL_PARITY_CASES = (
 def _channel_entry(class_prefix: str, description: str, style: PlotStyle) -> StrategyEntry:
     return StrategyEntry(
         own_degree="tp_degree",
-        runtime=f"hpcbench.worker.strategies.channel.strategy:{class_prefix}Strategy",
+        runtime=f"hpcbench.worker.strategies.channel:{class_prefix}Strategy",
         cost=f"hpcbench.oracle.strategies.channel:{class_prefix}Cost",
         description=description,
         options=_CHANNEL_OPTIONS,

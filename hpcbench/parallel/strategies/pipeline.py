@@ -215,7 +215,7 @@ STRATEGIES = {
             "vertical_sync": Option(False, "all stages compute a minibatch with the first one's version"),
         },
         reference="pipedream",
-        cost="hpcbench.oracle.strategies.pipedream:PipedreamCost",
+        cost="hpcbench.oracle.strategies.pipeline:PipedreamCost",
         hybrid=("dp_degree",),
         exclusion=pipedream_exclusion,
         schedule="pipedream",

@@ -265,7 +265,7 @@ def spatial_table_exclusion(spec: RunSpec, table: layer_table.LayerTable) -> str
 STRATEGIES = {
     "spatial": StrategyEntry(
         own_degree="sp_degree",
-        runtime="hpcbench.worker.strategies.spatial.strategy:SpatialStrategy",
+        runtime="hpcbench.worker.strategies.spatial:SpatialStrategy",
         description="images and volumes cut into parts with halo exchange; the fully connected layers whole",
         options={
             "grid": Option("", "ranks along each spatial dim, such as '2x2'; by default all along the first"),

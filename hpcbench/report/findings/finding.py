@@ -231,12 +231,12 @@ class SubjectNames:
 
     def __init__(self, workloads: Iterable[ClusterWorkload]) -> None:
         names = [name.removeprefix("spec.") for name in WORKLOAD_COLUMNS if name != "cluster"]
-        known = list(workloads)
-        self._several_clusters = len({cluster for cluster, _ in known}) > 1
+        pairs = list(workloads)
+        self._several_clusters = len({cluster for cluster, _ in pairs}) > 1
         self._named = [
             (number, name)
             for number, name in enumerate(names)
-            if name not in ("model", "dataset") and len({workload[number] for _, workload in known if workload}) > 1
+            if name not in ("model", "dataset") and len({workload[number] for _, workload in pairs if workload}) > 1
         ]
         self._model, self._dataset = names.index("model"), names.index("dataset")
 

@@ -185,7 +185,10 @@ def crossover_findings(table: WorkloadTable, subjects: SubjectNames) -> list[Fin
 
 
 def _find_strategy(ranking: Configurations, other: ConfigurationLaunches) -> ConfigurationLaunches | None:
-    """The same strategy as ``other``'s in ``ranking``; of a hybrid with any degrees."""
+    """Return the configuration in ``ranking`` with the strategy of ``other``; a hybrid may have other degrees.
+
+    ``None`` if the ranking has no configuration of that strategy.
+    """
     exact = [row for row in ranking if row.label == other.label]
     return next(iter(exact or [row for row in ranking if row.spec.strategy == other.spec.strategy]), None)
 

@@ -69,10 +69,10 @@ def html_table(
     view = View.from_rows(caption, columns, rows[:MAX_HTML_ROWS], notes)
     if len(rows) > MAX_HTML_ROWS:
         view.notes.insert(0, f"the first {MAX_HTML_ROWS} of {len(rows)} rows; `hpcbench table --out` writes all")
-    kept = [number for number in range(len(columns)) if any(row[number] not in (None, "") for row in view.raw)]
-    heads = [_html_column(columns[number], [row[number] for row in view.raw]) for number in kept]
+    numbers = [number for number in range(len(columns)) if any(row[number] not in (None, "") for row in view.raw)]
+    heads = [_html_column(columns[number], [row[number] for row in view.raw]) for number in numbers]
     lines = zip(view.cells, view.raw, strict=True)
-    body = [[_html_cell(cells[number], raw[number]) for number in kept] for cells, raw in lines]
+    body = [[_html_cell(cells[number], raw[number]) for number in numbers] for cells, raw in lines]
     return HtmlTable(ident, caption, heads, body, view.notes, filters and len(view.raw) > 1)
 
 
@@ -90,9 +90,9 @@ def plain_columns(
     names: Sequence[str], headings: Mapping[str, str] | None = None, keys: Sequence[str] = ()
 ) -> list[Column]:
     """Columns of rows that are sequences in the order of ``names``; those of ``keys`` offer choices."""
-    known = headings or {}
+    texts = headings or {}
     return [
-        Column(name, known.get(name, column_heading(name)), itemgetter(number), choices=name in keys)
+        Column(name, texts.get(name, column_heading(name)), itemgetter(number), choices=name in keys)
         for number, name in enumerate(names)
     ]
 
@@ -128,8 +128,8 @@ _LAST_COLUMNS = [
 
 def results_html_table(rows: Sequence[ResultRow], sweeps: Mapping[str, str], marks: WarningFootnotes) -> HtmlTable:
     """Every configuration with its figures and differing parameters; ``sweeps`` names the sweep of each run."""
-    known = [row for row in rows if row.spec is not None]
-    varying, shared = split_parameters([row.spec for row in known if row.spec is not None])
+    valid = [row for row in rows if row.spec is not None]
+    varying, shared = split_parameters([row.spec for row in valid if row.spec is not None])
     leading = [Column("sweep", "sweep", lambda row: sweeps.get(row.run_ids[0]), choices=True), *_ROW_COLUMNS]
     shown = {column.name.removeprefix("spec.") for column in leading}
     others = [
@@ -139,7 +139,7 @@ def results_html_table(rows: Sequence[ResultRow], sweeps: Mapping[str, str], mar
     ]
     # Sweep, cluster, model and data set that all rows share are in a note.
     leading = [
-        column for number, column in enumerate(leading) if number > 3 or len({column.raw_of(row) for row in known}) != 1
+        column for number, column in enumerate(leading) if number > 3 or len({column.raw_of(row) for row in valid}) != 1
     ]
     # Status and warnings stand where a wide table is not yet scrolled.
     columns = [
@@ -151,11 +151,11 @@ def results_html_table(rows: Sequence[ResultRow], sweeps: Mapping[str, str], mar
     ]  # fmt: skip
     notes = [f"all runs: {shared}"] if shared else []
     notes.append("step time: median; from, to: min and max of several launches, or the 95 % interval within one launch")
-    if any(row.warnings for row in known):
+    if any(row.warnings for row in valid):
         notes.append("warnings: the letters of the table below")
-    if any(row.speedup for row in known):
+    if any(row.speedup for row in valid):
         notes.append("speed-up: samples/s over that of one device with the same batch per replica")
-    return html_table("results", "Every configuration", columns, known, notes=notes)
+    return html_table("results", "Every configuration", columns, valid, notes=notes)
 
 
 def _attribute_columns(*entries: tuple[str, str, str]) -> list[Column]:
@@ -286,7 +286,7 @@ def script_json(value: object) -> str:
 
 
 MAX_PROVENANCE_READ = 1000
-"""At most so many full results are read for their provenance."""
+"""Maximum number of full results that are read for their provenance."""
 _MAX_VALUES = 12
 _MAX_ENVIRONMENTS = 8
 
@@ -342,13 +342,13 @@ def environments_html_table(results: Iterable[RunResult], runs: int) -> HtmlTabl
         for name, path in _ENVIRONMENT_FACTS.items():
             if texts := _fact_texts(result.provenance, path):
                 facts.setdefault(name, {}).update(dict.fromkeys(texts))
-    known = dict(sorted((key, facts) for key, facts in environments.items() if facts)[:_MAX_ENVIRONMENTS])
-    if not known:
+    shown = dict(sorted((key, facts) for key, facts in environments.items() if facts)[:_MAX_ENVIRONMENTS])
+    if not shown:
         return None
-    names = ["fact", *(f"{cluster} {digest}" for cluster, digest in known)]
+    names = ["fact", *(f"{cluster} {digest}" for cluster, digest in shown)]
     table = [
-        [name, *(join_words(list(facts.get(name, {})), _MAX_VALUES) for facts in known.values())]
-        for name in _ENVIRONMENT_FACTS if any(name in facts for facts in known.values())
+        [name, *(join_words(list(facts.get(name, {})), _MAX_VALUES) for facts in shown.values())]
+        for name in _ENVIRONMENT_FACTS if any(name in facts for facts in shown.values())
     ]  # fmt: skip
     notes = [f"read from {read} of {runs} runs"] if read < runs else []
     if len(environments) > _MAX_ENVIRONMENTS:

@@ -147,7 +147,7 @@ class ReportRequest:
 
     @property
     def condition(self) -> str | None:
-        """The text of ``where``."""
+        """The text of ``where``; ``None`` if no condition is set."""
         return self.where.expression.text if self.where else None
 
 

@@ -67,9 +67,9 @@ def _mean_phases(row: dict[str, Any], results: _Results) -> dict[str, float]:
     launches = []
     for result in _results_of(row, results):
         phases = [_read_phases(rank.get("phases")) for rank in result.ranks]
-        known = [rank for rank in phases if rank is not None]
-        if known and len(known) == len(phases):
-            launches.append([statistics.fmean(values) for values in zip(*known, strict=True)])
+        measured = [rank for rank in phases if rank is not None]
+        if measured and len(measured) == len(phases):
+            launches.append([statistics.fmean(values) for values in zip(*measured, strict=True)])
     medians = map(statistics.median, zip(*launches, strict=True))
     return {f"metrics.{name}": value for name, value in zip(_PHASES, medians, strict=False)}
 
@@ -185,9 +185,12 @@ _WHISKER_SHARES = (0.1, 0.9)
 
 
 def distribution_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
-    """Every timed step of the slowest rank, of all launches of a configuration together.
+    """Return the distribution of the slowest rank's timed steps, of all launches of a configuration together.
 
     Steps that were found to be still warming up are left out, as they are of every figure.
+
+    Raises:
+        NothingToDraw: no result has step times.
     """
     points = plot_points(frame, request.by, STEP_TIME)
     rows, notes = select_rows(points, request.by, _MAX_DISTRIBUTION_ROWS)
@@ -229,7 +232,11 @@ _BUBBLE_COLUMN = "metrics.bubble_fraction"
 
 
 def timeline_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
-    """The untimed step whose actions were noted, of one launch of up to four configurations each."""
+    """Return the timeline of the untimed step whose actions were recorded, of a launch of up to four configurations.
+
+    Raises:
+        NothingToDraw: no result has a timeline.
+    """
     try:
         points = plot_points(frame, request.by, _BUBBLE_COLUMN)
     except NothingToDraw as empty:

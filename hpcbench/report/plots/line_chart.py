@@ -77,7 +77,7 @@ _GRID_HEIGHT = 14
 _MAX_GRID_WIDTH = 72
 """Columns of the grid itself."""
 MAX_INTEGER_TICKS = 10
-"""On an axis each of so many whole numbers is a tick."""
+"""Maximum number of different whole numbers on an axis that all are ticks."""
 _ASCII_MARKS = "ox+*@%&=~$^v"
 _OVERLAP_MARK = {False: "▣", True: "#"}
 _IDEAL_CHARACTER = {False: "╌", True: "-"}
@@ -122,18 +122,18 @@ def _panel_lines(
     plain: bool,
 ) -> list[Text]:  # fmt: skip
     """One grid: every panel has the same scales."""
-    y_values = [one / drawing.y.factor for name in ("y", "low", "high") for one in column_values(frame, name)]
+    y_values = [value / drawing.y.factor for name in ("y", "low", "high") for value in column_values(frame, name)]
     bottom, top, y_marks = _axis_range(drawing.y, y_values, from_zero=drawing.from_zero)
-    margin = max(cell_len(format_tick(one)) for one in y_marks) + 1
+    margin = max(cell_len(format_tick(y_mark)) for y_mark in y_marks) + 1
     cells = max(8, min(width - margin - 2, _MAX_GRID_WIDTH))
-    x_values = [one / drawing.x.factor for one in column_values(frame.filter(frame["role"] != "crossing"), "x")]
+    x_values = [value / drawing.x.factor for value in column_values(frame.filter(frame["role"] != "crossing"), "x")]
     # A point on the very edge would sit on the axis.
     room = 2 if min(x_values) < max(x_values) else 0
     across = _CellScale(min(x_values), max(x_values), cells - 2 * room, bool(drawing.x.log))
     up = _CellScale(bottom, top, _GRID_HEIGHT, bool(drawing.y.log))
     grid = _CharacterGrid(cells, _GRID_HEIGHT)
     _draw_series(grid, drawing, inside, marks, across, up, room, plain=plain)
-    labels = {_GRID_HEIGHT - 1 - up.place(one): format_tick(one) for one in y_marks}
+    labels = {_GRID_HEIGHT - 1 - up.place(y_mark): format_tick(y_mark) for y_mark in y_marks}
     side, corner, flat = ("|", "+", "-") if plain else ("│", "└", "─")
     lines = [truncated_text(drawing.y.heading, width)]
     for row in range(_GRID_HEIGHT):

@@ -88,8 +88,8 @@ def legend_title(by: Sequence[str]) -> str:
 
 def whisker_notes(rows: pl.DataFrame, more: str = "") -> list[str]:
     """Return the notes that define the whiskers of ``rows`` (columns ``low``, ``launches``)."""
-    given = rows.filter(rows["low"].is_not_null())
-    counts = sorted({int(count) for count in given["launches"].to_list()})
+    with_interval = rows.filter(rows["low"].is_not_null())
+    counts = sorted({int(count) for count in with_interval["launches"].to_list()})
     kinds = ["95 % of the median within one launch"] if counts[:1] == [1] else []
     if counts and counts[-1] > 1:
         kinds.append(f"least and most of {count_span(counts)} launches")

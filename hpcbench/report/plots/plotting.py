@@ -256,7 +256,7 @@ class TerminalPlot:
     picture: Plot
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """See the class."""
+        """Yield the lines of the plot for ``console``."""
         plot, plain = self.picture, options.ascii_only
         width = max(_MIN_PLOT_WIDTH, min(options.max_width, _MAX_PLOT_WIDTH))
         lines = [Text(plot.title, style="bold")]

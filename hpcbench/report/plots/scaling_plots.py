@@ -114,11 +114,11 @@ def _plot_over_devices(
 
 def _ideal_throughput(rows: pl.DataFrame) -> pl.DataFrame:
     """Return by panel the baseline's rate per device times the fewest and the most devices."""
-    known = rows.filter(pl.col("efficiency") > 0).with_columns(
+    baselines = rows.filter(pl.col("efficiency") > 0).with_columns(
         (pl.col(THROUGHPUT) / pl.col("efficiency") / pl.col("devices")).alias("_each"), x="devices"
     )
     return line_rows(
-        _ends_of_panels(known, pl.col("_each").first()).with_columns(y=pl.col("_each") * pl.col("x")), IDEAL
+        _ends_of_panels(baselines, pl.col("_each").first()).with_columns(y=pl.col("_each") * pl.col("x")), IDEAL
     )
 
 
@@ -145,7 +145,11 @@ _ENERGY_PER_SAMPLE = "metrics.energy_per_sample_j"
 
 
 def energy_plot(frame: pl.DataFrame, request: plot_model.PlotRequest) -> plot_model.Plot:
-    """The devices' energy over the timed steps, over the samples in them: mean step time x steps x samples/s."""
+    """Return the devices' energy over the timed steps per sample: samples are mean step time x steps x samples/s.
+
+    Raises:
+        plot_model.NothingToDraw: no result has an energy.
+    """
     samples = pl.col("metrics.step_time_s.mean") * pl.col("spec.steps") * pl.col(THROUGHPUT)
     # Of every launch by itself: a slow one may well have drawn less power.
     frame = frame.with_columns((pl.col("metrics.energy_j") / samples).alias(_ENERGY_PER_SAMPLE))
@@ -258,6 +262,9 @@ def measured_over_predicted_plot(frame: pl.DataFrame, request: PlotRequest) -> P
 
     From ``request.predicted`` (columns ``strategy, predicted, measured`` in seconds, and perhaps ``panel, label, low,
     high``), else from results of pipelines that have predicted their own step.
+
+    Raises:
+        NothingToDraw: there is no prediction.
     """
     shared, notes = "", list[str]()
     if request.predicted is not None:
@@ -289,10 +296,10 @@ def measured_over_predicted_plot(frame: pl.DataFrame, request: PlotRequest) -> P
 
 def _rows_from_results(frame: pl.DataFrame, request: PlotRequest) -> tuple[pl.DataFrame, str, list[str]]:
     """Rows from results that have predicted their own step; what they share; and notes."""
-    own = frame.filter(pl.col("spec.options").str.contains(_MEASURED_BLOCKS, literal=True))
-    if own.is_empty() or request.whole is None:
+    self_predicted = frame.filter(pl.col("spec.options").str.contains(_MEASURED_BLOCKS, literal=True))
+    if self_predicted.is_empty() or request.whole is None:
         raise NothingToDraw("no run has a prediction: --predict computes them, in Python predict=True")
-    points = plot_points(own, request.by, STEP_TIME, every=True)
+    points = plot_points(self_predicted, request.by, STEP_TIME, every=True)
     rows, notes = points.frame.sort("series", "devices", "config_id"), points.notes
     if len(rows) > _MAX_READ:
         notes = [*notes, f"the first {_MAX_READ} configurations of {len(rows)}; others can be chosen with --where"]

@@ -88,7 +88,7 @@ def _strategy_style_parts() -> dict[str, tuple[str, str, str]]:
 
 _STRATEGY_STYLE_PARTS = _strategy_style_parts()
 STRATEGY_STYLES = {name: _make_style(*parts) for name, parts in _STRATEGY_STYLE_PARTS.items()}
-"""The same colour, shape and dash for a strategy in every plot; of a hybrid the shape is hollow."""
+"""Colour, shape and dash of a strategy, the same in every plot; the shape of a hybrid is hollow."""
 _DEGREE_NAMES = frozenset({"dp", "tp", "sp", "pp"})
 _STRATEGY_STYLE_KEYS = {style[:3] for style in STRATEGY_STYLES.values()}
 _FREE_STYLES = [
@@ -149,7 +149,7 @@ class PlotAxis(NamedTuple):
     log: int = 0
 
     def shown(self, value: float | None) -> float | None:
-        """``value`` in the axis's unit, as exactly as anybody can see."""
+        """Return ``value`` in the axis's unit with five digits; ``None`` for ``None``, infinity and NaN."""
         return None if value is None or not math.isfinite(value) else float(f"{value / self.factor:.5g}")
 
     @property
@@ -163,10 +163,10 @@ def make_axis(title: str, kind: str, values: Iterable[float | None], *, log: boo
 
     ``title`` may hold ``{}`` where the unit belongs (``{}samples/s``). ``log`` where they are spread widely.
     """
-    known = sorted(value for value in values if value is not None and math.isfinite(value) and value > 0)
-    most = known[-1] if known else 1.0
+    positive = sorted(value for value in values if value is not None and math.isfinite(value) and value > 0)
+    most = positive[-1] if positive else 1.0
     factor, unit = next((entry for entry in _UNITS[kind] if most >= entry[0]), _UNITS[kind][-1])
-    base = 10 if log and known and known[-1] / known[0] >= _MIN_LOG_RATIO else 0
+    base = 10 if log and positive and positive[-1] / positive[0] >= _MIN_LOG_RATIO else 0
     if "{}" in title:
         return PlotAxis(title.format(f"{unit} " if unit else ""), factor, "", base)
     return PlotAxis(title, factor, unit, base)
@@ -174,8 +174,8 @@ def make_axis(title: str, kind: str, values: Iterable[float | None], *, log: boo
 
 def device_axis(counts: Iterable[float]) -> PlotAxis:
     """An axis of numbers of devices: logarithmic where they double."""
-    known = sorted(set(counts))
-    doubles = len(known) > 1 and known[0] > 0 and known[-1] / known[0] >= 4
+    distinct = sorted(set(counts))
+    doubles = len(distinct) > 1 and distinct[0] > 0 and distinct[-1] / distinct[0] >= 4
     return PlotAxis("devices", log=2 if doubles else 0)
 
 

@@ -4,8 +4,11 @@ the choice among all feeds."""
 from __future__ import annotations
 
 import math
+import queue
+import threading
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.errors import WorkerError
 from hpcbench.parallel.workloads import BATCH_SLOTS, DATASETS, LARGE_SAMPLE_NUMBERS, is_resident
-from hpcbench.worker.data.batch_loader import BatchLoader, PendingBatch, SampleLayout, SampleReader
 from hpcbench.worker.data.feed import NO_FILES, Batch, DataFeed, DataSource
 from hpcbench.worker.data.resident_feed import ResidentFeed
-from hpcbench.worker.data.sample_files import open_real_samples, open_synthetic_samples, require_data_folder
+from hpcbench.worker.data.sample_files import (
+    SampleReader,
+    open_real_samples,
+    open_synthetic_samples,
+    require_data_folder,
+)
 from hpcbench.worker.data.sample_generator import NOISE_FRACTION, PATTERN_EDGE, PHRASE_LENGTH
 
 _MAX_PATTERN_NUMBERS = 2**22
@@ -121,6 +129,109 @@ _LARGE_BATCH_BYTES = 2**30
 """Size of a batch from which on only one batch is read ahead."""
 
 
+SAMPLE_TIMEOUT_S = 300.0
+"""A run fails after this time without a single new sample."""
+_CLOSE_TIMEOUT_S = 1.0
+
+
+class SampleLayout:
+    """Shapes and dtypes of one sample in memory; ``target`` is ``class``, ``values`` or ``tokens``."""
+
+    def __init__(self, inputs: tuple[int, ...], targets: tuple[int, ...], target: str) -> None:
+        self.inputs, self.targets = inputs, targets
+        self.inputs_type = torch.int64 if target == "tokens" else torch.float32
+        self.targets_type = torch.float32 if target == "values" else torch.int64
+
+
+class PendingBatch:
+    """A batch that reader threads are filling."""
+
+    def __init__(self, indexes: Sequence[int], shape: SampleLayout, pinned: bool) -> None:
+        count = len(indexes)
+        self.indexes = indexes
+        self.inputs = torch.empty(count, *shape.inputs, dtype=shape.inputs_type, pin_memory=pinned)
+        self.targets = torch.empty(count, *shape.targets, dtype=shape.targets_type, pin_memory=pinned)
+        self.arrays = (self.inputs.numpy(), self.targets.numpy().reshape(count, -1))
+        self.error: BaseException | None = None
+        self.dropped = False
+        self._left = count
+        self._progress = threading.Condition()
+
+    def sample_done(self, error: BaseException | None) -> None:
+        """Count one more sample, which was read or failed with ``error``."""
+        with self._progress:
+            self.error = self.error or error
+            self._left -= 1
+            self._progress.notify_all()
+
+    def wait(self, location: str) -> tuple[Tensor, Tensor]:
+        """Return the complete batch; raises the exception of a failed read."""
+        with self._progress:
+            while self._left and self.error is None:
+                before = self._left
+                if not self._progress.wait(SAMPLE_TIMEOUT_S) and self._left == before:
+                    message = f"waited {SAMPLE_TIMEOUT_S:.0f} s for a sample of {location}: the file system is stuck"
+                    raise WorkerError(message)
+        if self.error is not None:
+            raise self.error
+        return self.inputs, self.targets
+
+
+class BatchLoader:
+    """``threads`` readers of one set, which load the next batches while a step computes.
+
+    Reading and decoding release the interpreter lock. The threads are daemons: a rank that ends does not wait for a
+    file system.
+    """
+
+    def __init__(self, samples: SampleReader, shape: SampleLayout, threads: int, pinned: bool) -> None:
+        self.threads = threads
+        self._samples, self._shape, self._pinned = samples, shape, pinned
+        self._jobs: queue.SimpleQueue[tuple[PendingBatch, int] | None] = queue.SimpleQueue()
+        self._readers = [
+            threading.Thread(target=self._serve, name=f"loader-{number}", daemon=True) for number in range(threads)
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def begin(self, indexes: Sequence[int]) -> PendingBatch:
+        """Start reading a batch; returns at once."""
+        pending = PendingBatch(indexes, self._shape, self._pinned)
+        for position in range(len(indexes)):
+            self._jobs.put((pending, position))
+        return pending
+
+    def wait(self, pending: PendingBatch) -> tuple[Tensor, Tensor]:
+        """Return the batch's inputs and targets on the host."""
+        return pending.wait(self._samples.location)
+
+    def close(self) -> None:
+        """End the threads, each after its current sample; a thread that is stuck ends with the process."""
+        while True:
+            try:
+                self._jobs.get_nowait()
+            except queue.Empty:
+                break
+        for _ in self._readers:
+            self._jobs.put(None)
+        give_up = time.monotonic() + _CLOSE_TIMEOUT_S
+        for reader in self._readers:
+            reader.join(max(0.0, give_up - time.monotonic()))
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            pending, position = job
+            if pending.dropped or pending.error is not None:
+                continue
+            inputs, targets = pending.arrays
+            try:
+                self._samples.read(pending.indexes[position], inputs[position], targets[position])
+            except BaseException as error:  # noqa: BLE001 - raised by the step that waits
+                pending.sample_done(error)
+            else:
+                pending.sample_done(None)
+
+
 class FileFeed(DataFeed):
     """Samples in files. A step's data phase is the wait for a batch and its copy to the device; reads overlap steps.
 
@@ -163,7 +274,7 @@ class FileFeed(DataFeed):
         return self._finish(self._loader, pending)
 
     def held_out(self) -> Iterator[Batch] | None:
-        """Iterate over ImageNet's ``val``, if it is there."""
+        """Return an iterator over the held-out samples (ImageNet's ``val``); ``None`` if there are none."""
         if self.kind != "real" or DATASETS[self._spec.dataset].target != "class":
             return None
         samples = open_real_samples(self._spec, self._folder, held_out=True)

@@ -160,7 +160,11 @@ def _exit_with_parent(parent: int) -> None:
 
 
 def make_sample_folder(pool: Path, dataset: str, size: int, number: int, count: int) -> int:
-    """Make part ``number``, unless another maker has completed it; returns ``count``, its samples."""
+    """Make part ``number``, unless another maker has completed it; returns ``count``, its samples.
+
+    Raises:
+        StorageError: the folder cannot be written.
+    """
     from hpcbench.worker.data.sample_generator import SampleGenerator
 
     if _is_complete(pool, number, count):

@@ -100,7 +100,11 @@ def _read_mnist_part(spec: RunSpec, folder: Path, is_train: bool) -> Batch:
 
 
 def read_idx(path: Path) -> Any:
-    """Return the array of bytes in an idx file (yann.lecun.com's format), which may be compressed with gzip."""
+    """Return the array of bytes in an idx file (yann.lecun.com's format), which may be compressed with gzip.
+
+    Raises:
+        WorkerError: the file cannot be read, or is no idx file of 1 to 3 dims.
+    """
     data = _read_whole_file(path)
     if len(data) < 4 or data[:2] != b"\0\0" or data[2] != _IDX_UINT8 or not 1 <= data[3] <= 3:
         raise WorkerError(f"{path} is no idx file of bytes: it begins with {data[:4].hex() or 'nothing'}")
@@ -137,7 +141,11 @@ def _read_cifar10_part(spec: RunSpec, folder: Path, is_train: bool) -> Batch:
 
 
 def read_cifar_batch(path: Path) -> Batch:
-    """Read one of CIFAR-10's python batches: pixels [n, 3, 32, 32] and labels [n]."""
+    """Read one of CIFAR-10's python batches: pixels [n, 3, 32, 32] and labels [n].
+
+    Raises:
+        WorkerError: the file cannot be read, or is no such batch.
+    """
     try:
         content = _NumpyUnpickler(io.BytesIO(_read_whole_file(path)), encoding="bytes").load()
     except WorkerError:

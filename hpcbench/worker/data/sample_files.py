@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -21,7 +21,6 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import StorageError, WorkerError, unsupported
 from hpcbench.parallel.workloads import DATASETS, sample_shape
 from hpcbench.results import data_folder
-from hpcbench.worker.data.batch_loader import SampleReader
 
 _VALIDATION_FOLDERS = ("validation", "val", "valid", "test")
 _IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png")
@@ -34,6 +33,21 @@ ChannelStatistics = tuple[tuple[float, ...], tuple[float, ...]]
 SYNTHETIC_STATISTICS = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
 IMAGENET_STATISTICS = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """The figures that torchvision's models are trained with."""
+
+
+class SampleReader(Protocol):
+    """A data set in files. ``read`` is called from several threads at once and calls no torch, which would start more.
+
+    Args of ``read``: the sample's index, and the numpy arrays to fill: ``inputs`` [*sample shape] and ``target`` [1],
+    [values] or [length]. It raises ``WorkerError`` for a file that cannot be read.
+    """
+
+    location: str
+    """The files' folder, for messages."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int, inputs: Any, target: Any) -> None: ...
 
 
 class ImageReader:
@@ -121,7 +135,7 @@ class VolumeReader:
         return len(self._files) * self._per_edge**3
 
     def read(self, index: int, inputs: Any, target: Any) -> None:
-        """Fill ``inputs`` [channels, n, n, n] and ``target`` [values]."""
+        """Fill ``inputs`` [channels, n, n, n] and ``target`` [values]; ``WorkerError`` if the file has other shapes."""
         number, cube = divmod(index, self._per_edge**3)
         path = self._files[number]
         size, channels = self._shape[-1], self._shape[0]
@@ -188,7 +202,7 @@ class TokenReader:
         return self._ends[-1]
 
     def read(self, index: int, inputs: Any, target: Any) -> None:
-        """Fill ``inputs`` [length] and ``target`` [length]."""
+        """Fill ``inputs`` [length] and ``target`` [length]; ``WorkerError`` for a token beyond the vocabulary."""
         number = bisect.bisect_right(self._ends, index)
         first = (index - (self._ends[number - 1] if number else 0)) * self._length
         tokens = self._tokens[number][first : first + self._length + 1]

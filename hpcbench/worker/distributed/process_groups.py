@@ -29,35 +29,55 @@ def to_timedelta(value: float) -> datetime.timedelta:
 
 
 def clone_connection(store: TCPStore) -> TCPStore:
-    """A connection of its own to the same store: one that waits in a call blocks every other caller."""
+    """Return another connection to the same store: a call that waits blocks all other calls on its connection."""
     return TCPStore(store.host, store.port, None, False, to_timedelta(300), wait_for_workers=False)
 
 
 @dataclass(frozen=True)
 class RankContext:
-    """A rank of ``group`` (the default group if ``None``) and its device: the place at which a strategy runs."""
+    """A rank, its device and the group of all ranks: the argument of ``Strategy.setup``.
+
+    Ranks of a run are numbered 0 to ``world_size - 1``, those of a node after each other.
+
+    Example::
+
+        context = RankContext(0, 1, torch.device("cpu"))  # a rank alone, without a process group
+    """
 
     rank: int
+    """Number of this rank in ``group``."""
     world_size: int
+    """Number of ranks of ``group``."""
     device: torch.device
+    """The device of this rank's tensors."""
     group: dist.ProcessGroup | None = None
+    """The group of all ranks; ``None``: the default group, or none if there is one rank."""
     wait_s: float = 300.0
     """Seconds that a rank waits for the other ranks before the run fails."""
 
     def members(self) -> dist.ProcessGroup:
-        """The group itself, for libraries that want one named."""
+        """Return the process group of all ranks, for libraries that need it as an argument.
+
+        It is an error to call it before a process group exists (``AssertionError``).
+        """
         group = self.group or dist.group.WORLD
         assert group is not None, "a strategy with a degree of its own has a process group"
         return group
 
 
 class RankGroup(NamedTuple):
-    """This rank's group along one axis, or along several."""
+    """This rank's group along one axis of the mesh, or along several: the argument of collectives.
+
+    Example::
+
+        group = make_group(mesh, context, "tp")
+        dist.all_reduce(x, group=group.members())  # if group.size > 1
+    """
 
     ranks: tuple[int, ...]
     """Ranks of the run, ascending."""
     place: int
-    """Place of this rank among ``ranks``."""
+    """Index of this rank in ``ranks``, 0 to ``size - 1``."""
     process_group: dist.ProcessGroup | None
     """``None`` where the rank is alone."""
 
@@ -67,26 +87,35 @@ class RankGroup(NamedTuple):
         return len(self.ranks)
 
     def members(self) -> dist.ProcessGroup:
-        """The process group of a group that is known to have several ranks."""
+        """Return the process group; an error (``AssertionError``) for a group of one rank, which has none."""
         assert self.process_group is not None, "a single rank has no other rank to talk to"
         return self.process_group
 
     def global_rank(self, place: int) -> int:
-        """Return the rank by which torch's point-to-point calls name the member at ``place``."""
+        """Return the rank of ``ranks[place]`` in the default group, which torch's point-to-point calls need."""
         return dist.get_global_rank(self.members(), place)
 
 
 def make_group(mesh: RankMesh, context: RankContext, *axes: str, purpose: str = "") -> RankGroup:
-    """The group of ``context`` along ``axes``. All ranks of the run make the same calls in the same order.
+    """Return the group of ``context.rank`` along ``axes``.
 
-    A ``purpose`` asks for a group of its own, with communicators of its own, beside that of the same ranks without.
+    All ranks of the run make the same calls in the same order. A process keeps its process groups for equal calls.
+
+    Args:
+        mesh: the ranks of the run by their coordinates; its size is ``context.world_size``.
+        context: this rank.
+        axes: axes of ``MESH_AXES``; the group has the ranks that differ from this one in no other axis.
+        purpose: a name; with it the group has its own process group and communicators.
     """
     assert mesh.size == context.world_size, f"{mesh} of {context.world_size} ranks"
     return make_group_of_ranks(mesh.group(context.rank, *axes), context, purpose)
 
 
 def make_group_of_ranks(ranks: Iterable[int], context: RankContext, purpose: str = "") -> RankGroup:
-    """The group of just those ``ranks`` of the run, ``context`` among them; each of them calls it."""
+    """Return the group of ``ranks`` of the run, one of which is ``context.rank``.
+
+    Each of ``ranks`` calls it, no other rank. ``purpose`` as in ``make_group``.
+    """
     chosen = tuple(sorted(ranks))
     process_group = None
     if len(chosen) > 1:
@@ -98,7 +127,7 @@ def make_group_of_ranks(ranks: Iterable[int], context: RankContext, purpose: str
 
 
 def make_axis_groups(mesh: RankMesh, context: RankContext) -> dict[str, RankGroup]:
-    """One group for each of ``MESH_AXES``."""
+    """Return one group for each of ``MESH_AXES``, by axis. Collective: every rank of the run calls it."""
     return {axis: make_group(mesh, context, axis) for axis in MESH_AXES}
 
 
@@ -129,5 +158,5 @@ def _fixed_group_name(name: str) -> Iterator[None]:
 
 
 def clear_group_cache() -> None:
-    """After the default process group was destroyed, and all others with it."""
+    """Forget all groups. Call it after the default process group was destroyed, which destroys them."""
     _new_process_group.cache_clear()

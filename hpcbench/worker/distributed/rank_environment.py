@@ -152,12 +152,12 @@ def user_environment(env: Mapping[str, str], launcher_environ: Path) -> dict[str
     ``launcher_environ`` is ``/proc/<torchrun>/environ``: what torchrun was started with, which its own changes do not
     touch. Where it cannot be read the variable is taken for the user's.
     """
-    kept = dict(env)
+    user_env = dict(env)
     if "TORCHELASTIC_RUN_ID" in env and env.get("OMP_NUM_THREADS") == "1":
         with contextlib.suppress(OSError):
             if b"\0OMP_NUM_THREADS=" not in b"\0" + launcher_environ.read_bytes():
-                del kept["OMP_NUM_THREADS"]
-    return kept
+                del user_env["OMP_NUM_THREADS"]
+    return user_env
 
 
 def missing_variables(env: Mapping[str, str], wanted: Mapping[str, str], run_id: str) -> dict[str, str]:
@@ -187,8 +187,8 @@ def performance_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 def user_performance_environment(env: Mapping[str, str], of_run: Mapping[str, str]) -> dict[str, str]:
     """Variables that matter and that neither the run itself (its ``env``), the launcher nor the scheduler has set."""
-    kept = performance_environment(env)
-    return {name: kept[name] for name in kept if name not in of_run and name not in _SET_PER_JOB}
+    variables = performance_environment(env)
+    return {name: variables[name] for name in variables if name not in of_run and name not in _SET_PER_JOB}
 
 
 def cpu_mask() -> list[int]:

@@ -40,15 +40,15 @@ class NetworkInterface(NamedTuple):
 def list_interfaces() -> list[NetworkInterface]:
     """Interfaces that are up and have an address, in the system's order; link-local addresses are left out."""
     states = psutil.net_if_stats()
-    found = []
+    interfaces = []
     for name, entries in psutil.net_if_addrs().items():
         if name in states and not states[name].isup:
             continue
         texts = [e.address for family in (socket.AF_INET, socket.AF_INET6) for e in entries if e.family == family]
         usable = [text for text in texts if not ipaddress.ip_address(text.partition("%")[0]).is_link_local]
         if usable:
-            found.append(NetworkInterface(name, usable))
-    return found
+            interfaces.append(NetworkInterface(name, usable))
+    return interfaces
 
 
 def choose_interface(
@@ -89,14 +89,22 @@ def resolve_addresses(name: str) -> list[str]:
 
 
 def interface_holding(address: str, present: list[NetworkInterface]) -> str | None:
-    """The interface that holds ``address``."""
+    """Return the name of the interface that has ``address``; ``None`` if none has it."""
     return next((interface.name for interface in present if address in interface.addresses), None)
 
 
 def reachable_address(single_node: bool, wanted: str | None, host_suffix: str) -> tuple[str | None, str]:
-    """(interface, address) by which the other ranks reach this one.
+    """Return the interface and the address by which the other ranks reach this one.
 
-    A world on one node talks over loopback. ``host_suffix`` (JUWELS' ``i``) names the fast network's host name.
+    The interface is ``None`` if the host has an address but no interface that is up.
+
+    Args:
+        single_node: whether all ranks are on one node: they use loopback.
+        wanted: the profile's interface, or the beginning of its name; ``None`` if the profile names none.
+        host_suffix: suffix of this host's name in the fast network (JUWELS: ``i``); empty for none.
+
+    Raises:
+        WorkerError: there is no such interface or no address that another node could reach.
     """
     if single_node:
         return "lo", "127.0.0.1"
@@ -135,9 +143,18 @@ class RendezvousFile(msgspec.Struct):
 
 
 def join_store(info: RankInfo, header: TaskFileHeader, path: Path, launch: str, single_node: bool) -> TCPStore:
-    """The store that all ranks of ``launch`` (``run_id/attempt``) share, once all of them are there.
+    """Return the store that all ranks of a launch share, once all of them have joined.
 
-    Waits ``header.wait_s`` at most; ``WorkerError`` then names the file, the seconds, and on rank 0 who is missing.
+    Args:
+        info: this rank; rank 0 opens the store.
+        header: the submission's header: time limit (``wait_s``), network interface and host names.
+        path: the file in which rank 0 writes its address (``Attempt.rendezvous_path``).
+        launch: ``run_id/attempt``, by which a file of another launch is recognised.
+        single_node: whether all ranks are on one node, where they use loopback.
+
+    Raises:
+        WorkerError: a rank did not join within ``header.wait_s``; the message has the file, the seconds and, on
+            rank 0, the missing ranks. Also if this host has no usable address.
     """
     interface, address = reachable_address(single_node, header.interface, header.host_suffix)
     set_interface_variables(interface, header.interface is not None, single_node)
@@ -227,7 +244,7 @@ def _connect_store(meeting: RendezvousFile, wait_s: float, limit_s: float) -> TC
 
 
 def wait_for_keys(store: Store, keys: list[str], wait_s: float) -> list[str]:
-    """Which of ``keys`` are still absent when all are there or ``wait_s`` has passed."""
+    """Wait until ``store`` has all ``keys``, at most ``wait_s`` seconds; return the keys that are still absent."""
     give_up = time.monotonic() + wait_s
     pause = 0.002
     missing = keys
@@ -247,17 +264,33 @@ _CAUSE_KEY = "cause"
 
 
 class ControlChannel:
-    """The shared store, seen from one rank. Nothing here waits without a limit."""
+    """Messages between the ranks of a run outside the process groups: ends, causes, progress and results.
+
+    They pass through the store that rank 0 opened, so they also arrive while a collective hangs. No method waits
+    without a time limit. A lost store is no error in ``announce_abort``, ``cause``, ``send`` and ``collect``, which a
+    rank calls as it ends; other methods raise torch's ``RuntimeError`` (``DistStoreError``).
+
+    Example::
+
+        channel = ControlChannel(store, rank=1, world_size=4)
+        channel.watch_peers(on_abort=stop, on_lost=stop)
+        channel.send(result)  # rank 0: channel.collect(attempt, wait_s=60.0)
+    """
 
     def __init__(self, store: TCPStore, rank: int, world_size: int) -> None:
+        """``store`` is the result of ``join_store``; ``rank`` is this rank, 0 to ``world_size - 1``."""
         self.store = store
         self.rank = rank
         self.world_size = world_size
 
     def watch_peers(self, on_abort: Callable[[], None], on_lost: Callable[[], None]) -> None:
-        """Start a thread: ``on_abort`` when a rank announces its end, ``on_lost`` when rank 0 is gone.
+        """Start a thread that calls one of the functions once, when another rank ends.
 
         The thread sleeps in the store until then: it costs the measured steps nothing.
+
+        Args:
+            on_abort: called when a rank has announced its end.
+            on_lost: called when the store is gone, and with it rank 0.
         """
         store = clone_connection(self.store)
 
@@ -272,14 +305,18 @@ class ControlChannel:
         threading.Thread(target=wait, name="peers", daemon=True).start()
 
     def announce_abort(self, cause: FailureCause | None) -> None:
-        """Announce that this rank ends; ``cause`` is ``None`` if that only follows from another rank's end."""
+        """Announce that this rank ends before the others. The first announced cause counts.
+
+        Args:
+            cause: the failure of this rank; ``None`` if its end only follows from another rank's.
+        """
         with contextlib.suppress(RuntimeError):
             if cause is not None:
                 self.store.compare_set(_CAUSE_KEY, "", msgspec.json.encode(cause).decode())
             self.store.set(_ABORT_KEY, "1")
 
     def cause(self) -> FailureCause | None:
-        """Return the cause that the first failed rank announced."""
+        """Return the cause that the first failed rank announced; ``None`` if no rank did, or the store is gone."""
         try:
             if self.store.check([_CAUSE_KEY]):
                 return msgspec.json.decode(self.store.get(_CAUSE_KEY), type=FailureCause)
@@ -288,7 +325,7 @@ class ControlChannel:
         return None
 
     def publish(self, key: str, text: str) -> None:
-        """Set ``key`` for all ranks."""
+        """Set ``key`` to ``text`` for all ranks."""
         self.store.set(key, text)
 
     def wait_while_progressing(
@@ -297,6 +334,9 @@ class ControlChannel:
         """Wait for ``done_key`` as long as the value of ``progress_key`` changes at least every ``patience_s``.
 
         Args:
+            progress_key: a key whose value another rank changes as it gets on (``publish``).
+            done_key: the key that it sets at the end.
+            patience_s: seconds without a change after which the wait fails.
             check: called at every poll; may raise.
             awaited: name of the work, for the message.
 
@@ -317,13 +357,18 @@ class ControlChannel:
             pause = min(2 * pause, _PROGRESS_POLL_S)
 
     def send(self, result: RankResult) -> None:
-        """Hand ``result`` to rank 0. What is too large for a store is left to the rank's file."""
+        """Send ``result`` to rank 0. Rank 0 reads one that is too large for the store from the rank's file."""
         data = msgspec.json.encode(result)
         with contextlib.suppress(RuntimeError):
             self.store.set(f"result/{self.rank}", data.decode() if len(data) <= _LARGEST_VALUE_BYTES else "")
 
     def collect(self, attempt: Attempt, wait_s: float) -> dict[int, RankResult]:
-        """Return the ranks' results, by rank; of ranks that sent none within ``wait_s``, those in their files."""
+        """Wait for the results of all ranks and return them by rank. Called on rank 0.
+
+        Args:
+            attempt: the attempt whose rank files stand in for results that were not sent.
+            wait_s: seconds until a missing result is read from the rank's file; ranks without one are left out.
+        """
         keys = {f"result/{rank}": rank for rank in range(self.world_size)}
         results: dict[int, RankResult] = {}
         with contextlib.suppress(RuntimeError):

@@ -96,7 +96,7 @@ def describe_outcome(error: Exception) -> tuple[Outcome, str]:
     while cause is not None:
         chain.append(cause)
         cause = cause.__cause__  # type: ignore[assignment]
-    if any(isinstance(one, _NOT_FAKEABLE) or _NOT_FAKEABLE_MESSAGE.search(str(one)) for one in chain):
+    if any(isinstance(each, _NOT_FAKEABLE) or _NOT_FAKEABLE_MESSAGE.search(str(each)) for each in chain):
         message = " ".join(str(error).split("\n")[:1])
         return "not_fakeable", f"{type(error).__name__}: {message} (at {site_of(chain[-1])})"
     _, record = describe_error(error)

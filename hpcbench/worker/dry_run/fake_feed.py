@@ -5,15 +5,13 @@ from __future__ import annotations
 import torch
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.strategies.pipeline import pipedream_staleness
+from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.workloads import BATCH_SLOTS, DATASETS, LARGE_SAMPLE_NUMBERS, is_resident
 from hpcbench.worker.data.feed import Batch, DataFeed
 from hpcbench.worker.dry_run.repeated_passes import SteadyWindow
 from hpcbench.worker.layers import zero_batch
-from hpcbench.worker.strategies.base import Strategy
 from hpcbench.worker.strategies.pipeline.p2p import PREFETCHED_RECEIVES
-from hpcbench.worker.strategies.pipeline.pipedream import PipedreamStrategy
-from hpcbench.worker.strategies.pipeline.pipeline_runtime import PipelineRuntime
+from hpcbench.worker.strategies.pipeline.strategy import PipelineStrategy
 
 _WINDOWS = (PREFETCHED_RECEIVES, PREFETCHED_RECEIVES + 1)
 """Micro-batches of the last two steps of an asynchronous pipeline: as many receives are posted as in a longer one."""
@@ -67,14 +65,15 @@ class FakeFeed(DataFeed):
         return self.to_device(inputs), targets.to(self.device, non_blocking=True)
 
 
-def shorten_steps(feed: FakeFeed, strategy: Strategy, runtime: PipelineRuntime) -> SteadyWindow | None:
+def shorten_steps(feed: FakeFeed, strategy: PipelineStrategy) -> SteadyWindow | None:
     """Give the steps before the last one, which only make state and records, few micro-batches.
 
     The windows of an asynchronous pipeline are equal from the second one on, when all weight versions exist: of those
     two short ones are enough, and what a longer one adds to them is the result.
     """
-    is_asynchronous = isinstance(strategy, PipedreamStrategy)
-    double_buffered = isinstance(strategy, PipedreamStrategy) and pipedream_staleness(strategy.spec).double_buffered
+    runtime, staleness = strategy.runtime, get_strategy(strategy.spec.strategy).staleness
+    is_asynchronous = staleness is not None
+    double_buffered = staleness is not None and staleness(strategy.spec).double_buffered
     if is_asynchronous and (double_buffered or not feed.is_held or feed.micro_batches <= _WINDOWS[-1]):
         feed.step_lengths = dict.fromkeys(range(1), feed.micro_batches)
         return None

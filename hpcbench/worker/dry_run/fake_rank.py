@@ -12,11 +12,10 @@ do not depend on that; what a strategy decides by the type of its device is repl
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -31,31 +30,23 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.catalog import get_strategy, options_with_defaults
-from hpcbench.parallel.gradient_buckets import MIB
+from hpcbench.parallel.catalog import get_strategy, load_object, options_with_defaults
 from hpcbench.results.probe_records import DryRunTask, StepFigures
 from hpcbench.worker.distributed import process_groups
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.dry_run.fake_feed import FakeFeed, shorten_steps
-from hpcbench.worker.dry_run.modelled_ddp import ModelledDdp
-from hpcbench.worker.dry_run.modelled_libraries import ModelledHorovod, create_inline_workers, make_flat_parameter
+from hpcbench.worker.dry_run.modelled_libraries import ModelledDdp
 from hpcbench.worker.dry_run.repeated_passes import RepeatedPasses
-from hpcbench.worker.dry_run.shared_models import forms_of_model, shared_meta_model, trace_once
+from hpcbench.worker.dry_run.shared_forms import forms_of_model, shared_meta_model, trace_once
 from hpcbench.worker.dry_run.step_recorder import StepRecorder
 from hpcbench.worker.model_execution import MixedPrecision, wrap_blocks
-from hpcbench.worker.strategies.base import SingleStrategy, Strategy, resolve_runtime
+from hpcbench.worker.strategies.base import DataParallelStrategy, Strategy, resolve_runtime
 from hpcbench.worker.strategies.data import DdpStrategy
 from hpcbench.worker.strategies.pipeline import stage_assignment
-from hpcbench.worker.strategies.pipeline.fairscale_pipe import FairscalePipeStrategy
-from hpcbench.worker.strategies.pipeline.pipeline_runtime import PipelineRuntime
 from hpcbench.worker.strategies.pipeline.strategy import PipelineStrategy
 
 _FAKE_DEVICES = {"cpu": torch.device("cpu"), "cuda": torch.device("cpu", 0)}
 """Device of the fake tensors by the kind of the run's device. Real tensors lose the index, fake ones keep it."""
-_STEPS = 2
-"""The first one creates the optimizer's state and learns the order of gradients."""
-_POWERSGD_STEPS = 3
-"""PowerSGD compresses from the third one on."""
 
 
 class NotFakeableError(Exception):
@@ -89,16 +80,15 @@ def record_step(task: DryRunTask, rank: int, *, repeats: bool = True) -> StepRec
     """
     spec, recorder = task.spec, StepRecorder(_FAKE_DEVICES[task.device])
     with built_rank(task, rank, recorder) as (strategy, feed):
-        runtime = getattr(strategy, "runtime", None)
         steps, window = steps_until_steady(spec), None
-        if repeats and isinstance(runtime, PipelineRuntime) and spec.options.get("batch_norm") != "deferred":
-            assert isinstance(strategy, PipelineStrategy), "only pipelines have such a runtime"
+        if repeats and isinstance(strategy, PipelineStrategy) and spec.options.get("batch_norm") != "deferred":
             RepeatedPasses(strategy, recorder)
-            window = shorten_steps(feed, strategy, runtime)
+            window = shorten_steps(feed, strategy)
             steps = len(feed.step_lengths) + (window is None)
-        elif repeats and isinstance(strategy, FairscalePipeStrategy):
+        elif repeats and strategy.warm_up == "micro_batch":
             feed.step_lengths = {0: 1}
-        elif type(strategy) is SingleStrategy:
+        elif strategy.warm_up == "optimizer_state":
+            assert isinstance(strategy, DataParallelStrategy), "only an unwrapped model keeps no more"
             _create_optimizer_state(strategy)
             steps = 1
         strategy.announce(range(steps))
@@ -114,7 +104,7 @@ def record_step(task: DryRunTask, rank: int, *, repeats: bool = True) -> StepRec
 
 def steps_until_steady(spec: RunSpec) -> int:
     """Return the number of steps of which the last one does what all later ones do."""
-    return _POWERSGD_STEPS if spec.options.get("compression") == "powersgd" else _STEPS
+    return resolve_runtime(spec.strategy).steps_until_steady(spec)
 
 
 @contextmanager
@@ -151,7 +141,7 @@ def built_rank(task: DryRunTask, rank: int, recorder: StepRecorder) -> Iterator[
         yield strategy, FakeFeed(spec, recorder.device)
 
 
-def _create_optimizer_state(strategy: SingleStrategy) -> None:
+def _create_optimizer_state(strategy: DataParallelStrategy) -> None:
     """Make what the first step of an unwrapped model leaves behind: the optimizer's state."""
     for parameter in strategy.module.parameters():
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
@@ -256,7 +246,7 @@ class _TensorReplacer:
 
 def _use_foreach_updates(strategy: Strategy, device: str) -> None:
     """Let torch's optimizers that are not fused update all tensors together if the run does: their default on cuda."""
-    optimizer = getattr(strategy, "optimizer", None)
+    optimizer = strategy.optimizer
     if device == "cuda" and isinstance(optimizer, torch.optim.SGD | torch.optim.Adam):
         for group in optimizer.param_groups:
             group["foreach"] = not group["fused"]
@@ -276,20 +266,11 @@ def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
 def _stand_ins(task: DryRunTask, recorder: StepRecorder) -> Iterator[None]:
     """Replace what does not run on fake tensors or depends on the device; the recorder gets the names of the models."""
     replacements = _own_replacements(task, recorder)
-    if resolve_runtime(task.spec.strategy).__name__.startswith("Fairscale"):
-        # Without fairscale the strategy reports what to install.
-        with suppress(ImportError):
-            wrapper = importlib.import_module("fairscale.nn.misc.flatten_params_wrapper")
-            importlib.import_module("fairscale.nn.pipe.pipeline")
-            replacements[f"{wrapper.__name__}:FlatParameter"] = make_flat_parameter(wrapper.FlatParameter)
-            replacements["fairscale.nn.pipe.pipeline:create_workers"] = create_inline_workers
-            replacements["fairscale.nn.pipe.pipeline:join_workers"] = lambda *_queues: None
-            sharded = importlib.import_module("fairscale.nn.data_parallel.fully_sharded_data_parallel")
-            # It compares values of all ranks, once, on cuda.
-            replacements[f"{sharded.__name__}:validate_process_group"] = lambda *_group: None
-            # Tensors that it keeps for the process would be those of an earlier dry run.
-            replacements["fairscale.nn.pipe.phony:_phonies"] = dict[Any, Any]()
-            replacements["fairscale.nn.pipe.copy:get_device"] = lambda _stream: recorder.device
+    library_stand_ins = resolve_runtime(task.spec.strategy).stand_ins
+    if library_stand_ins is not None:
+        make_stand_ins = load_object(library_stand_ins)
+        assert callable(make_stand_ins), f"{library_stand_ins} is no function"
+        replacements |= make_stand_ins(task.spec, recorder)
     with ExitStack() as stack:
         for target, replacement in replacements.items():
             module, _, path = target.partition(":")
@@ -340,10 +321,6 @@ def _own_replacements(task: DryRunTask, recorder: StepRecorder) -> dict[str, Any
         replacements[f"{strategies}.base:prefers_fused_updates"] = lambda _device: True
         # DDP's bf16 compression is offered on cuda only.
         replacements[f"{strategies}.data:DdpStrategy._register_compression_hook"] = _register_hook_of_cuda
-    if f"{strategies}.horovod" in sys.modules:
-        fusion_bytes = int(float(options_with_defaults(spec).get("fusion_threshold_mb", 0)) * MIB)
-        replacements[f"{strategies}.horovod:load_horovod"] = noted("horovod", lambda: ModelledHorovod(fusion_bytes))
-        replacements[f"{strategies}.horovod:start_horovod"] = lambda *_arguments: None
     return replacements
 
 

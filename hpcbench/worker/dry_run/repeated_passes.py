@@ -34,9 +34,9 @@ class PassEffect(NamedTuple):
     """Additions of a pass to the record."""
 
     live_bytes: int
-    """From its beginning to its end; negative if it freed more than it kept."""
+    """Live bytes at the end of the pass less those at its beginning; negative if it freed more than it kept."""
     peak_bytes: int
-    """Above the bytes at its beginning."""
+    """Most live bytes during the pass less those at its beginning."""
     peak_layer: str
     operators: int
     calls: tuple[Traffic, ...]
@@ -144,8 +144,8 @@ class RepeatedPasses:
         kind: ForwardKind = (len(inputs[0]), recompute)
         creates, sends = self._backward_role(number, micro_batch)
         backward_kind: BackwardKind = (kind, creates)
-        known = records.forwards.get(kind)
-        is_stepped = known is None or sends or backward_kind not in records.backwards
+        record = records.forwards.get(kind)
+        is_stepped = record is None or sends or backward_kind not in records.backwards
         if is_stepped:
             before = dict(self._recorder.storages)
             outputs, effect = self._measure(
@@ -154,11 +154,11 @@ class RepeatedPasses:
             records.forwards[kind] = ForwardRecord(effect, tuple(map(TensorForm.of, outputs)))
             hidden = effect.live_bytes - self._new_bytes(outputs, before)
         else:
-            assert known is not None, "a forward pass that is repeated before it was stepped"
-            with self._repeated(known.effect):
-                outputs = tuple(form.empty(self._recorder.device) for form in known.outputs)
+            assert record is not None, "a forward pass that is repeated before it was stepped"
+            with self._repeated(record.effect):
+                outputs = tuple(form.empty(self._recorder.device) for form in record.outputs)
                 chunk._in_flight[micro_batch] = _MicroBatchState(inputs, outputs)
-                hidden = known.effect.live_bytes - self._added_bytes
+                hidden = record.effect.live_bytes - self._added_bytes
                 self._recorder.live_bytes += hidden
         self._in_flight[number, micro_batch] = _InFlight(backward_kind, is_stepped, hidden)
         return outputs
@@ -171,14 +171,14 @@ class RepeatedPasses:
             return ModelChunk.backward(chunk, micro_batch, run)
         parameters = list(chunk.module.parameters())
         if not is_stepped:
-            known = self._records[number].backwards[kind]
-            with self._repeated(known.effect):
+            record = self._records[number].backwards[kind]
+            with self._repeated(record.effect):
                 del chunk._in_flight[micro_batch]
-                for index in known.parameters:
+                for index in record.parameters:
                     if parameters[index].grad is None:
                         parameters[index].grad = torch.empty_like(parameters[index])
-                gradients = tuple(form.empty(self._recorder.device) for form in known.gradients)
-                self._recorder.live_bytes += known.remaining_bytes - hidden
+                gradients = tuple(form.empty(self._recorder.device) for form in record.gradients)
+                self._recorder.live_bytes += record.remaining_bytes - hidden
             return gradients
         without = [index for index, parameter in enumerate(parameters) if parameter.grad is None]
         state, before = chunk._in_flight[micro_batch], dict(self._recorder.storages)
@@ -199,10 +199,10 @@ class RepeatedPasses:
     def _backward_role(self, number: int, micro_batch: int) -> tuple[bool, bool]:
         """Return whether the backward pass of ``micro_batch`` creates gradients, and whether it sends them."""
         runtime = self._runtime
-        own = [action for action in runtime._actions if action.kind not in (FORWARD, UPDATE) and action.chunk == number]
+        passes = [each for each in runtime._actions if each.kind not in (FORWARD, UPDATE) and each.chunk == number]
         # With an update per minibatch each one has leaves, and gradients, of its own.
-        creates = any(action.kind == UPDATE for action in runtime._actions) or own[0].micro_batch == micro_batch
-        return creates, number in runtime.reducers and own[-1].micro_batch == micro_batch
+        creates = any(action.kind == UPDATE for action in runtime._actions) or passes[0].micro_batch == micro_batch
+        return creates, number in runtime.reducers and passes[-1].micro_batch == micro_batch
 
     def _measure(self, call: Callable[[], ResultT]) -> tuple[ResultT, PassEffect]:
         recorder = self._recorder
@@ -276,7 +276,7 @@ class SteadyWindow:
 
     def extrapolate(self, recorder: StepRecorder) -> None:
         """Let the counts of ``recorder``, those of the longer step, be those of the whole step."""
-        one, two = self._steps[-2:]
-        recorder.operators += self._further * (two[0] - one[0])
-        recorder.host_syncs += self._further * (two[1] - one[1])
-        recorder.calls += self._further * list((two[2] - one[2]).elements())
+        shorter, longer = self._steps[-2:]
+        recorder.operators += self._further * (longer[0] - shorter[0])
+        recorder.host_syncs += self._further * (longer[1] - shorter[1])
+        recorder.calls += self._further * list((longer[2] - shorter[2]).elements())

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 from torch.utils._pytree import tree_leaves
 
 import hpcbench
-from hpcbench.worker.dry_run.operator_forms import run_operator
+from hpcbench.worker.dry_run.shared_forms import run_operator
 from hpcbench.worker.measure import traffic_recorder
 from hpcbench.worker.measure.layer_trace import COMM_NAMESPACES
 from hpcbench.worker.measure.traffic_recorder import TrafficRecorder
@@ -86,7 +86,7 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
         """The mode of all fake tensors; ``None`` lets torch compute every operator."""
         self.layers = LayerMarks()
         self.storages: dict[int, tuple[weakref.ref[Any], int]] = {}
-        """Those that are alive, by address: a reference and the bytes."""
+        """Reference and bytes of each storage that is alive, by its address."""
         self._is_in_step = False
 
     def begin_step(self) -> None:
@@ -169,7 +169,7 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
             source, target = device_of(args[1]), device_of(args[0])
             is_async = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
         elif func in _INDEXED:
-            on_host = any(isinstance(one, Tensor) and device_of(one) != device_of(args[0]) for one in args[1])
+            on_host = any(isinstance(index, Tensor) and device_of(index) != device_of(args[0]) for index in args[1])
             if on_host and device_of(args[0]) == self.device:
                 self.host_sync("indices are copied from the host")
             return
@@ -202,16 +202,16 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
     def _follow_storage(self, storage: Any) -> bool:
         """Count the bytes of ``storage``; return whether it is new."""
         key, size = storage._cdata, storage.nbytes()
-        known = self.storages.get(key)
-        if known is not None and known[1] == size:
+        entry = self.storages.get(key)
+        if entry is not None and entry[1] == size:
             return False
-        reference = known[0] if known else weakref.ref(storage, partial(self._release, key))
+        reference = entry[0] if entry else weakref.ref(storage, partial(self._release, key))
         self.storages[key] = (reference, size)
-        self.live_bytes += size - (known[1] if known else 0)
+        self.live_bytes += size - (entry[1] if entry else 0)
         # Of several moments with the same peak the last one: passes whose record is repeated come before it.
         if self.live_bytes >= self.peak_bytes:
             self.peak_bytes, self.peak_layer = self.live_bytes, self.layers.current()
-        return known is None
+        return entry is None
 
     def _release(self, key: int, _reference: Any) -> None:
         self.live_bytes -= self.storages.pop(key)[1]
@@ -274,7 +274,7 @@ class LayerMarks:
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._running: list[str] = []
         self._sequences: list[int] = []
-        """From each of these numbers on, the nodes of autograd's graph belong to the layer of the same index."""
+        """Numbers from which on the nodes of autograd's graph belong to the layer of the same index in ``_layers``."""
         self._layers: list[str] = []
         self._handles: list[Any] = []
 

@@ -68,8 +68,8 @@ def process_tree_pids() -> set[int]:
 def mean_core_hz(cores: Sequence[int], root: Path = ROOT) -> float | None:
     """Return the mean clock of ``cores``; ``None`` if the kernel does not show it."""
     clocks = [read_int(_cpu_folder(root, core) / "cpufreq/scaling_cur_freq") for core in cores]
-    known = [clock * 1000.0 for clock in clocks if clock is not None]
-    return sum(known) / len(known) if known else None
+    clocks_hz = [clock * 1000.0 for clock in clocks if clock is not None]
+    return sum(clocks_hz) / len(clocks_hz) if clocks_hz else None
 
 
 def count_thermal_throttles(cores: Sequence[int], root: Path = ROOT) -> int | None:
@@ -196,14 +196,14 @@ class RegionCounters:
 
     @property
     def watched(self) -> HostActivity | None:
-        """Activity in all regions together; what one reading lacks is absent."""
+        """Activity in all regions together; figures that one reading lacks are absent. ``None`` without a region."""
         return _summarize_regions(self._regions) if self._regions else None
 
     @property
     def energy_j(self) -> float | None:
         """Energy of the device or the node; ``None`` unless its counter was read at every edge, and has moved."""
-        known = [joules for joules in self._joules if joules is not None]
-        return sum(known) or None if len(known) == len(self._joules) else None
+        joules_read = [joules for joules in self._joules if joules is not None]
+        return sum(joules_read) or None if len(joules_read) == len(self._joules) else None
 
     @property
     def energy_source(self) -> str | None:

@@ -179,12 +179,12 @@ def environment_digest(
     """
     if "hpcbench" not in provenance:
         return None
-    kept = {key: provenance[key] for key in _DIGEST_KEYS if key in provenance}
-    kept["hugepages"] = provenance.get("hugepages", {}).get("transparent")
-    kept["cores_per_task"] = header.cores_per_task
-    kept["interface"] = header.interface
-    kept["env"] = dict(user_env)
-    return hashlib.sha256(msgspec.json.encode(kept, order="deterministic")).hexdigest()[:12]
+    digested = {key: provenance[key] for key in _DIGEST_KEYS if key in provenance}
+    digested["hugepages"] = provenance.get("hugepages", {}).get("transparent")
+    digested["cores_per_task"] = header.cores_per_task
+    digested["interface"] = header.interface
+    digested["env"] = dict(user_env)
+    return hashlib.sha256(msgspec.json.encode(digested, order="deterministic")).hexdigest()[:12]
 
 
 def cpu_model() -> str:

@@ -44,15 +44,16 @@ class NvmlDevice:
         return query_or_none(lambda: convert(getattr(self.library, name)(self.handle, *arguments)))
 
     def energy_j(self) -> float | None:
-        """Return the energy since the driver was loaded."""
+        """Return the energy (J) since the driver was loaded; ``None`` for a MIG instance or without a counter."""
         if self.is_partition:
             return None
         return cast(float | None, self.query("nvmlDeviceGetTotalEnergyConsumption", convert=lambda mj: mj / 1e3))
 
-    def other_processes(self, own: set[int]) -> int | None:
-        """Processes that compute on the device beside ``own``.
+    def other_processes(self, own_pids: set[int]) -> int | None:
+        """Return the number of processes that compute on the device beside ``own_pids``.
 
-        In a container NVML's numbers may be the host's: then all but one, this rank's, are others.
+        In a container NVML's numbers may be the host's: then all but one, this rank's, are others. ``None`` if NVML
+        does not report them, and for a MIG instance.
         """
         if self.is_partition:
             return None
@@ -61,7 +62,7 @@ class NvmlDevice:
         )
         if pids is None:
             return None
-        return len(pids - own) if _in_root_pid_namespace() else max(0, len(pids) - 1)
+        return len(pids - own_pids) if _in_root_pid_namespace() else max(0, len(pids) - 1)
 
     def throttle_reasons(self) -> list[str]:
         """Reasons why the clock is reduced now; being idle and a clock that a user set are none."""
@@ -74,12 +75,12 @@ class NvmlDevice:
 
     def violation_s(self) -> dict[str, float]:
         """Seconds for which power and heat have held the clock down, since ever."""
-        found = {}
+        violations_s = {}
         for name, policy in _VIOLATION_POLICIES.items():
             status = self.query("nvmlDeviceGetViolationStatus", getattr(self.library, policy, None))
             if status is not None:
-                found[name] = status.violationTime / 1e9
-        return found
+                violations_s[name] = status.violationTime / 1e9
+        return violations_s
 
     def sm_clock(self) -> SmClock | None:
         """``None`` while the device is idle: its clock then means nothing."""
@@ -172,10 +173,10 @@ def host_gpu_facts(root: Path = ROOT) -> dict[str, Any]:
         shared = {
             key: value
             for key, value in facts[0].items()
-            if key not in _UNIQUE_PER_GPU and all(own.get(key) == value for own in facts)
+            if key not in _UNIQUE_PER_GPU and all(gpu_facts.get(key) == value for gpu_facts in facts)
         }
         host["gpu"] = shared
-        host["gpus"] = [{key: own[key] for key in own if key not in shared} for own in facts]
+        host["gpus"] = [{key: gpu_facts[key] for key in gpu_facts if key not in shared} for gpu_facts in facts]
     if len(gpus) > 1:
         host["gpu_links"] = _link_matrix(gpus)
     return host
@@ -184,7 +185,7 @@ def host_gpu_facts(root: Path = ROOT) -> dict[str, Any]:
 def _gpu_facts(gpu: NvmlDevice, root: Path) -> dict[str, Any]:
     generation, width = gpu.query("nvmlDeviceGetMaxPcieLinkGeneration"), gpu.query("nvmlDeviceGetMaxPcieLinkWidth")
     address = gpu.query("nvmlDeviceGetPciInfo", convert=lambda pci: _decode_text(pci.busId))
-    found = {
+    facts = {
         "model": gpu.query("nvmlDeviceGetName"),
         "uuid": gpu.query("nvmlDeviceGetUUID"),
         "pci": address,
@@ -197,8 +198,8 @@ def _gpu_facts(gpu: NvmlDevice, root: Path) -> dict[str, Any]:
     }
     for name, kind in (("max_sm_hz", "NVML_CLOCK_SM"), ("max_memory_hz", "NVML_CLOCK_MEM")):
         clock = getattr(gpu.library, kind, None)
-        found[name] = gpu.query("nvmlDeviceGetMaxClockInfo", clock, convert=lambda mhz: mhz * 10**6)
-    return {key: value for key, value in found.items() if value is not None}
+        facts[name] = gpu.query("nvmlDeviceGetMaxClockInfo", clock, convert=lambda mhz: mhz * 10**6)
+    return {key: value for key, value in facts.items() if value is not None}
 
 
 def _on_or_off(modes: Any) -> str:
@@ -216,16 +217,16 @@ def _link_matrix(gpus: list[NvmlDevice]) -> list[str]:
     links = [_nvlink_counts(gpu) for gpu in gpus]
     addresses = [gpu.query("nvmlDeviceGetPciInfo", convert=_pci_address) for gpu in gpus]
 
-    def joint(one: int, other: int) -> str:
-        if one == other:
+    def joint(first: int, second: int) -> str:
+        if first == second:
             return "X"
-        direct = links[one].get(addresses[other] or "", 0)
-        count = direct or min(links[one].get(_SWITCH_KEY, 0), links[other].get(_SWITCH_KEY, 0))
+        direct = links[first].get(addresses[second] or "", 0)
+        count = direct or min(links[first].get(_SWITCH_KEY, 0), links[second].get(_SWITCH_KEY, 0))
         if count:
             return f"NV{count}"
-        return _PCI_LEVELS.get(gpus[one].query("nvmlDeviceGetTopologyCommonAncestor", gpus[other].handle), "?")
+        return _PCI_LEVELS.get(gpus[first].query("nvmlDeviceGetTopologyCommonAncestor", gpus[second].handle), "?")
 
-    return [" ".join(joint(one, other) for other in range(len(gpus))) for one in range(len(gpus))]
+    return [" ".join(joint(first, second) for second in range(len(gpus))) for first in range(len(gpus))]
 
 
 _SWITCH_KEY = "switch"

@@ -55,8 +55,8 @@ def oom_kills(root: Path = ROOT) -> int | None:
     files = {1: "memory.oom_control", 2: "memory.events"}
     groups = _cgroup_folders("memory", root)
     counts = [read_counter(folder / files[version], "oom_kill") for folder, version in groups]
-    known = [count for count in counts if count is not None]
-    return sum(known) if known else None
+    kills = [count for count in counts if count is not None]
+    return sum(kills) if kills else None
 
 
 def memory_limit_bytes(root: Path = ROOT) -> int | None:
@@ -82,7 +82,10 @@ def cpu_quota_cores(root: Path = ROOT) -> float | None:
 
 
 def throttled_s(root: Path = ROOT) -> float | None:
-    """Seconds for which quotas have held threads of this process's groups back, summed over cores, since ever."""
+    """Return the seconds since their creation for which quotas have stopped threads of this process's groups.
+
+    They are summed over cores; ``None`` if the system does not count them.
+    """
     keys = {1: ("throttled_time", 1e9), 2: ("throttled_usec", 1e6)}
     seconds = []
     for folder, version in _cgroup_folders("cpu", root):
@@ -172,48 +175,48 @@ def cores_per_numa_node(mask: Sequence[int], root: Path = ROOT) -> dict[str, int
 
 def interface_facts(root: Path = ROOT) -> list[dict[str, Any]]:
     """Network interfaces that are hardware or named like a fabric's, by the kernel's names; speed where reported."""
-    found = []
+    facts = []
     for folder in sorted((root / "sys/class/net").glob("*")):
         if not ((folder / "device").exists() or folder.name.startswith(_FABRIC_PREFIXES)):
             continue
         # The speed of an interface that is down is -1.
         speed = read_int(folder / "speed")
-        found.append(_without_none({
+        facts.append(_without_none({
             "name": folder.name,
             "state": read_text(folder / "operstate"),
             "speed_bit_per_s": speed * 10**6 if speed is not None and speed >= 0 else None,
             "mtu_bytes": read_int(folder / "mtu"),
         }))  # fmt: skip
-    return found[:_MAX_INTERFACES]
+    return facts[:_MAX_INTERFACES]
 
 
 def infiniband_ports(root: Path = ROOT) -> list[str]:
     """One line a port: device and port, link layer, rate, state."""
-    found = []
+    lines = []
     for port in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
         facts = [read_text(port / name) for name in ("link_layer", "rate", "state")]
         words = [fact.partition(": ")[2] or fact for fact in facts if fact]
-        found.append(f"{port.parent.parent.name}/{port.name} {', '.join(words)}")
-    return found
+        lines.append(f"{port.parent.parent.name}/{port.name} {', '.join(words)}")
+    return lines
 
 
 def parse_core_list(text: str) -> set[int]:
     """The kernel's lists of cores: ``0-3,8``."""
-    found: set[int] = set()
+    cores: set[int] = set()
     for part in text.split(","):
         first, _, last = part.strip().partition("-")
         if first.isdecimal() and (last or first).isdecimal():
-            found |= set(range(int(first), int(last or first) + 1))
-    return found
+            cores |= set(range(int(first), int(last or first) + 1))
+    return cores
 
 
 def _cache_sizes(folder: Path) -> dict[str, str]:
-    found = {}
+    sizes = {}
     for index in sorted(folder.glob("index[0-9]*")):
         level, kind, size = (read_text(index / name) for name in ("level", "type", "size"))
         if level and kind and size and kind != "Instruction":
-            found[f"L{level}"] = size
-    return found
+            sizes[f"L{level}"] = size
+    return sizes
 
 
 def _without_none(values: dict[str, Any]) -> dict[str, Any]:
@@ -270,8 +273,8 @@ def keep_freed_memory(env: Mapping[str, str]) -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):
         return False
-    kept = mallopt(_MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD_BYTES)
-    return bool(kept and mallopt(_TRIM_THRESHOLD, _NEVER_TRIM_BYTES))
+    is_accepted = mallopt(_MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD_BYTES)
+    return bool(is_accepted and mallopt(_TRIM_THRESHOLD, _NEVER_TRIM_BYTES))
 
 
 _MIB = 2**20
@@ -282,16 +285,16 @@ def describe_job_memory(env: Mapping[str, str], limit_bytes: int | None, machine
 
     ``env`` is the job's: SLURM gives what was asked for in MiB, per node or per core.
     """
-    found = []
+    parts = []
     for name, of in (("SLURM_MEM_PER_NODE", "a node"), ("SLURM_MEM_PER_CPU", "a core"), ("SLURM_MEM_PER_GPU", "a GPU")):
         if env.get(name, "").isdecimal():
-            asked = int(env[name]) * _MIB
-            found.append(f"asked for {format_bytes(asked)} {of}" if asked else "asked for all memory of the node")
+            size = int(env[name]) * _MIB
+            parts.append(f"asked for {format_bytes(size)} {of}" if size else "asked for all memory of the node")
     if limit_bytes is not None:
-        found.append(f"the limit of its memory group is {format_bytes(limit_bytes)}")
+        parts.append(f"the limit of its memory group is {format_bytes(limit_bytes)}")
     if machine_bytes is not None:
-        found.append(f"the machine has {format_bytes(machine_bytes)}")
-    return "; ".join(found)
+        parts.append(f"the machine has {format_bytes(machine_bytes)}")
+    return "; ".join(parts)
 
 
 def describe_own_job_memory() -> str:

@@ -61,9 +61,9 @@ def interference_warnings(spec: RunSpec, ranks: Mapping[int, RankResult]) -> lis
 def _one_warning_each(findings: Mapping[str, list[Finding]]) -> list[str]:
     """Return one text per title with findings, the most severe first."""
     return [
-        f"{title}: {_join_some([figure for _, figure in sorted(found, key=lambda finding: -finding[0])], '; ')}"
-        for title, found in findings.items()
-        if found
+        f"{title}: {_join_some([figure for _, figure in sorted(ranked, key=lambda finding: -finding[0])], '; ')}"
+        for title, ranked in findings.items()
+        if ranked
     ]
 
 
@@ -203,14 +203,14 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 def _slow_ranks(spec: RunSpec, ranks: Mapping[int, RankResult]) -> list[Finding]:
     """Find ranks whose own work takes longer than that of the others that do the same."""
     # Time in which a rank did not wait for others; unknown where the profiler saw no communication (Horovod's).
-    own = {
+    work_s = {
         rank: result.phases.step_s - result.phases.exposed_comm_s
         for rank, result in ranks.items()
         if result.phases is not None and result.phases.exposed_comm_s is not None
     }
     findings = []
-    for rank, work in own.items():
-        others = [own[other] for other in own if other != rank and _has_same_work(spec, ranks, rank, other)]
+    for rank, work in work_s.items():
+        others = [work_s[other] for other in work_s if other != rank and _has_same_work(spec, ranks, rank, other)]
         usual = statistics.median(others) if others else 0.0
         if usual > 0 and work > SLOW_RANK_FACTOR * usual:
             text = f"takes {work / usual:.2f} x as long for its own work as the others"

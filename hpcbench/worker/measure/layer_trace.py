@@ -60,7 +60,7 @@ def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 
 @dataclass
 class TracedLayer:
-    """One row, for a whole batch."""
+    """A row of the layer table, for a whole batch."""
 
     name: str
     module: nn.Module | None
@@ -89,7 +89,7 @@ class _TraceState:
         """Rows in the order in which the modules returned."""
         self._running: list[TracedLayer] = []
         self._marks: list[tuple[int, TracedLayer]] = []
-        """From this number on, the nodes of autograd's graph belong to this row."""
+        """Pairs of a number and the row that the nodes of autograd's graph belong to from this number on."""
         self.is_backward = False
 
     def enter(self, row: TracedLayer) -> None:
@@ -229,11 +229,11 @@ def storage_id(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _moved_bytes(func: Any, given: Any, out: Any) -> int:
+def _moved_bytes(func: Any, arguments: Any, out: Any) -> int:
     """Return the bytes of inputs and outputs; none for views, allocations and queries."""
     if func.namespace == "prim" or "empty" in func._schema.name:
         return 0
-    sources, results = tensor_leaves(given), tensor_leaves(out)
+    sources, results = tensor_leaves(arguments), tensor_leaves(out)
     if not func._schema.is_mutable:
         places = {storage_id(tensor) for tensor in sources}
         if any(storage_id(tensor) in places for tensor in results):

@@ -36,7 +36,7 @@ class OtherTimes(NamedTuple):
     pinned: dict[Identity, TaskTime]
     """Processes that are of no run, and may use no core but the mask's."""
     read_at: float
-    """When they were read, in ticks since the machine's start, as ``Identity`` has them."""
+    """Time of the reading, in ticks since the machine's start, the unit of ``Identity``."""
 
 
 class _Task(NamedTuple):

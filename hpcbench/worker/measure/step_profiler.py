@@ -76,8 +76,8 @@ class ProfiledSteps(NamedTuple):
 
 def split_phases(events: Iterable[ProfilerEvent], cuda: bool) -> StepPhases | None:
     """The parts of one step: of each part the median over the profiled steps; ``None`` where no step was marked."""
-    known = list(events)
-    parts = [_split_step(known, window, cuda) for window in _step_intervals(known)]
+    step_events = list(events)
+    parts = [_split_step(step_events, window, cuda) for window in _step_intervals(step_events)]
     if not parts:
         return None
     names = [name for name in StepPhases.__struct_fields__ if any(name in part for part in parts)]

@@ -18,8 +18,15 @@ from hpcbench.errors import unsupported
 from hpcbench.results.probe_records import BlockProbe
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.measure.clocks import CallTimer, relative_spread, synchronize
-from hpcbench.worker.microbench.kernel_probes import MAX_ROUNDS, MIN_ROUNDS, LayerCall, make_layer_call, time_passes
-from hpcbench.worker.microbench.module_capture import CapturedModule, replay_tensor
+from hpcbench.worker.microbench.kernel_probes import (
+    MAX_ROUNDS,
+    MIN_ROUNDS,
+    CapturedModule,
+    LayerCall,
+    make_layer_call,
+    replay_tensor,
+    time_passes,
+)
 from hpcbench.worker.strategies.base import DataParallelStrategy
 
 

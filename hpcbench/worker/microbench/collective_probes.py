@@ -41,7 +41,7 @@ _MAX_BUDGET_FACTOR = 8
 """A size that takes so many times its part of the budget is left out, and all larger ones."""
 
 CollectiveCall = Callable[[int], object]
-"""One call of the operation, given how many came before it."""
+"""Function that calls the operation once; its argument is the number of calls before it."""
 
 
 class ProbeGroup(NamedTuple):
@@ -167,39 +167,39 @@ def message_sizes(largest_bytes: int) -> list[int]:
 def make_collective_call(team: ProbeGroup, operation: str, payload_bytes: int) -> CollectiveCall:
     """Makes one call of ``operation``; payloads as ``parallel.traffic.Traffic`` counts them."""
     count, size, group, device = payload_bytes // 4, team.size, team.group, team.device
-    own = torch.zeros(-(-count // size) * size, device=device)
+    tensor = torch.zeros(-(-count // size) * size, device=device)
     if operation == "all_reduce":
-        return lambda _: dist.all_reduce(own, group=group)
+        return lambda _: dist.all_reduce(tensor, group=group)
     if operation == "reduce_scatter":
-        part = torch.zeros(len(own) // size, device=device)
-        return lambda _: dist.reduce_scatter_tensor(part, own, group=group)
+        part = torch.zeros(len(tensor) // size, device=device)
+        return lambda _: dist.reduce_scatter_tensor(part, tensor, group=group)
     if operation == "all_gather":
         whole = torch.zeros(count * size, device=device)
-        return lambda _: dist.all_gather_into_tensor(whole, own[:count], group=group)
+        return lambda _: dist.all_gather_into_tensor(whole, tensor[:count], group=group)
     if operation == "all_to_all":
-        received = torch.zeros_like(own)
-        return lambda _: dist.all_to_all_single(received, own, group=group)
+        received = torch.zeros_like(tensor)
+        return lambda _: dist.all_to_all_single(received, tensor, group=group)
     if operation == "broadcast":
-        return lambda number: dist.broadcast(own, src=team.ranks[number % size], group=group)
+        return lambda number: dist.broadcast(tensor, src=team.ranks[number % size], group=group)
     if operation == "reduce":
-        return lambda number: dist.reduce(own, dst=team.ranks[number % size], group=group)
-    return partial(_ping_pong if operation == "send" else _exchange_both_ways, team, own, torch.zeros_like(own))
+        return lambda number: dist.reduce(tensor, dst=team.ranks[number % size], group=group)
+    return partial(_ping_pong if operation == "send" else _exchange_both_ways, team, tensor, torch.zeros_like(tensor))
 
 
-def _ping_pong(team: ProbeGroup, own: Tensor, received: Tensor, _number: int) -> None:
+def _ping_pong(team: ProbeGroup, sent: Tensor, received: Tensor, _number: int) -> None:
     other = team.ranks[1 - team.own]
     messages: list[Callable[[], object]] = [
-        partial(dist.send, own, other, team.group),
+        partial(dist.send, sent, other, team.group),
         partial(dist.recv, received, other, team.group),
     ]
     for message in messages if team.own == 0 else reversed(messages):
         message()
 
 
-def _exchange_both_ways(team: ProbeGroup, own: Tensor, received: Tensor, _number: int) -> None:
+def _exchange_both_ways(team: ProbeGroup, sent: Tensor, received: Tensor, _number: int) -> None:
     other = team.ranks[1 - team.own]
     operations = [
-        dist.P2POp(dist.isend, own, other, group=team.group),
+        dist.P2POp(dist.isend, sent, other, group=team.group),
         dist.P2POp(dist.irecv, received, other, group=team.group),
     ]
     for work in dist.batch_isend_irecv(operations):
@@ -236,16 +236,16 @@ def time_collective(
         return []
     calls = max(1, min(50, round(_BURST_S / alone_s)))
     repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(point_s / (calls * alone_s))))
-    own = [repeat(calls, 3 + calls * number) if is_active else 0.0 for number in range(repeats)]
-    return [seconds / (2 if halves else 1) for seconds in team.maximum(own)]
+    own_s = [repeat(calls, 3 + calls * number) if is_active else 0.0 for number in range(repeats)]
+    return [seconds / (2 if halves else 1) for seconds in team.maximum(own_s)]
 
 
 def collective_probe(
     operation: str, ranks: int, nodes: int, payload_bytes: int, groups: int, readings: list[float]
 ) -> CollectiveProbe:
     """Return the record of one size, from the seconds of its repeats."""
-    own: dict[str, Any] = {"operation": operation, "payload_bytes": payload_bytes, **reading_statistics(readings)}
-    return CollectiveProbe(ranks=ranks, nodes=nodes, groups=groups, **own)
+    values: dict[str, Any] = {"operation": operation, "payload_bytes": payload_bytes, **reading_statistics(readings)}
+    return CollectiveProbe(ranks=ranks, nodes=nodes, groups=groups, **values)
 
 
 def _measure_contention(
@@ -308,7 +308,7 @@ def measure_messages(
 
 def _own_group(team: ProbeGroup, spec: RunSpec, width: int) -> tuple[ProbeGroup | None, int]:
     """Return this rank's group of ``width`` neighbours on every node, and its number; all ranks make all groups."""
-    found: tuple[ProbeGroup | None, int] = (None, -1)
+    own_group: tuple[ProbeGroup | None, int] = (None, -1)
     for number in range(spec.tasks_per_node // width):
         places = [
             node * spec.tasks_per_node + number * width + place for node in range(spec.nodes) for place in range(width)
@@ -316,5 +316,5 @@ def _own_group(team: ProbeGroup, spec: RunSpec, width: int) -> tuple[ProbeGroup 
         members = [team.ranks[place] for place in places]
         group = dist.new_group(members)
         if team.own in places:
-            found = ProbeGroup(group, members, places.index(team.own), team.device), number
-    return found
+            own_group = ProbeGroup(group, members, places.index(team.own), team.device), number
+    return own_group

@@ -57,10 +57,10 @@ def measure_loops(
     """
     spec, device = strategy.spec, strategy.context.device
     batches = [feed.batch(step, strategy.replica) for step in range(STEPS_PER_BLOCK)]
-    own = f"hpcbench {hpcbench.__version__}"
+    version = f"hpcbench {hpcbench.__version__}"
     loops = [
-        _Loop("hpcbench", own, lambda step: strategy.step(feed, step), []),
-        _Loop("plain", own, plain_step(copy.deepcopy(strategy.module), spec, device, batches), []),
+        _Loop("hpcbench", version, lambda step: strategy.step(feed, step), []),
+        _Loop("plain", version, plain_step(copy.deepcopy(strategy.module), spec, device, batches), []),
     ]
     if (library_model := make_library_model(spec, device)) is not None:
         model, library = library_model

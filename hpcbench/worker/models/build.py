@@ -18,7 +18,7 @@ from hpcbench.errors import HpcbenchError, WorkerError, unsupported
 from hpcbench.parallel.catalog import get_model
 from hpcbench.parallel.workloads import DATASETS, sample_shape
 from hpcbench.worker.failure import is_out_of_memory
-from hpcbench.worker.master_weights import use_bf16_parameters
+from hpcbench.worker.model_execution import use_bf16_parameters
 
 SMALL_IMAGE_EDGE = 64
 """Images with a shorter edge get a model's MNIST/CIFAR form."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,9 @@ from hpcbench.results.schema import PipelinePrediction, TimelineSpan
 from hpcbench.worker.data.feed import Batch, DataFeed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.failure import install_hint
-from hpcbench.worker.master_weights import MasterWeights
 from hpcbench.worker.measure.clocks import PhaseMarker, no_marker
 from hpcbench.worker.model_execution import (
+    MasterWeights,
     MixedPrecision,
     StepFunction,
     compile_in_place,
@@ -64,6 +64,13 @@ class Strategy(ABC):
     """Called with a phase name, returns the context of that part of a step; the profiler replaces it."""
     predicted: PipelinePrediction | None = None
     """The step that measured block times predict, if the stages were balanced by them."""
+    optimizer: torch.optim.Optimizer | None = None
+    """The optimizer of this rank's weights; ``None``: the strategy updates them in another way. Set by ``setup``."""
+    warm_up: ClassVar[Literal["step", "micro_batch", "optimizer_state"]] = "step"
+    """The part of a first step that creates everything that later steps keep; a dry run leaves out the others."""
+    stand_ins: ClassVar[str | None] = None
+    """``"module:function"`` that returns stand-ins for what cannot run on fake tensors, by ``"module:name"``, from the
+    run and the recorder of a dry run; ``None``: everything can."""
 
     @abstractmethod
     def setup(self, model: nn.Sequential, spec: RunSpec, context: RankContext) -> None:
@@ -78,26 +85,44 @@ class Strategy(ABC):
             WorkerError: ``unsupported`` if the strategy cannot train this model with these options.
         """
 
+    @classmethod
+    def steps_until_steady(cls, spec: RunSpec) -> int:  # noqa: ARG003 - overridden
+        """Return the number of steps of which the last one does what all later ones do.
+
+        By default the first one creates the optimizer's state and learns the order of gradients.
+        """
+        return 2
+
     def announce(self, steps: Sequence[int]) -> None:  # noqa: B027 - optional
         """Receive the numbers of the coming steps, before the first one, if they are not 0, 1, 2, ...
 
         A pipeline that runs across steps begins the next step before the current one has ended.
+
+        Args:
+            steps: The numbers that ``step`` will be called with, in order.
         """
 
     @abstractmethod
     def step(self, feed: DataFeed, step: int) -> Tensor:
         """Run forward, backward and update for step number ``step``.
 
+        Args:
+            feed: The samples of the run; a replica takes [n, *sample shape] and targets.
+            step: Number of the step, from 0.
+
         Returns:
             This rank's part of the loss, a detached scalar on the device: the sum over its samples divided by the
             global sample count, so that the parts of all ranks add up to the mean loss.
+
+        Raises:
+            WorkerError: Another rank did not answer in time.
         """
 
     @abstractmethod
     def weights(self) -> dict[str, Tensor]:
-        """Return parameters and buffers of the whole model by their single-device names, complete on rank 0.
+        """Return parameters and buffers of the whole model by their single-device names, in their unsplit shapes.
 
-        Collective: all ranks call it together.
+        Collective: all ranks call it together. Complete on rank 0; other ranks may return a part.
         """
 
     @abstractmethod
@@ -105,22 +130,37 @@ class Strategy(ABC):
         """Return the gradients that the last step's update used, in the form of ``weights``. Collective."""
 
     def progress_report(self) -> str | None:
-        """Return one sentence on this rank's progress within the step, for error reports. Called from any thread."""
+        """Return one sentence on this rank's progress within the step, for error reports; ``None`` if there is none.
+
+        Called from any thread.
+        """
         return None
 
     def watchdog(self, context: RankContext, abandon: Callable[[BaseException], None]) -> AbstractContextManager[None]:
-        """Return a context around all steps that calls ``abandon`` from a thread when the step makes no progress."""
+        """Return a context around all steps that ends the run when a step makes no progress.
+
+        Args:
+            context: This rank; its ``wait_s`` is the time limit in seconds.
+            abandon: Called from a thread with the error; it ends the process.
+        """
         return nullcontext()
 
     def record_actions(self, feed: DataFeed, step: int, device: torch.device) -> list[TimelineSpan]:
         """Run one step and return when this rank's schedule actions ran, in seconds since a common barrier.
 
-        Called if the registry entry has ``records_timeline``.
+        Called if the registry entry has ``records_timeline``: then it must be overridden.
+
+        Args:
+            feed: The samples of the run.
+            step: Number of the step.
+            device: The rank's device, which is synchronised at the ends of actions.
         """
         raise NotImplementedError
 
     def measure(self, feed: DataFeed, check: Callable[[], None]) -> ProbeResults:
         """Measure the machine after all steps, on all ranks together; rank 0's result is kept.
+
+        Called if ``measures_machine`` is set: then, and only then, it must be overridden.
 
         Args:
             feed: Samples to measure kernels on.
@@ -168,7 +208,7 @@ def make_optimizer(spec: RunSpec, module: nn.Module, *, without: Sequence[str] =
     create: Callable[..., torch.optim.Optimizer] = optimizer_class
     make = partial(create, **{name: value for name, value in arguments.items() if name not in without})
     # Those of fsdp are shards in fp32.
-    has_masters = spec.precision == "bf16_params" and any(one.dtype == torch.bfloat16 for one in parameters)
+    has_masters = spec.precision == "bf16_params" and any(parameter.dtype == torch.bfloat16 for parameter in parameters)
     return MasterWeights(parameters, make) if has_masters else make(parameters)
 
 
@@ -181,6 +221,7 @@ class DataParallelStrategy(Strategy):
                micro-batch 0      micro-batch 1      micro-batch 2
     """
 
+    optimizer: torch.optim.Optimizer
     loss_factor = 1.0
     """Undoes the scaling that the wrapper applies to gradients (DDP averages over replicas)."""
     _loss: Tensor | None = None
@@ -217,7 +258,7 @@ class DataParallelStrategy(Strategy):
         return make_optimizer(spec, self.module)
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of the samples' losses."""
+        """Return the sum of the samples' losses: outputs [n, ...] and targets -> a scalar."""
         return summed_loss(outputs, targets)
 
     def clear_gradients(self) -> None:
@@ -274,7 +315,10 @@ class DataParallelStrategy(Strategy):
         return {name: self.whole_tensor(name, gradient) for name, gradient in named if gradient is not None}
 
     def whole_tensor(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the weight or gradient ``name`` of the whole model, from this rank's ``tensor``. May be collective."""
+        """Return the weight or gradient ``name`` in the shape of the whole model, from this rank's ``tensor`` or shard.
+
+        May be collective: all ranks of a replica call it with the same names in the same order.
+        """
         return tensor.detach()
 
     def _accumulate(self, inputs: Tensor, targets: Tensor, samples: range, global_count: int) -> None:
@@ -299,7 +343,7 @@ class DataParallelStrategy(Strategy):
 
 
 def resolve_runtime(key: str) -> type[Strategy]:
-    """Import the runtime class of strategy ``key``."""
+    """Import and return the runtime class of strategy ``key``; ``ConfigError`` if the registry has no such key."""
     runtime = catalog.load_object(catalog.get_strategy(key).runtime)
     assert isinstance(runtime, type), f"{key}: {runtime} is no class"
     assert issubclass(runtime, Strategy), f"{key}: {runtime} is no Strategy"
@@ -322,6 +366,8 @@ class WrapperStrategy(DataParallelStrategy):
 class SingleStrategy(DataParallelStrategy):
     """The unchanged model on one device: the baseline of every speed-up."""
 
+    warm_up = "optimizer_state"
+
 
 def untied_blocks(module: nn.Module) -> list[nn.Module]:
     """Return the blocks whose parameters no other block uses, for wrapping one by one.
@@ -334,6 +380,10 @@ def untied_blocks(module: nn.Module) -> list[nn.Module]:
         for block in module.children()
         if (parameters := list(block.parameters())) and all(users[id(parameter)] == 1 for parameter in parameters)
     ]
+
+
+FAIRSCALE_STAND_INS = "hpcbench.worker.dry_run.modelled_libraries:fairscale_stand_ins"
+"""``Strategy.stand_ins`` of the strategies that use fairscale."""
 
 
 def import_fairscale(module: str) -> ModuleType:

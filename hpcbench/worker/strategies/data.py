@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import unsupported
-from hpcbench.parallel.catalog import get_strategy
+from hpcbench.parallel.gradient_buckets import DEFAULT_BUCKET_CAP_MB
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.strategies import base
 from hpcbench.worker.strategies.model_parallel import all_gather_single
@@ -31,6 +31,11 @@ class DdpStrategy(base.WrapperStrategy):
 
     Buffers (BatchNorm's running statistics) are those of rank 0: DDP broadcasts them before every forward pass.
     """
+
+    @classmethod
+    def steps_until_steady(cls, spec: RunSpec) -> int:
+        """PowerSGD compresses from the third step on."""
+        return 3 if spec.options.get("compression") == "powersgd" else 2
 
     def wrap(self, module: nn.Module, spec: RunSpec, context: RankContext) -> nn.Module:
         # PowerSGD communicates from threads of the process group.
@@ -80,7 +85,7 @@ def ddp_bucket_cap(bucket_cap_mb: float) -> float | None:
     With its default DDP makes the first bucket only 1 MiB, so that communication begins early; an explicit size, even
     the same one, also applies to the first bucket.
     """
-    return None if bucket_cap_mb == get_strategy("ddp").options["bucket_cap_mb"].default else bucket_cap_mb
+    return None if bucket_cap_mb == DEFAULT_BUCKET_CAP_MB else bucket_cap_mb
 
 
 class Zero1Strategy(DdpStrategy):
@@ -107,6 +112,7 @@ def make_oss_optimizer(module: nn.Module, spec: RunSpec, context: RankContext, *
 class FairscaleOssStrategy(DdpStrategy):
     """DDP with fairscale's sharded optimizer (ZeRO-1)."""
 
+    stand_ins = base.FAIRSCALE_STAND_INS
     optimizer: Any
 
     def make_optimizer(self, spec: RunSpec, context: RankContext) -> Any:
@@ -120,11 +126,12 @@ class FairscaleSddpStrategy(base.WrapperStrategy):
     since 2.0) detaches them, and training continues with wrong gradients. So the wrapper's own ``zero_grad`` is called.
     """
 
+    stand_ins = base.FAIRSCALE_STAND_INS
     optimizer: Any
 
     def wrap(self, module: nn.Module, spec: RunSpec, context: RankContext) -> Any:
         self._oss = make_oss_optimizer(module, spec, context)
-        buffer_bytes = self.options["reduce_buffer_mb"] * 2**20
+        buffer_bytes = float(self.options["reduce_buffer_mb"]) * 2**20
         return base.import_fairscale("nn.data_parallel").ShardedDataParallel(
             module,
             self._oss,
@@ -195,6 +202,7 @@ def replace_cuda_streams(wrapper: Any) -> None:
 class FairscaleFsdpStrategy(base.WrapperStrategy):
     """Parameters, gradients and optimizer state are sharded; a block's parameters are whole only while it is used."""
 
+    stand_ins = base.FAIRSCALE_STAND_INS
     forward_is_collective = True
 
     def move_to_device(self, module: nn.Module, device: torch.device) -> nn.Module:

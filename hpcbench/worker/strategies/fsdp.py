@@ -38,7 +38,7 @@ class FsdpStrategy(DataParallelStrategy):
         self.arithmetic.keeps_casts = False
         self.loss_factor = float(spec.dp_degree)
         arguments: dict[str, Any] = {
-            "mesh": make_shard_mesh(context, self.options["shard_degree"]),
+            "mesh": make_shard_mesh(context, int(self.options["shard_degree"])),
             "reshard_after_forward": self.options["reshard_after_forward"],
         }
         if self.options["mixed_precision"]:

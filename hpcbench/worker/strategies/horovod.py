@@ -32,7 +32,8 @@ from hpcbench.worker.failure import install_hint
 from hpcbench.worker.strategies.base import DataParallelStrategy
 
 _started_with: dict[str, str] = {}
-"""With what Horovod was started in this process. A second start with several ranks ends in a segmentation fault."""
+"""Variables with which Horovod was started in this process; empty before its start. A second start with several ranks
+ends in a segmentation fault."""
 
 
 def load_horovod() -> Any:
@@ -216,6 +217,7 @@ class HorovodStrategy(DataParallelStrategy):
     """
 
     optimizer: Any
+    stand_ins = "hpcbench.worker.dry_run.modelled_libraries:horovod_stand_ins"
     traffic_is_recorded = False
     _hvd: Any = None
 
@@ -227,7 +229,7 @@ class HorovodStrategy(DataParallelStrategy):
                 message = f"the run's env sets {variable}, which options.{name} ({options[name]}) decides"
                 raise WorkerError(message, hint=f"sweep options.{name} instead")
         _refuse_unsupported(spec, options, self._hvd)
-        start_horovod(self._hvd, context, options["controller"], horovod_variables(options))
+        start_horovod(self._hvd, context, str(options["controller"]), horovod_variables(options))
         super().setup(model, spec, context)
         self._hvd.broadcast_parameters(self.module.state_dict(), root_rank=0)
         # Not broadcast_optimizer_state: there is no state yet, and it would create some by a step with gradients of
@@ -235,9 +237,9 @@ class HorovodStrategy(DataParallelStrategy):
         self.optimizer = self._hvd.DistributedOptimizer(
             self.optimizer,
             named_parameters=self.module.named_parameters(),
-            compression=getattr(self._hvd.Compression, options["compression"]),
+            compression=getattr(self._hvd.Compression, str(options["compression"])),
             backward_passes_per_step=spec.micro_batches,
-            op={"average": self._hvd.Average, "adasum": self._hvd.Adasum}[options["op"]],
+            op={"average": self._hvd.Average, "adasum": self._hvd.Adasum}[str(options["op"])],
         )
         # Adasum combines updates that each replica computes from its own mean gradient: the factor is the same.
         self.loss_factor = float(spec.dp_degree)

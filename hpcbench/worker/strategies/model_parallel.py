@@ -57,7 +57,7 @@ class TensorSharding(NamedTuple):
         return range(start, start + self.extents[rank])
 
     def narrow(self, tensor: Tensor, rank: int) -> Tensor:
-        """Return a view of the shard of ``rank`` in the whole ``tensor``."""
+        """Return a view of the shard of ``rank``: [..., sum(extents), ...] -> [..., extents[rank], ...] at ``dim``."""
         return tensor.narrow(self.dim, sum(self.extents[:rank]), self.extents[rank])
 
 
@@ -67,7 +67,13 @@ def sharding_along(dim: int, ranges: Sequence[range]) -> TensorSharding:
 
 
 def own_shard(tensor: TensorT, sharding: TensorSharding | None, rank: int) -> TensorT:
-    """Return a copy of the shard of ``rank`` (of all without a sharding), so that the whole tensor can be freed."""
+    """Return a copy of the shard of ``rank``, so that the whole tensor can be freed; a parameter stays a parameter.
+
+    Args:
+        tensor: The whole tensor, [..., sum(extents), ...] at ``sharding.dim``.
+        sharding: The division; ``None`` copies the whole tensor.
+        rank: Rank within the group, 0 to its size - 1.
+    """
     part = tensor.detach() if sharding is None else sharding.narrow(tensor.detach(), rank)
     is_parameter = isinstance(tensor, nn.Parameter)
     return nn.Parameter(part.clone(), tensor.requires_grad) if is_parameter else part.clone()  # type: ignore[return-value]
@@ -134,9 +140,10 @@ def group_reducers(
 
 
 def gather_shards(tensor: Tensor, sharding: TensorSharding, group: RankGroup) -> Tensor:
-    """Return the whole tensor from all ranks' shards.
+    """Return the whole tensor from all ranks' shards: [..., own extent, ...] -> [..., sum(extents), ...] at ``dim``.
 
-    Collective. Shards are padded to the largest extent, because collectives move equal parts::
+    Collective over ``group``, whose ranks hold the shards in their order; the result is equal on all of them. A group
+    of one rank gets ``tensor`` itself. Shards are padded to the largest extent, because collectives move equal parts::
 
         rank 0 |aaa|          |aaa|
         rank 1 |bbb|  ---->   |bbb|  ---->  |aaabbbcc| on every rank
@@ -154,16 +161,24 @@ def gather_shards(tensor: Tensor, sharding: TensorSharding, group: RankGroup) ->
 
 
 def all_gather_equal_parts(part: Tensor, group: RankGroup) -> Tensor:
-    """Return every rank's ``part`` as [ranks, *shape of part]; all parts have one shape. Collective."""
+    """Return every rank's ``part``: [*shape] -> [ranks, *shape], equal on all ranks.
+
+    Collective over ``group``, which has several ranks; all parts have one shape.
+    """
     parts = part.new_empty((group.size, *part.shape))
     all_gather_single(parts.flatten(0, 1), part.contiguous(), group=group.members())
     return parts
 
 
 def reduce_scatter_shards(partial: Tensor, sharding: TensorSharding, group: RankGroup) -> Tensor:
-    """Return this rank's shard of the sum of all ranks' ``partial``, which have the whole shape.
+    """Return this rank's shard of the ranks' sum: [..., sum(extents), ...] -> [..., own extent, ...] at ``dim``.
 
-    Collective; the adjoint of ``gather_shards``, with the same padding.
+    Collective over ``group``, which has several ranks; the adjoint of ``gather_shards``, with the same padding.
+
+    Args:
+        partial: This rank's addend, with the shape of the whole tensor.
+        sharding: The division of the sum.
+        group: The ranks whose addends are summed; rank ``r`` gets shard ``r``.
     """
     longest = max(sharding.extents)
     shape = list(partial.shape)
@@ -209,9 +224,17 @@ def _run_operation(x: Tensor, operation: str, sharding: TensorSharding, group: R
 def apply_collective(x: Tensor, operations: tuple[str, str], sharding: TensorSharding, group: RankGroup) -> Tensor:
     """Apply the first of ``operations`` to ``x``, and the second one to its gradient.
 
+    Shapes at ``sharding.dim``, "whole" being sum(extents) and "own" this rank's extent::
+
+        ""              any   -> the same
+        narrow          whole -> own
+        all_gather      own   -> whole
+        reduce_scatter  whole -> own       (of the ranks' sum)
+        all_reduce      any   -> the same  (the ranks' sum)
+
     Args:
         x: A tensor, whole or this rank's shard.
-        operations: As of ``BoundaryOps``; ``all_reduce_in_place`` overwrites ``x``.
+        operations: Names of the table; ``all_reduce_in_place`` overwrites ``x``.
         sharding: The division on the side where the tensor is split.
         group: The ranks that hold the shards; alone, a rank gets ``x`` itself.
     """
@@ -241,14 +264,27 @@ class ConvolutionOperation(NamedTuple):
     groups: int
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the convolution of ``x`` with ``weight`` [out, in / groups, *kernel]."""
+        """Return the convolution [n, in, *extents] -> [n, out, *output extents].
+
+        Args:
+            x: Input [n, in, *extents].
+            weight: [out, in / groups, *kernel].
+            bias: [out], or ``None``.
+        """
         zeros = [0] * len(self.stride)
         return torch.convolution(x, weight, bias, self.stride, self.padding, self.dilation, False, zeros, self.groups)
 
     def backward(
         self, gradient: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]
     ) -> list[Tensor | None]:
-        """Return the gradients of the input, the weight and the bias, each ``None`` unless ``wanted``."""
+        """Return the gradients of the input, the weight and the bias, each ``None`` unless ``wanted``.
+
+        Args:
+            gradient: Gradient of the output, [n, out, *output extents].
+            x: Input of the forward pass, [n, in, *extents].
+            weight: [out, in / groups, *kernel].
+            wanted: Whether to compute each of the three gradients.
+        """
         zeros, bias_sizes = [0] * len(self.stride), [weight.shape[0]] if wanted[2] else None
         geometry = (self.stride, self.padding, self.dilation, False, zeros, self.groups)
         return list(torch.ops.aten.convolution_backward(gradient, x, weight, bias_sizes, *geometry, list(wanted)))

@@ -80,7 +80,7 @@ class ProbeBlocksStrategy(_IndependentReplicasStrategy):
         budget_s = float(self.options["budget_s"]) / (2 if parts else 1)
         batch, agree = feed.batch(0, self.replica), partial(any_rank, self.context)
         throttled_before_s = throttled_s() or 0.0
-        found = measure_blocks(self, batch, budget_s, check, agree, accumulates=bool(self.options["accumulates"]))
+        readings = measure_blocks(self, batch, budget_s, check, agree, accumulates=bool(self.options["accumulates"]))
         held_s = (throttled_s() or 0.0) - throttled_before_s
         kernels = []
         if parts:
@@ -91,8 +91,8 @@ class ProbeBlocksStrategy(_IndependentReplicasStrategy):
             base_memory_bytes=self.base_memory_bytes,
             kernels=kernels,
             updates=kernel_probes.measure_optimizer_updates(self.spec, self.module),
-            blocks=found.blocks,
-            pass_s=found.pass_s,
+            blocks=readings.blocks,
+            pass_s=readings.pass_s,
             throttled_s=held_s or None,
         )
 
@@ -102,8 +102,8 @@ class ProbeMessagesStrategy(_IndependentReplicasStrategy):
 
     def measure(self, feed: DataFeed, check: Callable[[], None]) -> ProbeResults:
         shapes = parse_messages(str(self.options["messages"]))
-        found = measure_messages(self.spec, self.context, shapes, float(self.options["budget_s"]), check)
-        return ProbeResults(base_memory_bytes=self.base_memory_bytes, collectives=found)
+        probes = measure_messages(self.spec, self.context, shapes, float(self.options["budget_s"]), check)
+        return ProbeResults(base_memory_bytes=self.base_memory_bytes, collectives=probes)
 
 
 class ProbeCollectivesStrategy(_IndependentReplicasStrategy):

@@ -62,7 +62,7 @@ class VocabularyParallelEmbedding(Embedding):
             self.dropout = tensor_layers.RankLocalDropout(embedding.dropout, comm.group.place)
 
     def forward(self, x: Tensor) -> Tensor:
-        """One collective after the words."""
+        """[n, tokens] -> [n, tokens or own tokens, width]; one collective after the look-up of the words."""
         self.comm.tokens = x.shape[1]
         vectors = self.comm.leave(self.tokens(x))
         if self.positions is not None:
@@ -87,7 +87,10 @@ class VocabularyParallelHead(TokenHead):
             tensor_layers.mark_partial_gradients(self.norm, "weight", "bias")
 
     def forward(self, x: Tensor) -> Tensor:
-        """One collective before the output layer."""
+        """[n, tokens or own tokens, width] -> [n, tokens, own words], in eval mode [n, tokens, words].
+
+        One collective before the output layer, in eval mode another one after it.
+        """
         scores: Tensor = self.output(self.comm.enter(self.norm(x)))
         if self.training:
             return scores

@@ -61,20 +61,33 @@ class TensorParallelComm:
         return even_ranges(self.tokens, self.group.size)[self.group.place]
 
     def enter(self, x: Tensor) -> Tensor:
-        """Before column layers: return all tokens; the gradient's partial sums are added up."""
+        """Prepare the input of column layers: [n, tokens or own tokens, width] -> [n, tokens, width].
+
+        Collective over the group along dim 1. Forward: all_gather by tokens, else nothing. Backward: the partial sums
+        of the gradient are summed, by reduce_scatter or all_reduce.
+        """
         return self._apply(cast_for_autocast(x), ALL_GATHER_REDUCE_SCATTER if self.by_tokens else ALL_REDUCE_BACKWARD)
 
     def leave(self, partial: Tensor) -> Tensor:
-        """After row layers: return the ranks' sum, of the own tokens or of all. Overwrites ``partial``."""
+        """Return the ranks' sum of the outputs of row layers: [n, tokens, width] -> [n, tokens or own tokens, width].
+
+        Collective over the group: reduce_scatter along dim 1 by tokens, else all_reduce, which overwrites ``partial``.
+        """
         return self._apply(partial, REDUCE_SCATTER_ALL_GATHER if self.by_tokens else ("all_reduce_in_place", ""))
 
     def part(self, x: Tensor) -> Tensor:
-        """Return the own tokens of an activation that all ranks hold."""
+        """Return the own tokens of an activation that all ranks hold: [n, tokens, width] -> [n, own tokens, width].
+
+        Forward without communication; backward an all_gather along dim 1 over the group.
+        """
         self.tokens = x.shape[_TOKEN_DIM]
         return self._apply(x, NARROW).contiguous()
 
     def join(self, x: Tensor) -> Tensor:
-        """Return all tokens, for layers that all ranks compute equally."""
+        """Return all tokens, for layers that all ranks compute equally: [n, own tokens, width] -> [n, tokens, width].
+
+        Collective over the group: all_gather along dim 1; backward without communication.
+        """
         return self._apply(x, ALL_GATHER)
 
     def _apply(self, x: Tensor, operations: tuple[str, str]) -> Tensor:
@@ -137,9 +150,10 @@ def partial_gradient_ids(model: nn.Module) -> set[int]:
 
 
 class ColumnLinear(nn.Linear):
-    """Some output features of a linear layer. The input is whole; the gradient for it is a partial sum.
+    """Some output features of a linear layer: [n, tokens, in] -> [n, tokens, own out].
 
-    The weight [out, in] is split by rows: rank r holds the features ``ranges[r]``.
+    The weight [out, in] is split by rows: rank r holds the features ``ranges[r]``. The gradient of the input is a
+    partial sum.
     """
 
     def __init__(self, layer: nn.Linear, ranges: Sequence[range], rank: int) -> None:
@@ -153,7 +167,11 @@ class ColumnLinear(nn.Linear):
 
 
 class RowLinear(nn.Linear):
-    """Some input features of a linear layer; the bias is added once, to the ranks' sum."""
+    """Some input features of a linear layer: [n, tokens, own in] -> [n, tokens or own tokens, out].
+
+    The weight [out, in] is split by columns: rank r holds the features ``ranges[r]``. The bias is added once, to the
+    ranks' sum.
+    """
 
     def __init__(self, layer: nn.Linear, ranges: Sequence[range], comm: TensorParallelComm) -> None:
         sharding, rank = sharding_along(1, ranges), comm.group.place
@@ -189,7 +207,10 @@ class TensorParallelAttention(Attention):
         self.output = RowLinear(attention.output, ranges, comm)
 
     def forward(self, x: Tensor) -> Tensor:
-        """One collective for queries, keys and values together."""
+        """[n, tokens or own tokens, width] -> the same shape; two collectives.
+
+        ``enter`` runs once for queries, keys and values together.
+        """
         uses_dropout = self.training and self.dropout.p > 0
         with rank_local_rng(self.comm.group.place, x.device) if uses_dropout else nullcontext():
             return super().forward(self.comm.enter(x))
@@ -209,7 +230,7 @@ class TensorParallelMlp(Mlp):
         self.down = RowLinear(mlp.down, ranges, comm)
 
     def forward(self, x: Tensor) -> Tensor:
-        """One collective before, one after."""
+        """[n, tokens or own tokens, width] -> the same shape; two collectives, ``enter`` and ``leave``."""
         return super().forward(self.comm.enter(x))
 
 

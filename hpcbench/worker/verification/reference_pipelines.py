@@ -115,7 +115,7 @@ class _WholeBatchStatistics:
 
 
 def _running_statistics(norm: _BatchNorm) -> list[Tensor]:
-    return [one for one in (norm.running_mean, norm.running_var, norm.num_batches_tracked) if one is not None]
+    return [each for each in (norm.running_mean, norm.running_var, norm.num_batches_tracked) if each is not None]
 
 
 def train_pipedream_reference(
@@ -123,7 +123,7 @@ def train_pipedream_reference(
 ) -> TrainingRecord:
     """``train_delayed`` with the stages that the run itself would have."""
     blocks = assign_blocks(model, spec, options_with_defaults(spec), PipelineLayout(spec.pp_degree))
-    return train_delayed(model, spec, feed, steps, [one.start for one in blocks[1:]], tick)
+    return train_delayed(model, spec, feed, steps, [stage.start for stage in blocks[1:]], tick)
 
 
 def train_delayed(
@@ -218,8 +218,8 @@ class _DelayedTraining:
     def _keep(self) -> None:
         """Copy what the last update has made; forget what no later minibatch is computed with."""
         for stage, (module, versions) in enumerate(zip(self._stages, self._versions, strict=True)):
-            versions[self._updates] = {name: one.detach().clone() for name, one in module.named_parameters()}
-            for old in [one for one in versions if one < self._delay.version(stage, self._updates)]:
+            versions[self._updates] = {name: weight.detach().clone() for name, weight in module.named_parameters()}
+            for old in [version for version in versions if version < self._delay.version(stage, self._updates)]:
                 del versions[old]
 
     def _weights(self, stage: int, number: int) -> dict[str, Tensor]:

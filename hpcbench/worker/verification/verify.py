@@ -136,8 +136,8 @@ def train_strategy(
 def compared_steps(spec: RunSpec, feed: DataFeed, count: int) -> tuple[int, ...]:
     """The run's first ``count`` steps; the last of them is its first step with a partial batch, where it has one."""
     partial = feed.steps_per_epoch - 1
-    own = spec.warmup_steps + spec.steps
-    if count <= partial < own and feed.global_count(partial) < feed.global_batch_size:
+    run_steps = spec.warmup_steps + spec.steps
+    if count <= partial < run_steps and feed.global_count(partial) < feed.global_batch_size:
         return (*range(count - 1), partial)
     return tuple(range(count))
 

@@ -17,7 +17,7 @@ from .options import GIB, MIB, Options, format_link, parse_link, parse_mem
     ("text", "size"),
     [("3g", 3 * GIB), ("3G", 3 * GIB), ("3GiB", 3 * GIB), ("512m", 512 * MIB), ("1.5g", 1536 * MIB)],
 )
-def test_mem_texts(text: str, size: int) -> None:
+def test_a_memory_size_is_parsed_to_bytes(text: str, size: int) -> None:
     assert parse_mem(text) == size
 
 
@@ -39,7 +39,7 @@ def test_bad_link_names_the_text_and_an_example(text: str) -> None:
         parse_link(text)
 
 
-def test_options_survive_json() -> None:
+def test_options_are_read_from_their_json() -> None:
     options = Options(nodes=2, cpus=0.75, link=5 * 10**8)
     assert Options.from_json(options.to_json()) == options
     assert Options.from_json("{") is None
@@ -62,7 +62,7 @@ def test_bad_options_state_both_numbers(values: dict[str, object], message: str)
         Options(**values)  # type: ignore[arg-type]
 
 
-def test_addresses() -> None:
+def test_nodes_and_controller_have_consecutive_addresses() -> None:
     options = Options(nodes=3)
     assert options.names == ["n1", "n2", "n3"]
     assert [options.address(name) for name in options.names] == ["10.77.0.1", "10.77.0.2", "10.77.0.3"]
@@ -91,12 +91,12 @@ def test_the_proposed_value_is_accepted() -> None:
 
 
 @pytest.mark.parametrize(("cpus", "quota"), [(0.4, (4000, 10000)), (0.05, (5000, 100000)), (2, (20000, 10000))])
-def test_quota(cpus: float, quota: tuple[int, int]) -> None:
+def test_the_cpu_quota_is_at_least_a_millisecond(cpus: float, quota: tuple[int, int]) -> None:
     assert cgroups.cpu_quota(cpus) == quota
     assert quota[0] >= 1000, "the kernel refuses less"
 
 
-def test_limit_files_of_both_versions() -> None:
+def test_cgroup_limit_files_exist_for_both_versions() -> None:
     assert cgroups.limit_files(2, 0.4, 3 * GIB) == {
         "cpu.max": "4000 10000",
         "memory.max": "3221225472",
@@ -131,7 +131,7 @@ def test_interface_names_are_short_enough() -> None:
     assert all(len(name) <= 15 for name in (paths.BRIDGE, network.host_end("n64")))
 
 
-def test_hosts_block_comes_and_goes() -> None:
+def test_the_hosts_block_is_added_and_removed() -> None:
     for before in ("", "127.0.0.1 localhost\n"):
         after = hosts.with_block(before, Options(nodes=2))
         assert "10.77.0.2 n2\n10.77.0.254 slurmbox-controller\n" in after
@@ -149,7 +149,7 @@ def _keys(text: str) -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines)
 
 
-def test_slurm_conf() -> None:
+def test_slurm_conf_lists_limits_nodes_and_partitions() -> None:
     text = slurmconf.slurm_conf(Options(nodes=2, max_array_size=5001), "laptop")
     keys = _keys(text)
     assert keys["SlurmctldHost"] == "laptop(10.77.0.254)"
@@ -180,7 +180,7 @@ def test_a_box_without_gpus_configures_none() -> None:
         (Options(nodes=1, gpus=1), "NodeName=n1 Name=gpu File=/run/hpcbench-slurmbox/dev/nvidia0\n"),
     ],
 )
-def test_gres_conf(options: Options, line: str) -> None:
+def test_gres_conf_lists_the_gpu_device_files(options: Options, line: str) -> None:
     assert slurmconf.gres_conf(options) == line
 
 
@@ -204,7 +204,7 @@ def test_accounting_commands_name_all_users() -> None:
 @pytest.mark.parametrize(
     ("state", "good"), [("idle", True), ("mixed", True), ("idle*", False), ("down*", False), ("drained", False)]
 )
-def test_node_states(state: str, good: bool) -> None:
+def test_only_idle_and_mixed_nodes_are_good(state: str, good: bool) -> None:
     assert status.is_good(state) is good
 
 

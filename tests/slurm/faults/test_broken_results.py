@@ -71,6 +71,6 @@ def crashing_pack(folder: Path, box: Box) -> Project:
 
 
 @pytest.mark.parametrize("scenario", [crashing_pack], indirect=True)
-def test_a_pack_with_a_run_that_crashes(scenario: Project, verify: Verify) -> None:
+def test_a_crash_within_a_pack_fails_only_its_run(scenario: Project, verify: Verify) -> None:
     """the second of a pack of three has its rank killed."""
     verify(scenario, "pack")

@@ -84,7 +84,7 @@ def test_two_users_submit_the_same_sweep_at_once(shared: Project, verify: Verify
 
 
 @pytest.mark.parametrize("small_arrays", [3], indirect=True)
-def test_more_runs_than_an_array_may_have(small_arrays: None, project: Project, verify: Verify) -> None:
+def test_more_runs_than_an_array_takes_are_all_submitted(small_arrays: None, project: Project, verify: Verify) -> None:
     """MaxArraySize 3 and 4 runs, submit killed between the two arrays."""
     project.add_sweep("four", "[grid]\nseed = [1, 2, 3, 4]\n")
     dying = [sys.executable, "-m", "tests.slurm.faults.dying", "between_two", "submit", "four", "--cluster", CLUSTER]
@@ -114,6 +114,6 @@ def too_many_jobs(folder: Path, box: Box) -> Project:
 
 
 @pytest.mark.parametrize("scenario", [too_many_jobs], indirect=True)
-def test_more_jobs_than_a_user_may_submit(scenario: Project, verify: Verify) -> None:
+def test_more_jobs_than_a_user_may_submit_wait(scenario: Project, verify: Verify) -> None:
     """MaxSubmitJobs 5 and 7 runs: the rest goes out with the next submit and with --wait."""
     verify(scenario, "seven")

@@ -47,7 +47,7 @@ def test_the_controller_is_down_at_submit(project: Project, verify: Verify) -> N
 
 
 @pytest.mark.parametrize("small_arrays", [3], indirect=True)
-def test_the_controller_comes_and_goes(small_arrays: None, project: Project, verify: Verify) -> None:
+def test_a_submit_waits_for_an_absent_controller(small_arrays: None, project: Project, verify: Verify) -> None:
     """slurmctld down at submit --wait with MaxArraySize 3, back, down again, back."""
     project.add_sweep("four", "[grid]\nseed = [1, 2, 3, 4]\n")
     project.box.stop_daemon("slurmctld")
@@ -71,7 +71,7 @@ def test_the_controller_comes_and_goes(small_arrays: None, project: Project, ver
     verify(project, "four")
 
 
-def test_the_accounting_is_down(project: Project, verify: Verify) -> None:
+def test_runs_end_ok_while_the_accounting_is_down(project: Project, verify: Verify) -> None:
     """slurmdbd down during submit, run and status."""
     project.add_sweep("three", THREE)
     project.box.stop_daemon("slurmdbd")
@@ -88,7 +88,7 @@ def test_the_accounting_is_down(project: Project, verify: Verify) -> None:
 
 
 @pytest.mark.parametrize(("nodes", "fault"), [(1, "the node of a run killed"), (2, "one of a run's two nodes killed")])
-def test_a_node_dies(nodes: int, fault: str, project: Project, verify: Verify) -> None:
+def test_a_run_on_a_dead_node_begins_again_elsewhere(nodes: int, fault: str, project: Project, verify: Verify) -> None:
     """It stays away until the job has begun anew elsewhere."""
     project.add_sweep("long", f"nodes = {nodes}\n", steps=20, model="resnet18")
     waiting = project.start("submit", "long", "--cluster", CLUSTER, "--wait")
@@ -108,7 +108,7 @@ def test_a_node_dies(nodes: int, fault: str, project: Project, verify: Verify) -
     verify(project, "long", f"{fault}; it is back later")
 
 
-def test_a_submit_that_died_on_another_host(project: Project, verify: Verify) -> None:
+def test_a_dead_submits_lock_on_another_host_expires(project: Project, verify: Verify) -> None:
     """submit killed on another login node, holding the lock of the tree."""
     project.add_sweep("three", THREE)
     dying = [sys.executable, "-m", "tests.slurm.faults.dying", "before_the_record"]

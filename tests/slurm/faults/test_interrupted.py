@@ -28,7 +28,7 @@ def test_preempted_jobs_finish_later(project: Project, verify: Verify) -> None:
     verify(project, "low")
 
 
-def test_scancel_of_a_pending_and_of_a_running_job(project: Project, verify: Verify) -> None:
+def test_runs_cancelled_by_scancel_are_submitted_again(project: Project, verify: Verify) -> None:
     """scancel by a person, of a pending and of a running job; then submit."""
     project.add_sweep("three", 'partition = "limited"\n[grid]\nseed = [1, 2, 3]\n', steps=15, model="resnet18")
     waiting = project.start("submit", "three", "--cluster", CLUSTER, "--wait")
@@ -45,7 +45,7 @@ def test_scancel_of_a_pending_and_of_a_running_job(project: Project, verify: Ver
     verify(project, "three")
 
 
-def test_cancel_and_submit_again(project: Project, verify: Verify) -> None:
+def test_runs_cancelled_by_hpcbench_are_submitted_again(project: Project, verify: Verify) -> None:
     """hpcbench cancel of pending and running runs; then submit."""
     project.add_sweep("three", 'partition = "limited"\n[grid]\nseed = [1, 2, 3]\n', steps=15, model="resnet18")
     assert project.submit("three").returncode == 0
@@ -62,7 +62,7 @@ def test_cancel_and_submit_again(project: Project, verify: Verify) -> None:
     verify(project, "three")
 
 
-def test_out_of_memory(project: Project, verify: Verify) -> None:
+def test_a_run_killed_for_memory_is_oom_beside_others(project: Project, verify: Verify) -> None:
     """a run killed for its memory; the run beside it ends well."""
     project.add_sweep("greedy", '[[zip]]\ndataset = ["imagenet", "digits"]\nbatch_size = [512, 4]\n', model="resnet18")
     path = project.folder / "sweeps" / "greedy.toml"

@@ -76,7 +76,7 @@ class PendingActions:
             return len(self._actions)
 
     def first(self) -> Action | None:
-        """Return the first unfinished action."""
+        """Return the first unfinished action; ``None`` if all are finished."""
         return next((action for action, _ in tuple(self._actions)), None)
 
 

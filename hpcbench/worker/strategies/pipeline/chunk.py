@@ -27,8 +27,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import HpcbenchError, unsupported
 from hpcbench.worker.layers import allocate_fake_storage, zero_batch
-from hpcbench.worker.master_weights import storage_dtype
-from hpcbench.worker.model_execution import MixedPrecision, checkpoint_block, disable_inplace_first_op
+from hpcbench.worker.model_execution import MixedPrecision, checkpoint_block, disable_inplace_first_op, storage_dtype
 from hpcbench.worker.models.build import copy_to_meta
 from hpcbench.worker.strategies.model_parallel import ConvolutionOperation, cast_for_autocast
 
@@ -43,11 +42,11 @@ class TensorMeta(NamedTuple):
     layout: torch.memory_format
 
     def empty(self, device: torch.device) -> Tensor:
-        """Return an uninitialised tensor of this form."""
+        """Return an uninitialised tensor [*sizes] of this form."""
         return torch.empty(self.sizes, dtype=self.dtype, device=device, memory_format=self.layout)
 
     def flat(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` as one dimension, in the memory order of this layout; a copy only if it must be."""
+        """Return the elements in the memory order of this layout: [*sizes] -> [numel]; a view unless it must copy."""
         dense = tensor.contiguous(memory_format=self.layout)
         return dense.as_strided((dense.numel(),), (1,))
 
@@ -284,14 +283,14 @@ class ModelChunk:
 
         Args:
             micro_batch: Its number.
-            inputs: Samples, or the tensors of the previous chunk's output.
+            inputs: Samples [n, *sample shape], or the tensors of the previous chunk's output, as ``input_meta``.
             input_meta: The form of the previous chunk's output; ``None`` for samples.
             recompute: Whether activations are freed and recomputed in the backward pass.
             context: Autocast of the run.
             loss: In the last chunk the function of the output that returns the loss.
 
         Returns:
-            The tensors of the output, or the loss.
+            The tensors of the output [n, ...], or the loss, a scalar.
         """
         x: Any = inputs[0]
         if input_meta is not None:
@@ -305,10 +304,14 @@ class ModelChunk:
         return outputs
 
     def backward(self, micro_batch: int, run: Callable[[tuple[Tensor, ...]], None]) -> tuple[Tensor, ...]:
-        """Run the backward pass of a micro-batch; ``run`` starts it from the outputs.
+        """Run the backward pass of a micro-batch.
+
+        Args:
+            micro_batch: Its number; its forward pass has run.
+            run: Runs autograd from the outputs of ``forward`` (``backward_from``, or backward of the loss).
 
         Returns:
-            The gradients of all differentiable inputs, in their order.
+            The gradients of all differentiable inputs, in their order, each in the shape [n, ...] of its input.
         """
         inputs, outputs = self._in_flight.pop(micro_batch)
         if self._queue is None:
@@ -332,7 +335,12 @@ class ModelChunk:
 
 
 def backward_from(outputs: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
-    """Run autograd from floating-point ``outputs`` with their ``grads``; outputs without a graph are skipped."""
+    """Run autograd from the floating-point ``outputs``; those without a graph are skipped.
+
+    Args:
+        outputs: Tensors of a chunk's output, [n, ...] each.
+        grads: One gradient per floating-point output, in its shape.
+    """
     floating = (output for output in outputs if output.is_floating_point())
     pairs = [(output, grad) for output, grad in zip(floating, grads, strict=True) if output.requires_grad]
     torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])

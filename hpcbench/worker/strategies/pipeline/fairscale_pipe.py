@@ -14,7 +14,7 @@ from hpcbench.parallel.pipeline.schedules import PipelineLayout
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.model_execution import frozen_running_statistics
-from hpcbench.worker.strategies.base import DataParallelStrategy, import_fairscale
+from hpcbench.worker.strategies.base import FAIRSCALE_STAND_INS, DataParallelStrategy, import_fairscale
 from hpcbench.worker.strategies.pipeline.stage_assignment import assign_blocks
 
 
@@ -31,7 +31,10 @@ class PipeModule(nn.Module):
         return output
 
     def through(self, x: Tensor, parts: list[range]) -> Tensor:
-        """Return the output for ``x`` in the micro-batches ``parts``; Pipe itself makes the last one shorter."""
+        """Return the output for ``x`` in given micro-batches: [n, *sample shape] -> [n, ...].
+
+        ``parts`` are the samples of each micro-batch; Pipe's own division makes the last one shorter.
+        """
         batches = [self._microbatch.Batch(x[part.start : part.stop], number) for number, part in enumerate(parts)]
         self.pipe.pipeline.run(batches)
         output: Tensor = self._microbatch.gather(batches)
@@ -53,6 +56,8 @@ def _count_statistics_once(partition: nn.Module) -> None:
 class FairscalePipeStrategy(DataParallelStrategy):
     """Stages on the devices of this process; on a cpu all stages share it."""
 
+    stand_ins = FAIRSCALE_STAND_INS
+    warm_up = "micro_batch"
     module: PipeModule
 
     def wrap(self, module: nn.Module, spec: RunSpec, context: RankContext) -> nn.Module:

@@ -121,18 +121,26 @@ class MessageTransport(ABC):
 
     @abstractmethod
     def post_receives(self, messages: Iterable[PipelineMessage], shapes: MessageShapes) -> None:
-        """Announce the messages of a step, each sender's in its order."""
+        """Announce the messages of a step, each sender's in its order.
+
+        Args:
+            messages: Messages to this rank.
+            shapes: Function of a message that returns the forms of its tensors.
+        """
 
     @abstractmethod
     def send(self, message: PipelineMessage, tensors: Sequence[Tensor]) -> None:
-        """Send ``tensors``, which must not change any more, without waiting."""
+        """Send ``tensors`` without waiting; they must not change any more.
+
+        Their shapes are those that the receiver expects of ``message`` (``post_receives``): [n, ...] each.
+        """
 
     def exchange(self, exchange: Exchange) -> None:
         """Start the transfers of an exchange in ``order``."""
         raise AssertionError(f"{exchange}: no transfer has a fixed place")
 
     def receive(self, message: PipelineMessage) -> tuple[Tensor, ...]:
-        """Return the tensors of ``message`` when they have arrived.
+        """Return the tensors of ``message`` when they have arrived, in the announced shapes.
 
         Raises:
             P2PTimeout: The message did not arrive within the time limit.
@@ -250,8 +258,8 @@ def open_links(group: RankGroup, links: Iterable[tuple[int, int]], context: Rank
         links: All links of the pipeline, sorted.
         context: This rank of the run.
     """
-    own = [link for link in links if group.place in link]
-    groups = {link: make_group_of_ranks((group.ranks[rank] for rank in link), context, "link") for link in own}
+    own_links = [link for link in links if group.place in link]
+    groups = {link: make_group_of_ranks((group.ranks[rank] for rank in link), context, "link") for link in own_links}
     for link_group in groups.values():
         sent, received = torch.zeros(1, device=context.device), torch.empty(1, device=context.device)
         for works in _start_together([(sent, 0)], [(received, 0)], link_group):

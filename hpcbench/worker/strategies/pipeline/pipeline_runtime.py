@@ -153,7 +153,13 @@ class PipelineRuntime:
         self.current = ("done with all of its actions, waiting for its last messages to be taken", None)
 
     def end(self) -> Tensor:
-        """Wait until everything was sent; return the summed loss of the micro-batches, 0 without the last chunk."""
+        """Wait until everything was sent; return the sum of the micro-batches' losses, a scalar on the device.
+
+        It is 0 on a rank without the last chunk.
+
+        Raises:
+            WorkerError: The last messages were not received in time.
+        """
         for message in self._sent_ahead:
             self._local[message.action] = self._receive(message)
         try:

@@ -128,7 +128,10 @@ class StageModule(nn.Module):
             chunk.compile(*arguments, **more)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run chunk after chunk, each on its rank. Collective."""
+        """Run chunk after chunk, each on its rank: [n, *sample shape] -> outputs [n, ...], equal on all ranks.
+
+        Collective over the pipeline's ranks; all pass the same samples ``x``.
+        """
         value: Any = x
         for number in range(self.layout.chunks):
             source = self.layout.rank_of(number, 0)
@@ -194,10 +197,10 @@ def gather_on_first_rank(
     group: RankGroup,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Collect the tensors of all stages on the pipeline's first rank. Collective.
+    """Collect the tensors of all stages on the pipeline's first rank. Collective over ``group``.
 
     Args:
-        tensors: This rank's tensors, by their names in the whole model.
+        tensors: This rank's weights or gradients, in their unsplit shapes, by their names in the whole model.
         chunk_of: The chunk of every tensor to collect, in the order of the result.
         layout: The pipeline's stages.
         group: The pipeline's ranks.
@@ -206,15 +209,15 @@ def gather_on_first_rank(
     Returns:
         On the first rank all tensors that exist; on the others their own.
     """
-    own = {
+    own_tensors = {
         name: tensor.detach()
         for name, tensor in tensors.items()
         if name in chunk_of and layout.rank_of(chunk_of[name], 0) == group.place
     }
     if group.size == 1:
-        return own
+        return own_tensors
     gathered: list[dict[str, Tensor]] | None = [{}] * group.size if group.place == 0 else None
-    host_tensors = {name: tensor.cpu() for name, tensor in own.items()}
+    host_tensors = {name: tensor.cpu() for name, tensor in own_tensors.items()}
     dist.gather_object(host_tensors, gathered, group=group.members(), group_dst=0)
-    collected = {name: tensor.to(device) for part in gathered or [] for name, tensor in part.items()} | own
+    collected = {name: tensor.to(device) for part in gathered or [] for name, tensor in part.items()} | own_tensors
     return {name: collected[name] for name in chunk_of if name in collected}

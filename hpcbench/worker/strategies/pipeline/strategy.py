@@ -1,9 +1,13 @@
-"""The synchronous pipeline strategies: each rank holds chunks of the model; micro-batches pass from rank to rank."""
+"""The synchronous pipeline strategies: each rank holds chunks of the model; micro-batches pass from rank to rank.
+
+On cuda each chunk runs once before the first step, and communicators are created: CUDA loads a kernel at its first
+launch and may then wait for the whole device; NCCL creates a communicator with its first call, in which each member
+waits for the others. Neither should happen while messages are awaited, or be timed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 
 import torch
@@ -19,14 +23,16 @@ from hpcbench.parallel.strategies.pipeline import cuts_exclusion, pipeline_layou
 from hpcbench.results.schema import TimelineSpan
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.distributed.gradient_reducer import GradientReducer
-from hpcbench.worker.distributed.process_groups import RankContext, make_group, make_group_of_ranks
+from hpcbench.worker.distributed.process_groups import RankContext, RankGroup, make_group, make_group_of_ranks
+from hpcbench.worker.layers import zero_batch
+from hpcbench.worker.model_execution import MixedPrecision, summed_loss
 from hpcbench.worker.strategies.base import make_optimizer
 from hpcbench.worker.strategies.model_parallel import ModelParallelStrategy, group_reducers
 from hpcbench.worker.strategies.pipeline import action_timeline, p2p, stage_module
-from hpcbench.worker.strategies.pipeline.chunk import ActivationMetaCache, ModelChunk
+from hpcbench.worker.strategies.pipeline.chunk import ActivationMetaCache, ModelChunk, backward_from, in_run_format
 from hpcbench.worker.strategies.pipeline.pipeline_runtime import PipelineBatch, PipelineRuntime
 from hpcbench.worker.strategies.pipeline.stage_assignment import assign_blocks, measure_blocks, predict_step
-from hpcbench.worker.strategies.pipeline.warm_up import open_communicators, run_chunks_once
+from hpcbench.worker.strategies.pipeline.stage_module import TiedParameter
 from hpcbench.worker.strategies.tensor_layers import TensorParallelComm, split_transformer_blocks
 
 cached_actions = cache(schedule_actions)
@@ -54,7 +60,7 @@ class PipelineStrategy(ModelParallelStrategy):
             transport=self._make_paired_transport(chunks) if pairs else self._make_p2p_transport(),
             boundaries=self.boundaries,
             arithmetic=self.arithmetic,
-            recompute=self.options["recompute"],
+            recompute=str(self.options["recompute"]),
             wait_s=context.wait_s,
             reducers=self._reducer_of,
         )
@@ -107,9 +113,9 @@ class PipelineStrategy(ModelParallelStrategy):
     def make_reducers(self, module: nn.Module) -> list[GradientReducer]:
         """Create a reducer per chunk, which sends when the chunk is done, and one for tied weights, after their sum."""
         assert isinstance(module, stage_module.StageModule)
-        own = {id(parameter) for parameter in module.parameters()}
+        own_ids = {id(parameter) for parameter in module.parameters()}
         self._ties = [
-            tie if id(tie.parameter) in own else stage_module.TiedParameter(tie.ranks, None) for tie in self._ties
+            tie if id(tie.parameter) in own_ids else stage_module.TiedParameter(tie.ranks, None) for tie in self._ties
         ]
         tied = [tie.parameter for tie in self._ties if tie.parameter is not None]
         self._reducer_of: dict[int, GradientReducer] = {}
@@ -204,11 +210,110 @@ class PipelineStrategy(ModelParallelStrategy):
 
     def _gather_stages(self, tensors: dict[str, Tensor], chunk_of: dict[str, int]) -> dict[str, Tensor]:
         # In the whole model the names have no "chunks.<number>." in front.
-        own = {name.split(".", 2)[2]: tensor for name, tensor in tensors.items()}
-        return stage_module.gather_on_first_rank(own, chunk_of, self.layout, self.group, self.context.device)
+        own_tensors = {name.split(".", 2)[2]: tensor for name, tensor in tensors.items()}
+        return stage_module.gather_on_first_rank(own_tensors, chunk_of, self.layout, self.group, self.context.device)
 
     def _prepare_boundaries(self, feed: DataFeed, sizes: Iterable[int]) -> None:
         """Compute the shapes between chunks, also for the partial batch, so that no timed step does it."""
         partial = feed.micro_batch_ranges(feed.steps_per_epoch - 1, self.replica)
         for size in {*sizes, *map(len, partial)}:
             self.boundaries.outputs_of(0, size)
+
+
+_MICRO_BATCH = -1
+"""A number that no micro-batch of a step has."""
+
+
+def run_chunks_once(
+    chunks: Mapping[int, ModelChunk],
+    boundaries: ActivationMetaCache,
+    spec: RunSpec,
+    arithmetic: MixedPrecision,
+    reducers: Iterable[GradientReducer],
+    recompute: bool,
+) -> None:
+    """Run a forward and a backward pass of every chunk on zeros, without a trace in weights, buffers or random numbers.
+
+    Ranks that share layers (tensor parallelism) call it together.
+
+    Args:
+        chunks: This rank's chunks by number.
+        boundaries: The shapes between chunks.
+        spec: The run; the largest micro-batch of its steps is computed.
+        arithmetic: The run's autocast.
+        reducers: Of the chunks' gradients; they send nothing.
+        recompute: Whether activations are computed again in the backward pass.
+
+    Raises:
+        WorkerError: ``unsupported`` if the model cannot run with micro-batches of that size.
+    """
+    device = boundaries.device
+    samples = -(-spec.batch_size // spec.micro_batches)
+    modules = nn.ModuleList([chunk.module for chunk in chunks.values()])
+
+    def run_once(number: int, chunk: ModelChunk) -> None:
+        is_last = number == boundaries.chunks - 1
+        inputs, targets = (tensor.to(device) for tensor in zero_batch(spec, samples))
+        input_meta = None if number == 0 else boundaries.outputs_of(number - 1, samples)
+        tensors: tuple[Tensor, ...] = (in_run_format(inputs, spec),)
+        if input_meta is not None:
+            tensors = tuple(shape.empty(device).zero_() for shape in input_meta.shapes)
+        output_meta = boundaries.outputs_of(number, samples)
+
+        def loss(output: Tensor) -> Tensor:
+            return summed_loss(output, targets) / samples
+
+        def run_backward(outputs: tuple[Tensor, ...]) -> None:
+            if is_last:
+                arithmetic.backward(outputs[0])
+            else:
+                shapes = [output_meta.shapes[index] for index in output_meta.differentiable]
+                backward_from(outputs, tuple(shape.empty(device).zero_() for shape in shapes))
+
+        chunk.forward(_MICRO_BATCH, tensors, input_meta, recompute, arithmetic.autocast(), loss if is_last else None)
+        chunk.backward(_MICRO_BATCH, run_backward)
+        if chunk.splits_backward:
+            chunk.finish_weights(_MICRO_BATCH)
+
+    with torch.random.fork_rng([device.index] if device.type == "cuda" else []), _without_trace(modules, reducers):
+        for number, chunk in chunks.items():
+            run_once(number, chunk)
+    modules.zero_grad()
+
+
+@contextmanager
+def _without_trace(modules: nn.Module, reducers: Iterable[GradientReducer]) -> Iterator[None]:
+    """Restore buffers at the end, and let ``reducers`` send nothing."""
+    saved = [(buffer, buffer.clone()) for buffer in modules.buffers()]
+    paused = [(reducer, reducer.is_paused) for reducer in reducers]
+    for reducer, _ in paused:
+        reducer.is_paused = True
+    yield
+    for reducer, was_paused in paused:
+        reducer.is_paused = was_paused
+    for buffer, value in saved:
+        buffer.copy_(value)
+
+
+def open_communicators(
+    reduced: Sequence[RankGroup], ties: Sequence[TiedParameter], group: RankGroup, device: torch.device
+) -> None:
+    """Let every communicator of a step that is no link carry one number, in one order on all ranks.
+
+    Args:
+        reduced: This rank's groups that sum gradients.
+        ties: The weights of which several ranks of the pipeline hold a copy.
+        group: The pipeline's ranks.
+        device: This rank's device.
+    """
+    number = torch.zeros(1, device=device)
+    for members in dict.fromkeys(reduced):
+        dist.all_reduce(number, group=members.members())
+    pairs = {(ranks[0], other) for ranks, _ in ties for other in ranks[1:]}
+    for source, target in sorted({*pairs, *((target, source) for source, target in pairs)}):
+        if group.place == source:
+            dist.send(number, group=group.members(), group_dst=target)
+        elif group.place == target:
+            dist.recv(number, group=group.members(), group_src=source)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,1 +1,0 @@
-"""Filter and channel parallelism (Dryden et al. 2019)."""

@@ -1,1 +1,0 @@
-"""Spatial parallelism with halo exchange."""

@@ -1,0 +1,138 @@
+"""Profiles over profiles, accounts from the user's own configuration, and what the larger schema refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from hpcbench.config.cluster_profile import (
+    ClusterProfile,
+    find_cluster_profiles,
+    load_cluster,
+    load_cluster_file,
+    merge_tables,
+)
+from hpcbench.config.run_spec import max_job_minutes
+from hpcbench.errors import HpcbenchError
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "project" / "clusters" / "historic").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "project")
+    return tmp_path / "project" / "clusters"
+
+
+def test_tables_are_laid_over_key_by_key(project: Path) -> None:
+    (project / "base.toml").write_text(
+        'name = "base"\ndescription = "all"\n[partitions.a]\nqos = "x"\n[partitions.b]\n[node]\ncores = 64\ndevices = 4\n'
+        '[scheduler]\nconfig_file = "/etc/x.conf"\n[env]\nA = "1"\nB = "2"\n'
+    )
+    path = project / "mine.toml"
+    path.write_text('name = "mine"\nextends = "base"\n[partitions.a]\nqos = "y"\n[node]\ncores = 56\n[env]\nB = "3"\n')
+    profile, source = load_cluster("mine")
+    assert source.path == path
+    assert (profile.partitions["a"].qos, list(profile.partitions)) == ("y", ["a", "b"])
+    assert (profile.node.cores, profile.node.devices) == (56, 4)
+    assert profile.env == {"A": "1", "B": "3"}
+    assert (profile.description, profile.scheduler.config_file) == ("all", "/etc/x.conf")
+
+
+def test_a_profile_extends_the_shipped_one_of_its_name(project: Path) -> None:
+    (project / "generic-slurm.toml").write_text('name = "generic-slurm"\nextends = "generic-slurm"\naccount = "mine"\n')
+    profile, _ = load_cluster("generic-slurm")
+    assert (profile.account, profile.request.gpus) == ("mine", "gpus-per-node")
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"a": 'name = "a"\nextends = "bb"\n', "b": 'name = "b"\n'}, r"a.toml:2: extends = 'bb': there is no such"),
+        ({"a": 'name = "a"\nextends = "a"\n'}, r"a.toml:2: extends = 'a': that is the profile itself"),
+        (
+            {"a": 'name = "a"\nextends = "b"\n', "b": 'name = "b"\nextends = "a"\n'},
+            r"b.toml:2: extends = 'a': that is the profile itself",
+        ),
+        ({"a": 'name = "a"\nextends = "b"\n[node]\ncore = 3\n', "b": 'name = "b"\n'}, r"a.toml:4: unknown key 'core'"),
+    ],
+)
+def test_mistakes_in_what_is_extended_have_file_and_line(project: Path, files: dict[str, str], message: str) -> None:
+    for name, text in files.items():
+        (project / f"{name}.toml").write_text(text)
+    with pytest.raises(HpcbenchError, match=message):
+        load_cluster("a")
+
+
+def test_profiles_one_folder_below_are_named_without_it(project: Path) -> None:
+    (project / "historic" / "old.toml").write_text('name = "old"\n')
+    assert find_cluster_profiles()["old"] == project / "historic" / "old.toml"
+    assert load_cluster("old")[0].name == "old"
+
+
+def test_accounts_are_the_users_own(project: Path, tmp_path: Path) -> None:
+    (project / "base.toml").write_text('name = "base"\naccount_required = true\n')
+    (project / "mine.toml").write_text('name = "mine"\nextends = "base"\n')
+    (project / "other.toml").write_text('name = "other"\naccount = "its-own"\n')
+    config = tmp_path / "xdg" / "hpcbench" / "config.toml"
+    config.parent.mkdir(parents=True)
+    config.write_text('[accounts]\nbase = "project_1"\nother = "project_2"\n')
+    found = {name: load_cluster(name)[0].account for name in ("base", "mine", "other")}
+    assert found == {"base": "project_1", "mine": "project_1", "other": "its-own"}
+    config.write_text('[account]\nbase = "project_1"\n')
+    with pytest.raises(HpcbenchError, match=r"config.toml:1: unknown key 'account'\n  did you mean 'accounts'"):
+        load_cluster("base")
+
+
+def test_merging_replaces_lists_and_values() -> None:
+    assert merge_tables({"a": [1], "b": {"c": 1, "d": 2}}, {"a": [2], "b": {"c": 3}}) == {
+        "a": [2],
+        "b": {"c": 3, "d": 2},
+    }
+
+
+STEPS = ((91, 120.0), (183, 360.0))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "most", "steps", "node_hours", "expected"),
+    [
+        (1, None, (), None, None), (4, 60.0, (), None, 60.0),
+        (91, 720.0, STEPS, None, 120.0), (92, 720.0, STEPS, None, 360.0), (184, 720.0, STEPS, None, 720.0),
+        (1, None, (), 1.5, 90.0), (4, None, (), 1.5, 22.5), (4, 20.0, (), 1.5, 20.0),
+    ],
+)  # fmt: skip
+def test_the_longest_job_time_follows_nodes_steps_and_node_hours(
+    nodes: int, most: float | None, steps: tuple[tuple[int, float], ...], node_hours: float | None, expected: float
+) -> None:
+    assert max_job_minutes(nodes, most, steps, node_hours) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"request": {"gpus": "gres-typed"}}, "needs node.gres_type"),
+        ({"request": {"gpus_on": "step"}, "launcher": "mpirun"}, "speaks to srun"),
+        ({"binding": {"device_order": [1, 1]}, "node": {"devices": 2}}, "does not name each of the 2 devices once"),
+        ({"match": {"hosts": ["("]}}, "no regular expression"),
+        ({"environments": {"e": {"container": {}}}}, "either `command` or `kind`"),
+        ({"environments": {"e": {"container": {"kind": "pyxis"}}}}, "needs an `image`"),
+        (
+            {"environments": {"e": {"container": {"kind": "uenv", "image": "x", "mounts": ["a:b"]}}}},
+            "takes no `mounts`",
+        ),
+        ({"environments": {"e": {"container": {"kind": "pyxis", "image": "x", "modules": ["a"]}}}}, "shifter's"),
+        ({"environments": {"e": {"container": {"command": ["x"], "image": "x"}}}}, "is the whole command"),
+    ],
+)
+def test_contradictory_keys_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        ClusterProfile.model_validate({"name": "c", **values})
+
+
+def test_a_file_beside_is_found_outside_of_the_folders_of_profiles(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text('name = "base"\n[node]\ncores = 3\n')
+    (tmp_path / "mine.toml").write_text('name = "mine"\nextends = "base"\n')
+    assert load_cluster_file(tmp_path / "mine.toml")[0].node.cores == 3

@@ -1,0 +1,68 @@
+"""Messages about mistakes in sweeps and options: the name that was meant, and the place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpcbench.config.expression import Expression
+from hpcbench.config.sweep_loader import load_sweep
+from hpcbench.errors import ConfigError, HpcbenchError, did_you_mean
+from hpcbench.parallel.catalog import selectable_strategies
+from hpcbench.parallel.check_names import check_names
+from tests.cli.test_cli import GOOD, hpcbench
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("zero3", "fsdp"),
+        ("zero2", "fsdp"),
+        ("deepspeed", "fsdp"),
+        ("pipeline", "1f1b"),
+        ("tp", "tensor"),
+        ("dp", "ddp"),
+    ],
+)
+def test_strategy_names_of_other_tools_get_a_suggestion(wrong: str, meant: str) -> None:
+    assert did_you_mean(wrong, selectable_strategies()).startswith(f"did you mean {meant!r}?")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (GOOD.replace("steps = 2", "pipeline_stages = 2"), "s.toml:7: unknown key 'pipeline_stages' in [fixed]\n  did you mean 'pp_degree'?"),
+        (GOOD.replace("warmup_steps", "warmup_step"), "s.toml:6: unknown key 'warmup_step' in [fixed]\n  did you mean 'warmup_steps'?"),
+        (GOOD.replace("steps = 2", 'steps = 2\nsteps = 3'), "s.toml:8: not valid TOML: steps is set twice"),
+        (GOOD.replace('"resnet18"', '"resnet18'), "s.toml:3: not valid TOML: a string is not closed: model = \"resnet18"),
+        (GOOD.replace('"tiny"', '"a/b"'), "s.toml:1: name: letters, digits, '.', '_' and '-' are allowed, 64 at most"),
+        (GOOD + "[gird.options]\nx = [1]\n", "s.toml:11: unknown key 'gird'"),
+        (GOOD + '[[exclude]]\nwhen = "nodes =! 2"\n', "no expression: invalid syntax at character 7, '=! 2'\n  did you mean '!='?"),
+        (GOOD + '[[exclude]]\nwhen = "batch_size = 8"\n', "'= 8'\n  did you mean '=='?"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_reported_with_line_and_suggestion(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "s.toml").write_text(text)
+    with pytest.raises(HpcbenchError) as caught:
+        check_names(load_sweep(tmp_path / "s.toml"))
+    assert message in str(caught.value)
+    assert len(max(str(caught.value).splitlines(), key=len)) < 300
+
+
+def test_an_incomplete_expression_is_refused_with_its_place() -> None:
+    with pytest.raises(ConfigError, match="no expression: invalid syntax at "):
+        Expression("nodes >")
+
+
+def test_every_missing_option_is_named_with_its_choices() -> None:
+    done = hpcbench("recommend", "--cluster", "local")
+    assert done.returncode == 2
+    for option in ("--model", "--dataset", "--batch-size"):
+        assert f"error: option {option} is missing\n  choices: " in done.stderr
+    assert "error: " in hpcbench("recommend", "--nope").stderr
+
+
+def test_check_takes_names_of_profiles() -> None:
+    done = hpcbench("check", "generic-slurm")
+    assert (done.returncode, "generic-slurm: a cluster profile, valid" in done.stderr) == (0, True), done.stderr

@@ -1,0 +1,239 @@
+"""Scores by hand: two accuracies, a failure, a foretold one, ranks with ties, what following a prediction costs."""
+
+from __future__ import annotations
+
+from math import log
+from typing import Any
+
+import msgspec
+import pytest
+
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.baselines import choice_results
+from hpcbench.oracle.scoring import (
+    MeasuredConfiguration,
+    PredictorResult,
+    ValidationCase,
+    accuracy,
+    bootstrap_interval,
+    kendall_tau,
+    pooled_launch_noise,
+    predicted_bests,
+    score_predictor,
+)
+from hpcbench.report.validation_view import chosen_strategies_view
+
+NAME = "we"
+
+
+def case(
+    strategy: str = "ddp", launches_s: tuple[float, ...] = (1.0,), said: PredictorResult | None = None, *, status: str = "ok",
+    model: str = "resnet18", batch_size: int = 8, **figures: float,
+) -> ValidationCase:  # fmt: skip
+    spec = RunSpec(model=model, dataset="cifar10", strategy=strategy, batch_size=batch_size, nodes=2, dp_degree=2)
+    measured = MeasuredConfiguration(
+        cluster="c", config_id=strategy, spec=spec, status=status, launches_s=list(launches_s), figures=figures
+    )
+    return ValidationCase(measured, {} if said is None else {NAME: said})
+
+
+def says(step_time_s: float | None, fits: bool | None = None, **more: Any) -> PredictorResult:
+    return PredictorResult(step_time_s=step_time_s, fits=fits, **more)
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "right"), [(1.0, 1.0, 1.0), (0.9, 1.0, 0.9), (1.2, 1.0, 0.8), (3.0, 1.0, -1.0), (0.0, 1.0, 0.0)]
+)  # fmt: skip
+def test_accuracy_is_not_clipped(predicted: float, measured: float, right: float) -> None:
+    assert accuracy(predicted, measured) == pytest.approx(right)
+
+
+def test_accuracy_and_failures_are_counted_per_strategy() -> None:
+    cases = [
+        case("ddp", (1.0, 1.2, 1.1), says(1.21, low_s=1.0, high_s=1.3)),
+        case("ddp", (2.0,), says(1.0, low_s=0.9, high_s=1.1), batch_size=16),
+        case("fsdp", (4.0,), says(4.0)),
+    ]
+    found = score_predictor(cases, NAME)
+    ddp = found.strategies["ddp"]
+    assert (ddp.count, ddp.failed) == (2, 0)
+    assert (ddp.mean, ddp.median, ddp.least, ddp.good) == pytest.approx((0.7, 0.7, 0.5, 0.5))
+    assert ddp.signed == pytest.approx((0.1 - 0.5) / 2)
+    assert ddp.abs_log == pytest.approx((log(1.1) + log(2)) / 2)
+    # The launches 1.0, 1.2, 1.1 alone have a spread: the standard deviation of their logarithms.
+    assert ddp.noise == pytest.approx(0.0912, abs=1e-4)
+    assert ddp.covered == 0.5
+    assert found.total is not None
+    assert (found.total.count, found.total.mean) == pytest.approx((3, 0.8))
+    assert found.strategies["fsdp"].noise is None
+
+
+def test_failures_count_unless_they_were_foretold() -> None:
+    cases = [
+        case("ddp", (1.0,), says(1.0, fits=True)),
+        case("zero1", (), says(1.0, fits=True), status="oom"),
+        case("fsdp", (), says(1.0, fits=False), status="oom"),
+        case("filter", (), says(1.0, fits=True), status="failed"),
+        case("gpipe", (1.0,), PredictorResult(reason="no formulas")),
+        case("1f1b", (), says(1.0), status="skipped"),
+        case("channel", (1.0,), says(1.0, fits=False)),
+    ]
+    found = score_predictor(cases, NAME)
+    assert found.total is not None
+    assert (found.total.count, found.total.failed) == (5, 3)
+    assert found.total.mean == pytest.approx(2 / 5)
+    assert "fsdp" not in found.strategies
+    assert "1f1b" not in found.strategies
+    assert found.strategies["gpipe"].mean == 0.0
+    assert (found.fits.count, found.fits.false_fits, found.fits.said_to_fit, found.fits.false_alarms) == (4, 1, 2, 1)
+
+
+def test_waiting_for_neighbours_is_not_compared_with_communication() -> None:
+    stage = case(
+        "gpipe", (1.0,), says(1.0, figures={"exposed_comm_s": 0.1, "compute_s": 0.5}), exposed_comm_s=0.4, compute_s=0.5
+    )
+    assert set(score_predictor([stage], NAME).parts) == {"compute_s", "exposed_comm_s"}
+    stage.measured.spec = msgspec.structs.replace(stage.measured.spec, dp_degree=1, pp_degree=2)
+    assert set(score_predictor([stage], NAME).parts) == {"compute_s"}
+
+
+def test_parts_are_scored_where_both_are_there() -> None:
+    cases = [
+        case("ddp", (1.0,), says(1.0, figures={"compute_s": 0.9, "comm_s": 0.3}), compute_s=0.6, comm_s=0.4),
+        case("fsdp", (1.0,), says(1.0, figures={"compute_s": 0.5}), compute_s=0.5, comm_s=0.0),
+    ]
+    # A hundredth of the step is not worth comparing; nothing was said of something is an error of all of it.
+    cases.append(
+        case("ddp", (1.0,), says(1.0, figures={"comm_s": 0.0, "exposed_comm_s": 0.0}), comm_s=0.009, exposed_comm_s=0.1)
+    )
+    parts = score_predictor(cases, NAME).parts
+    assert set(parts) == {"compute_s", "comm_s", "exposed_comm_s"}
+    assert (parts["exposed_comm_s"].mean, parts["exposed_comm_s"].abs_log) == (0.0, None)
+    assert (parts["compute_s"].count, parts["compute_s"].mean) == pytest.approx((2, 0.75))
+    assert (parts["comm_s"].count, parts["comm_s"].signed) == pytest.approx((1, -0.25))
+
+
+def test_regret_is_the_cost_of_the_predictors_choice() -> None:
+    cases = [
+        case("ddp", (1.0,), says(0.5)), case("zero1", (2.0,), says(0.4)), case("gpipe", (), says(0.1), status="failed"),
+        case("ddp", (1.0,), says(1.0), model="vgg11"), case("zero1", (2.0,), says(0.5), model="vgg11"),
+        case("ddp", (1.0,), says(1.0), model="alone"),
+        case("ddp", (3.0,), model="untold"), case("zero1", (1.0,), model="untold"),
+        case("ddp", (1.0,), says(2.0), model="full"), case("zero1", (2.0,), says(1.0, fits=False), model="full"),
+        case("fsdp", (3.0,), says(3.0), model="full"),
+    ]  # fmt: skip
+    found = [
+        (one.best.measured.spec.strategy, one.chosen and one.chosen.measured.spec.strategy, one.regret)
+        for one in predicted_bests(cases, NAME)
+    ]
+    assert found == [
+        ("ddp", "gpipe", None), ("ddp", "zero1", 1.0), ("zero1", None, None), ("ddp", "ddp", 0.0),
+    ]  # fmt: skip
+    view = chosen_strategies_view(cases, (NAME,))
+    assert [row[-2:] for row in view.cells] == [
+        ["ddp", "gpipe ?"],
+        ["ddp", "zero1 +100%"],
+        ["zero1", ""],
+        ["ddp", "ddp"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "tau"),
+    [
+        ([1, 2, 3, 4], [1, 2, 3, 4], 1.0),
+        ([1, 2, 3, 4], [4, 3, 2, 1], -1.0),
+        ([1, 2, 3], [1, 3, 2], 1 / 3),
+        # Of three pairs one is tied on one side: 2 / sqrt(2 * 3).
+        ([1, 1, 2], [1, 2, 3], 2 / 6**0.5),
+        ([1, 1], [1, 2], None),
+    ],
+)
+def test_kendalls_tau_counts_ties(one: list[float], other: list[float], tau: float | None) -> None:
+    assert kendall_tau(one, other) == (None if tau is None else pytest.approx(tau))
+
+
+def test_ranking_is_by_time_per_sample_within_a_model_and_its_devices() -> None:
+    cases = [
+        # Per sample 1/16, 2/16 and, with twice the batch, 1.5/32: the last is the best, the first was chosen.
+        case("ddp", (1.0,), says(1.0)),
+        case("fsdp", (2.0,), says(3.0)),
+        case("zero1", (1.5,), says(4.0), batch_size=16),
+        case("ddp", (1.0,), says(1.0), model="vgg11"),
+    ]
+    found = score_predictor(cases, NAME).ranking
+    assert found.groups == 1
+    assert found.tau == pytest.approx(1 / 3)
+    assert found.regret == found.worst_regret == pytest.approx((1 / 16) / (1.5 / 32) - 1)
+    assert found.failed == 0
+
+
+def test_a_chosen_run_that_failed_is_no_small_regret() -> None:
+    cases = [case("ddp", (), says(1.0, fits=True), status="oom"), case("fsdp", (2.0,), says(3.0))]
+    found = score_predictor(cases, NAME).ranking
+    assert (found.groups, found.failed, found.regret) == (1, 1, None)
+    # Said not to fit, it would not have been chosen.
+    cases = [case("ddp", (), says(1.0, fits=False), status="oom"), case("fsdp", (2.0,), says(3.0)),
+             case("zero1", (2.2,), says(3.1))]  # fmt: skip
+    assert score_predictor(cases, NAME).ranking.regret == 0.0
+
+
+def chosen_case(
+    strategy: str, launches_s: tuple[float, ...], fits: bool | None = True, model: str = "resnet18"
+) -> ValidationCase:
+    measured = case(strategy, launches_s, model=model).measured
+    return ValidationCase(measured, {NAME: says(min(launches_s), fits), **choice_results(strategy, fits)})
+
+
+def test_constant_choices_are_scored_only_by_regret() -> None:
+    cases = [
+        chosen_case("ddp", (1.5,)), chosen_case("fsdp", (1.0,)), chosen_case("zero1", (2.0,)),
+        chosen_case("ddp", (4.0,), fits=False, model="vgg11"), chosen_case("fsdp", (2.0,), model="vgg11"),
+        chosen_case("gpipe", (1.0,), model="resnet50"), chosen_case("filter", (1.5,), model="resnet50"),
+    ]  # fmt: skip
+    found = {name: score_predictor(cases, name, NAME) for name in ("always_ddp", "ddp_else_fsdp")}
+    assert [score.total for score in found.values()] == [None, None]
+    # Without a ddp there is nothing to choose: the third group does not count.
+    ranks = [(score.ranking.groups, score.ranking.regret, score.ranking.worst_regret) for score in found.values()]
+    assert ranks == [(2, 0.75, 1.0), (2, 0.25, 0.5)]
+    assert found["always_ddp"].ranking.tau is None
+
+
+def test_launches_that_overlap_are_equal() -> None:
+    # The pooled spread of a launch is 0.03: two medians of two launches are equal up to a ratio of 1.06.
+    noise, near, far = (1.0, 1.0433), 1.05, 1.2
+    cases = [
+        chosen_case("fsdp", noise), chosen_case("ddp", tuple(near * value for value in noise)),
+        chosen_case("fsdp", noise, model="vgg11"), chosen_case("ddp", tuple(far * value for value in noise), model="vgg11"),
+    ]  # fmt: skip
+    assert pooled_launch_noise(cases) == {"c": pytest.approx(0.03, abs=1e-4)}
+    ranking = score_predictor(cases, "always_ddp").ranking
+    assert (ranking.regret, ranking.worst_regret) == pytest.approx((0.1, 0.2))
+    assert ranking.median_regret == pytest.approx(0.125)
+    assert [row[-1] for row in chosen_strategies_view(cases, ("always_ddp",)).cells] == ["ddp +5%=", "ddp +20%"]
+    # With one launch each no spread is known: every difference counts.
+    alone = [chosen_case("fsdp", (1.0,)), chosen_case("ddp", (1.001,))]
+    assert score_predictor(alone, "always_ddp").ranking.regret == pytest.approx(0.001)
+
+
+def test_intervals_draw_whole_models() -> None:
+    apart = [
+        case("ddp", (1.0,), says(1.0), model=model, batch_size=size)
+        for model in ("resnet18", "vgg11")
+        for size in (8, 16)
+    ]
+    for one in apart[2:]:
+        one.said = {NAME: says(1.5)}
+    total = score_predictor(apart, NAME).total
+    assert total is not None
+    # Of two models one may be drawn twice.
+    assert (total.low, total.high) == (0.5, 1.0)
+    assert bootstrap_interval([[1.0], [1.0]], max) == (1.0, 1.0)
+    assert bootstrap_interval([[1.0], [3.0]], min) == (1.0, 3.0)
+
+
+def test_nothing_measured_is_no_score() -> None:
+    found = score_predictor([], NAME)
+    assert found.total is None
+    assert found.strategies == found.parts == {}
+    assert found.ranking.groups == found.fits.count == 0

@@ -1,0 +1,280 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from hpcbench.config.run_spec import RunSpec, config_id, run_id
+from hpcbench.report.configurations import rows_from_frame
+from hpcbench.report.results_table import results_data_view, results_text_view
+from hpcbench.report.table_files import write_view
+from hpcbench.report.table_output import PrintedView
+from hpcbench.results.frame import collected_frame
+from hpcbench.results.results_tree import CollectedResult
+from hpcbench.results.schema import (
+    FailureRecord,
+    LossSummary,
+    RunMetrics,
+    RunResult,
+    StepTimeStatistics,
+    VerificationResult,
+)
+
+BASE = RunSpec(model="resnet18", dataset="digits", strategy="single", batch_size=16)
+
+
+def spread(median: float) -> StepTimeStatistics:
+    return StepTimeStatistics(
+        median=median,
+        mean=median,
+        std=0,
+        p10=median,
+        p90=median,
+        min=median,
+        max=median,
+        ci95_low=median * 0.9,
+        ci95_high=median * 1.1,
+    )
+
+
+def collected(status: str = "ok", rate: float = 100.0, median: float = 0.16, **changes: Any) -> CollectedResult:
+    spec = msgspec.structs.replace(BASE, **changes)
+    ok = status == "ok"
+    result = RunResult(
+        run_id=run_id(spec), config_id=config_id(spec), attempt=1, sweep="s", cluster="c", status=status, spec=spec,
+        metrics=RunMetrics(step_time_s=spread(median), samples_per_s=rate, peak_memory_bytes=2**29, loss=LossSummary(first=2.5, last=0.5)) if ok else RunMetrics(),
+        error=None if ok else FailureRecord(type="OutOfMemoryError", message="asked for 9 GiB, 3 GiB were there"),
+        warnings=["last batch of an epoch holds 28 of 32 samples; counted as 28"] if changes.get("batch_size") == 32 else [],
+    )  # fmt: skip
+    return CollectedResult("c", result.run_id, result)
+
+
+DDP2: dict[str, Any] = {"strategy": "ddp", "tasks_per_node": 2, "dp_degree": 2}
+
+
+def test_speedup_is_against_one_rank_with_the_same_batch() -> None:
+    rows = rows_from_frame(
+        collected_frame([collected(**DDP2, rate=180.0), collected(), collected(strategy="ddp", rate=90.0)])
+    )
+    assert [(row.speedup, row.efficiency) for row in rows] == [(1.8, 0.9), (1.0, 1.0), (0.9, 0.9)]
+
+
+def test_without_single_the_strategys_own_run_on_one_device_counts() -> None:
+    rows = rows_from_frame(collected_frame([collected(**DDP2, rate=180.0), collected(strategy="ddp", rate=90.0)]))
+    assert [row.speedup for row in rows] == [2.0, 1.0]
+    assert rows_from_frame(collected_frame([collected(**DDP2)]))[0].speedup is None
+
+
+def test_samples_from_elsewhere_are_no_baseline() -> None:
+    rows = rows_from_frame(
+        collected_frame([collected(), collected(**DDP2, data="files", rate=180.0), collected(data="files", rate=60.0)])
+    )
+    assert [row.speedup for row in rows] == [1.0, 3.0, 1.0]
+
+
+def test_another_batch_or_precision_is_no_baseline() -> None:
+    rows = rows_from_frame(
+        collected_frame([collected(batch_size=8), collected(**DDP2), collected(**DDP2, precision="bf16")])
+    )
+    assert [row.speedup for row in rows] == [1.0, None, None]
+
+
+def test_repeats_are_one_row_with_the_spread_between_launches() -> None:
+    (row,) = rows_from_frame(
+        collected_frame(collected(repeat=repeat, median=median) for repeat, median in enumerate((0.16, 0.18, 0.17)))
+    )
+    assert (row.launches, row.step_time_s, row.low_s, row.high_s) == (3, 0.17, 0.16, 0.18)
+    assert row.spread == "between 3 launches"
+
+
+def test_a_failed_repeat_is_a_separate_row() -> None:
+    rows = rows_from_frame(collected_frame([collected(), collected("failed", repeat=1), collected(repeat=2)]))
+    assert [(row.status, row.launches) for row in rows] == [("ok", 2), ("failed", 1)]
+
+
+def test_launches_that_failed_equally_are_one_printed_row() -> None:
+    """Their seeds, the only difference, are no column."""
+    entries = [collected("cancelled", seed=seed, repeat=seed) for seed in range(3)]
+    text = shown([*entries, collected("failed", repeat=3), collected(repeat=4)])
+    lines = [words for line in text.splitlines() if (words := " ".join(line.split())).startswith("single 1 ")]
+    assert len(lines) == 3, text
+    assert [line.rpartition("single 1 ")[2] for line in lines if not line.endswith(" ok")] == [
+        "cancelled (3)",
+        "failed",
+    ]
+    assert text.count("cancelled: ") == 3
+
+
+def test_a_broken_file_is_a_row_with_its_reason() -> None:
+    (row,) = rows_from_frame(collected_frame([CollectedResult("c", "0" * 16, None, "result.json is broken: no")]))
+    assert (row.status, row.reason) == ("broken", "result.json is broken: no")
+
+
+def shown(rows: list[CollectedResult], width: int = 80) -> str:
+    console = Console(width=width, color_system=None, record=True, markup=False, highlight=False, file=io.StringIO())
+    console.print(PrintedView(results_text_view(rows_from_frame(collected_frame(rows)), "title")))
+    return console.export_text()
+
+
+def test_a_table_wider_than_the_terminal_goes_on_below() -> None:
+    """Every block has the columns that distinguish rows, and nothing is cut."""
+    wide = [
+        collected(model=model, options={"bucket_cap_mb": cap}, optimizer="adamw", dataset=dataset, micro_batches=2)
+        for model, cap, dataset in (("resnet18", 1.0, "cifar10"), ("mobilenetv2", 25.0, "imagenet"))
+    ]
+    text = shown(wide)
+    assert all(len(line) <= 80 for line in text.splitlines())
+    blocks = [block for block in text.split("\n\n") if "strategy" in block.split("\n", 1)[0]]
+    assert len(blocks) > 1
+    for block in blocks:
+        assert all(part in block for part in ("resnet18", "mobilenetv2", "bucket_cap_mb=25.0", "imagenet"))
+    assert all(heading in text for heading in ("samples/s", "memory", "status"))
+
+
+def test_the_table_is_complete_within_80_columns() -> None:
+    text = shown(
+        [collected(), collected(**DDP2, rate=180.0), collected("oom", batch_size=32), collected(**DDP2, batch_size=32)]
+    )
+    assert all(len(line) <= 80 for line in text.splitlines())
+    for part in (
+        "single",
+        "160 [144 176]",
+        "1.80",
+        "90%",
+        "512 MiB",
+        "2.5→0.5",
+        "oom",
+        "ok*",
+        "asked for 9 GiB, 3 GiB were there",
+        "block bootstrap",
+        "counted as 28",
+    ):
+        assert part in " ".join(text.split())
+
+
+def warned(number: int, *warnings: str) -> CollectedResult:
+    entry = collected(learning_rate=number / 100)
+    assert entry.result is not None
+    entry.result.warnings = list(warnings)
+    return entry
+
+
+def test_warnings_that_differ_in_figures_are_one_text_and_marked_by_a_letter() -> None:
+    others = "other processes used the cores: {} of the 2 cores of rank 0 on node01"
+    text = shown([
+        warned(1, others.format("57%"), "the last batch of an epoch holds 28 of 32 samples; counted as 28"), warned(2),
+        warned(3, others.format("12%"), others.format("9%")),
+        warned(4, "the last batch of an epoch holds 28 of 32 samples; counted as 28"),
+    ])  # fmt: skip
+    assert all(len(line) <= 80 for line in text.splitlines())
+    statuses = [line.split()[-1] for line in text.splitlines() if line.strip().startswith("single")]
+    assert statuses == ["ok*a,b", "ok", "ok*a", "ok*b"]
+    words = " ".join(text.split())
+    assert f"*a: {others.format('57%')} (first of 2 similar warnings)" in words
+    assert "*b: the last batch of an epoch holds 28 of 32 samples; counted as 28 (2 rows)" in words
+    assert "12%" not in text
+
+
+def test_more_kinds_of_warnings_than_letters_end_in_one_line() -> None:
+    kinds = [chr(ord("A") + number // 26) + chr(ord("a") + number % 26) for number in range(30)]
+    text = shown([warned(1, *kinds), warned(2, "Bd")])
+    assert "*+: 4 more kinds of warnings: see `hpcbench collect`" in text
+    assert [line.split()[-1] for line in text.splitlines() if line.strip().startswith("single")] == [
+        "ok*a,b,c,+",
+        "ok*+",
+    ]
+
+
+def test_a_table_in_latex_explains_its_letters(tmp_path: Path) -> None:
+    rows = rows_from_frame(collected_frame([warned(1, "57% of 2 cores_used"), warned(2)]))
+    write_view(results_text_view(rows, "title"), tmp_path / "t.tex")
+    text = (tmp_path / "t.tex").read_text()
+    assert "ok*a" in text
+    assert r"$\to$" in text
+    after = text.partition(r"\end{tabular}")[2]
+    assert r"{\footnotesize *a: 57\% of 2 cores\_used\par}" in after
+
+
+@pytest.mark.parametrize("hostile", ["\x1b[2J", "[red]x[/red]", "\u202e"])
+def test_hostile_text_reaches_no_terminal(hostile: str) -> None:
+    entry = collected("failed")
+    assert entry.result is not None
+    entry.result.error = FailureRecord(type="T", message=f"before {hostile} after")
+    text = shown([entry])
+    assert "before" in text
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+
+
+def test_mfu_is_a_column_where_any_run_has_it() -> None:
+    def shown(*mfus: float | None) -> str:
+        entries = [collected(batch_size=16 + number) for number in range(len(mfus))]
+        for entry, mfu in zip(entries, mfus, strict=True):
+            assert entry.result is not None
+            entry.result.metrics.mfu = mfu
+        stream = io.StringIO()
+        Console(file=stream, width=120).print(
+            PrintedView(results_text_view(rows_from_frame(collected_frame(entries)), "title"))
+        )
+        return stream.getvalue()
+
+    assert "MFU" not in shown(None, None)
+    assert "41.2%" in shown(None, 0.412)
+    assert "MFU: the model's own FLOPs" in shown(0.412)
+
+
+def test_tokens_and_hfu_are_columns_where_any_run_has_them() -> None:
+    entries = [collected(), collected(batch_size=16)]
+    figures = {"tokens_per_s": 12_800.0, "tokens_per_s_per_device": 6400.0, "mfu": 0.3, "hfu": 0.4}
+    assert entries[1].result is not None
+    for name, value in figures.items():
+        setattr(entries[1].result.metrics, name, value)
+    stream = io.StringIO()
+    Console(file=stream, width=160).print(
+        PrintedView(results_text_view(rows_from_frame(collected_frame(entries)), "title"))
+    )
+    shown = stream.getvalue()
+    for part in ("tokens/s", "/device", "12.8 k", "30.0%", "HFU", "40.0%"):
+        assert part in shown, part
+    plain = io.StringIO()
+    Console(file=plain, width=160).print(
+        PrintedView(results_text_view(rows_from_frame(collected_frame(entries[:1])), "title"))
+    )
+    assert "tokens" not in plain.getvalue()
+    assert "HFU" not in plain.getvalue()
+
+
+def test_a_verified_launch_is_a_launch_of_the_same_row() -> None:
+    plain, verified = collected(), collected(verify=True)
+    assert verified.result is not None
+    verified.result.verification = VerificationResult(passed=True, precision="fp64", tolerance=1e-7, steps=5)
+    frame = collected_frame([verified])
+    assert frame["verification.passed", "verification.tolerance"].row(0) == (True, 1e-7)
+    (row,) = rows_from_frame(collected_frame([plain, verified]))
+    assert (row.launches, row.verified) == (2, True)
+    other = collected(**DDP2)
+    out = io.StringIO()
+    Console(file=out, width=120).print(
+        PrintedView(results_text_view(rows_from_frame(collected_frame([plain, verified, other])), "t"))
+    )
+    assert "verified" in out.getvalue()
+    assert "True" not in out.getvalue()
+    assert [line.split()[-2:] for line in out.getvalue().splitlines() if line.startswith("single")] == [["yes", "ok"]]
+    assert rows_from_frame(collected_frame([plain]))[0].verified is None
+
+
+def test_files_distinguish_rows_by_degrees_and_devices_per_task() -> None:
+    places: tuple[dict[str, Any], ...] = ({"tp_degree": 4}, {"tp_degree": 2, "dp_degree": 2}, {"devices_per_task": 2})
+    view = results_data_view(
+        rows_from_frame(collected_frame([collected(strategy="filter", nodes=4, **one) for one in places])), "files"
+    )
+    names = [column.name for column in view.columns]
+    told = [dict(zip(names, row, strict=True)) for row in view.raw]
+    assert [(row["devices_per_task"], row["dp_degree"], row["tp_degree"]) for row in told] == [
+        (1, 1, 4), (1, 2, 2), (2, 1, 1),
+    ]  # fmt: skip
+    assert not {"sp_degree", "pp_degree"} & {*names}

@@ -1,0 +1,128 @@
+"""Plots in terminals, as golden text: 80 columns with every character, 40 columns of ASCII."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import polars
+import pytest
+from rich.console import Console
+
+from benchmarks.planted_results import write_planted
+from hpcbench.report.column_names import Condition
+from hpcbench.report.configurations import filter_launches
+from hpcbench.report.load_results import full_results, load_frame
+from hpcbench.report.plots.plot_model import Plot, PlotRequest
+from hpcbench.report.plots.plotting import PLOTS, TerminalPlot, draw_plot
+from hpcbench.report.plots.theme import format_tick, linear_ticks, log_ticks, make_axis
+from hpcbench.results.frame import collected_frame
+from hpcbench.results.results_tree import ResultsTree
+from hpcbench.results.schema import RunResult
+from tests.report.test_pivot_table import entry, planted
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+SHOWN = {
+    "throughput": "strategy in ['ddp', 'fsdp', 'single']", "efficiency": "strategy in ['ddp', 'fsdp', 'single']",
+    "scaling": "strategy in ['ddp', 'fsdp']", "parts": "nodes == 1 and strategy != 'gpipe'",
+    "memory": "strategy in ['1f1b', 'filter']", "distribution": "strategy == 'ddp'",
+    "timeline": "strategy == '1f1b' and pp_degree == 4", "predicted": "pp_degree > 1", "mfu": "strategy in ['ddp', 'fsdp']",
+    "energy": "strategy == 'ddp'",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Plot]:
+    root = tmp_path_factory.mktemp("plots")
+    write_planted(root / "made-up")
+    tree = ResultsTree(root)
+
+    def whole(wanted: Sequence[tuple[str, str]]) -> list[RunResult]:
+        return full_results(tree, [], None, wanted)
+
+    frame = load_frame(tree, [])
+    return [
+        draw_plot(name, filter_launches(frame, Condition(where, "")), PlotRequest((), whole)) for name, where in SHOWN.items()
+    ]  # fmt: skip
+
+
+def text(picture: Plot, width: int, encoding: str) -> str:
+    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    Console(file=out, width=width, highlight=False, markup=False).print(TerminalPlot(picture))
+    out.flush()
+    written = out.buffer.getvalue().decode(encoding)
+    return "\n".join(line.rstrip() for line in written.splitlines()) + "\n"
+
+
+@pytest.mark.parametrize(("width", "encoding"), [(80, "utf-8"), (40, "ascii")])
+def test_every_terminal_plot_equals_its_golden_text(pictures: list[Plot], width: int, encoding: str) -> None:
+    assert set(SHOWN) == set(PLOTS)
+    shown = "\n".join(text(one, width, encoding) for one in pictures)
+    path = GOLDEN / f"plots-{width}.txt"
+    if os.environ.get("HPCBENCH_GOLDEN") == "write":
+        path.write_text(shown, encoding="utf-8")
+    assert shown == path.read_text(encoding="utf-8"), "make golden, then review the diff"
+    assert max(map(len, shown.splitlines())) <= width
+
+
+def test_the_narrowest_terminal_shows_a_plot(pictures: list[Plot]) -> None:
+    for one in pictures:
+        assert len(text(one, 24, "ascii").splitlines()) > 8
+
+
+def test_panels_follow_each_other_with_the_same_scales() -> None:
+    lines = text(draw_plot("throughput", planted()), 80, "utf-8").splitlines()
+    headings = [place for place, line in enumerate(lines) if line.startswith(("vgg11,", "resnet18,"))]
+    assert [lines[place] for place in headings] == [
+        "resnet18, batch 8 per replica", "vgg11, batch 4 per replica", "vgg11, batch 8 per replica",
+        "vgg11, batch 16 per replica",
+    ]  # fmt: skip
+    margins = [[line[:5] for line in lines[place + 2 : place + 16]] for place in headings]
+    assert all(one == margins[0] for one in margins)
+
+
+def test_a_line_that_is_only_predicted_has_marks() -> None:
+    times = {"step_time_s": [0.1, 0.2], "step_time_low_s": [0.1, 0.2], "step_time_high_s": [0.1, 0.2]}
+    rows = polars.DataFrame({"strategy": ["ddp", "ddp"], "devices": [1, 2], **times})
+    shown = text(draw_plot("scaling", collected_frame([]), PlotRequest(predicted=rows)), 60, "ascii")
+    assert len([line for line in shown.splitlines() if "o" in line.partition("|")[2]]) == 2
+
+
+def test_an_empty_terminal_plot_gives_the_reason() -> None:
+    assert text(draw_plot("energy", collected_frame([entry(100)])), 80, "utf-8") == (
+        "Energy per sample over devices\n"
+        "nothing to draw: energy: 1 configuration ended well, but none has it measured\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0, 330, [0, 100, 200, 300]), (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]), (0.97, 1.02, [0.97, 0.98, 0.99, 1, 1.01, 1.02]),
+        (-3, 7, [-2, 0, 2, 4, 6]), (5, 5, [5]),
+    ],
+)  # fmt: skip
+def test_linear_ticks_are_round_numbers_within_the_range(low: float, high: float, expected: list[float]) -> None:
+    assert linear_ticks(low, high) == expected
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (1, 100, [1, 2, 5, 10, 20, 50, 100]), (0.3, 8, [0.5, 1, 2, 5]), (1, 2000, [1, 3, 10, 30, 100, 300, 1000]),
+        (1e-3, 1e9, [1e-3, 1e-1, 1e1, 1e3, 1e5, 1e7, 1e9]), (11, 12, [11]),
+    ],
+)  # fmt: skip
+def test_log_ticks_are_round_numbers_within_the_range(low: float, high: float, expected: list[float]) -> None:
+    assert log_ticks(low, high) == pytest.approx(expected)
+
+
+def test_units_suit_the_figures() -> None:
+    assert make_axis("step time", "s", [0.0012, 0.4, None, 0.5]).heading == "step time (ms)"
+    assert make_axis("{}samples/s", "/s", [5e3, 7e6, 8e6], log=True) == ("M samples/s", 1e6, "", 10)
+    assert make_axis("{}samples/s", "/s", [50.0]).heading == "samples/s"
+    assert make_axis("memory", "B", [2.0**31]).heading == "memory (GiB)"
+    assert make_axis("memory", "B", []).shown(1536.0) == 1536
+    assert [format_tick(value) for value in (0.1 + 0.2, 12345, 1.5e7)] == ["0.3", "12,345", "1.5e+07"]

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hpcbench.config.run_spec import RunSpec, config_id, run_id
+from hpcbench.errors import StorageError
+from hpcbench.results.attempts import begin_attempt, latest_attempt
+from hpcbench.results.results_tree import ClusterTree, ResultsTree, collect_results
+from hpcbench.results.schema import FailureRecord, RankResult, RunMetrics, RunResult
+
+SPEC = RunSpec(model="resnet18", dataset="digits", strategy="single", batch_size=8)
+ID = run_id(SPEC)
+
+
+def result(attempt: int = 1, status: str = "ok") -> RunResult:
+    error = None if status == "ok" else FailureRecord(type="T", message="m")
+    return RunResult(
+        run_id=ID, config_id=config_id(SPEC), attempt=attempt, sweep="s", cluster="c", status=status, spec=SPEC,
+        metrics=RunMetrics(samples_per_s=1.5), error=error,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> ClusterTree:
+    return ClusterTree(tmp_path / "c")
+
+
+def test_a_result_is_read_back_as_written(tree: ClusterTree) -> None:
+    assert tree.write_result(result())
+    assert tree.read_result(ID) == result()
+    document = msgspec.json.decode(tree.result_path(ID).read_bytes())
+    assert document["schema_version"] == 1
+    assert document["metrics"] == {"samples_per_s": 1.5}
+    assert tree.result_path(ID).relative_to(tree.root) == Path("runs", ID[:2], ID, "result.json")
+
+
+def test_existing_runs_are_the_folders_that_are_there(tree: ClusterTree) -> None:
+    assert tree.existing_runs() == set()
+    tree.write_result(result())
+    begin_attempt(tree.run_folder("ff" + ID[2:]), launch="l", host="h", started_unix_s=0.0)
+    (tree.root / "runs" / "ff" / "no run").mkdir()
+    assert tree.existing_runs() == {ID, "ff" + ID[2:]} == set(tree.run_ids())
+
+
+@pytest.mark.parametrize(
+    ("present", "later", "kept"),
+    [
+        (result(1, "failed"), result(2, "ok"), "ok"),
+        (result(1, "ok"), result(2, "failed"), "ok"),
+        (result(1, "ok"), result(2, "ok"), "ok"),
+        (result(2, "timeout"), result(1, "cancelled"), "timeout"),
+    ],
+)
+def test_a_later_attempt_replaces_only_a_result_not_ok(
+    tree: ClusterTree, present: RunResult, later: RunResult, kept: str
+) -> None:
+    tree.write_result(present)
+    replaced = tree.write_result(later)
+    stored = tree.read_result(ID)
+    assert stored is not None
+    assert stored.status == kept
+    assert replaced == (present.status != "ok" and later.attempt > present.attempt)
+
+
+def test_a_broken_result_is_replaced(tree: ClusterTree) -> None:
+    tree.result_path(ID).parent.mkdir(parents=True)
+    tree.result_path(ID).write_text("{half")
+    assert [entry.problem[:21] for entry in collect_results(tree)] == ["result.json is broken"]
+    assert tree.write_result(result(1, "failed"))
+    assert [entry.result for entry in collect_results(tree)] == [result(1, "failed")]
+
+
+def test_a_lock_of_a_dead_writer_does_not_hold_up_the_next(tree: ClusterTree, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree.result_path(ID).parent.mkdir(parents=True)
+    (tree.result_path(ID).parent / ".result.lock").touch()
+    clock = iter(range(0, 1000, 20))
+    monkeypatch.setattr("hpcbench.results.results_tree.time.monotonic", lambda: next(clock))
+    assert tree.write_result(result())
+    assert sorted(os.listdir(tree.run_folder(ID))) == ["result.json"]
+
+
+@pytest.mark.parametrize("name", ["", "../../etc", "ABCDEF0123456789", "0" * 15, "0" * 17])
+def test_only_ids_become_paths(tree: ClusterTree, name: str) -> None:
+    with pytest.raises(StorageError, match="is no run_id"):
+        tree.run_folder(name)
+
+
+def test_attempts_are_numbered_and_claimed_once(tree: ClusterTree) -> None:
+    numbers: list[int] = []
+
+    def begin(index: int) -> None:
+        attempt = begin_attempt(tree.run_folder(ID), launch=f"l{index}", host="h", started_unix_s=1.0)
+        numbers.append(attempt.number)
+
+    threads = [threading.Thread(target=begin, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(numbers) == list(range(1, 9))
+    latest = latest_attempt(tree.run_folder(ID))
+    assert latest is not None
+    assert latest.number == 8
+    marker = latest.read_start()
+    assert marker is not None
+    assert marker.attempt == 8
+
+
+def test_valid_rank_files_of_an_attempt_are_read(tree: ClusterTree) -> None:
+    attempt = begin_attempt(tree.run_folder(ID), launch="l", host="h", started_unix_s=1.0)
+    one = RankResult(rank=1, local_rank=1, node_rank=0, host="h", pid=1, device="cpu", losses=[1.0, None])
+    attempt.write_rank(one)
+    (attempt.folder / "rank-0.json").write_text("{half")
+    assert attempt.read_ranks() == {1: one}
+
+
+def test_collect_passes_over_runs_without_a_result_and_names_links(tree: ClusterTree, tmp_path: Path) -> None:
+    tree.write_result(result())
+    tree.run_folder("0" * 16).mkdir(parents=True)
+    (tree.root / "runs" / "aa").symlink_to(tmp_path)
+    assert [entry.run_id for entry in collect_results(tree)] == ["runs/aa", ID]
+    assert ResultsTree(tmp_path).clusters() == ["c"]

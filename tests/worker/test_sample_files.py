@@ -1,0 +1,246 @@
+"""Samples from files: which ones a replica gets, and what becomes of files that cannot be read."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from hpcbench.errors import WorkerError
+from hpcbench.worker.data import feeds
+from hpcbench.worker.data.feed import DataFeed, DataSource
+from hpcbench.worker.data.feeds import PREFETCHED_BATCHES, BatchLoader, SampleLayout, make_feed
+from hpcbench.worker.data.sample_files import decode_image
+from hpcbench.worker.data.sample_generator import SampleGenerator
+from hpcbench.worker.failure import describe_error
+from tests.worker.helpers import make_spec
+
+CPU = torch.device("cpu")
+SETS: list[tuple[str, int]] = [("cifar10", 16), ("cosmoflow", 8), ("tokens", 16)]
+
+
+def feed_of(folder: Path | None, dataset: str, size: int | None, replicas: int = 1, **values: Any) -> DataFeed:
+    given = {"batch_size": 8, "data": "files", **values}
+    spec = make_spec(
+        dataset=dataset, input_size=size, strategy="ddp", tasks_per_node=replicas, dp_degree=replicas, **given
+    )
+    return make_feed(spec, CPU, DataSource(folder, 2))
+
+
+@pytest.mark.parametrize(("dataset", "size"), SETS)
+def test_the_global_batch_does_not_depend_on_the_number_of_replicas(data_folder: Path, dataset: str, size: int) -> None:
+    one, four = feed_of(data_folder, dataset, size), feed_of(data_folder, dataset, size, 4, batch_size=2)
+    four.prepare(1)
+    for step in (0, 1, 5, 3):
+        whole = one.batch(step, 0)
+        shares = [four.batch(step, replica) for replica in range(4)]
+        assert torch.equal(whole[0], torch.cat([inputs for inputs, _ in shares]))
+        assert torch.equal(whole[1], torch.cat([targets for _, targets in shares]))
+    one.close()
+    four.close()
+
+
+def test_prefetched_batches_equal_those_read_directly(data_folder: Path) -> None:
+    ahead, plain = feed_of(data_folder, "cifar10", 16, 2), feed_of(data_folder, "cifar10", 16, 2)
+    ahead.prepare(1)
+    for step in range(6):
+        expected = plain.batch(step, 1)
+        for found in (ahead.batch(step, 1), ahead.batch(step, 1)):
+            assert torch.equal(found[0], expected[0])
+            assert torch.equal(found[1], expected[1])
+    assert len(ahead._pending) == PREFETCHED_BATCHES  # type: ignore[attr-defined]
+    ahead.close()
+    plain.close()
+
+
+def test_an_epoch_goes_through_the_pool_again_and_again(data_folder: Path) -> None:
+    feed = feed_of(data_folder, "tokens", 16, batch_size=1000)
+    assert (feed.samples, feed.distinct_samples) == (1_000_000, 40)
+    inputs, _ = feed.batch(0, 0)
+    assert len({tuple(row.tolist()) for row in inputs}) == 40
+    described = feed.description()
+    assert described == {
+        "kind": "synthetic", "storage": "files", "epoch_samples": 1_000_000, "distinct_samples": 40,
+        "data_folder": str(data_folder), "loader_workers": 2,
+    }  # fmt: skip
+    feed.close()
+
+
+def samples_of(feed: DataFeed) -> Any:
+    return feed._samples  # type: ignore[attr-defined]
+
+
+def test_an_image_is_its_pixels_normalised(data_folder: Path) -> None:
+    drawn = SampleGenerator("cifar10", 16)
+    feed = feed_of(data_folder, "cifar10", 16)
+    inputs, target = np.empty((3, 16, 16), np.float32), np.empty(1, np.int64)
+    for index in (0, 255, 256, 299):
+        samples_of(feed).read(index, inputs, target)
+        path = data_folder / "cifar10-16" / f"{index // 256:05d}" / f"{index:08d}.jpg"
+        pixels = np.asarray(Image.open(path)).transpose(2, 0, 1)
+        assert np.allclose(inputs, (pixels / 255 - 0.5) / 0.25, atol=1e-5)
+        original, label = drawn.image(index)
+        assert target[0] == label
+        assert np.abs(original.transpose(2, 0, 1).astype(int) - pixels).mean() < 30, "what JPEG leaves of it"
+    feed.close()
+
+
+def test_a_volume_is_the_logarithm_of_its_counts(data_folder: Path) -> None:
+    feed = feed_of(data_folder, "cosmoflow", 8)
+    inputs, target = np.empty((4, 8, 8, 8), np.float32), np.empty(4, np.float32)
+    samples_of(feed).read(9, inputs, target)
+    counts, values = SampleGenerator("cosmoflow", 8).volume(9)
+    assert np.allclose(inputs, np.log1p(counts.astype(np.float32)).transpose(3, 0, 1, 2))
+    assert np.array_equal(target, values)
+    feed.close()
+
+
+def test_targets_of_tokens_are_the_next_ones(data_folder: Path) -> None:
+    feed = feed_of(data_folder, "tokens", 16)
+    inputs, targets = feed.batch(0, 0)
+    assert (inputs.dtype, inputs.shape, targets.shape) == (torch.int64, (8, 16), (8, 16))
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert int(inputs.max()) < 50_257
+    feed.close()
+
+
+def test_a_gray_set_has_one_channel(data_folder: Path) -> None:
+    feed = feed_of(data_folder, "mnist", 8, precision="fp64")
+    inputs, _ = feed.batch(0, 0)
+    assert (inputs.shape, inputs.dtype) == ((8, 1, 8, 8), torch.float64)
+    feed.close()
+
+
+@pytest.mark.parametrize(
+    ("dataset", "size", "command"),
+    [
+        ("cifar10", None, "hpcbench data make cifar10 --folder {}"),
+        ("imagenet", 64, "hpcbench data make imagenet --size 64 --folder {}"),
+    ],
+)
+def test_absent_files_are_unsupported_with_the_command_that_makes_them(
+    tmp_path: Path, dataset: str, size: int | None, command: str
+) -> None:
+    with pytest.raises(WorkerError, match="no complete set of samples") as caught:
+        feed_of(tmp_path, dataset, size)
+    assert (caught.value.status, caught.value.hint) == ("unsupported", command.format(tmp_path))
+
+
+def test_real_data_without_a_folder_is_unsupported() -> None:
+    with pytest.raises(WorkerError, match="needs a data folder") as caught:
+        feed_of(None, "cifar10", None)
+    assert caught.value.status == "unsupported"
+
+
+@pytest.mark.parametrize(
+    ("dataset", "size", "package", "module", "command"),
+    [
+        ("cifar10", 16, "PIL", "image_files", "python -m pip install pillow"),
+        ("cosmoflow", 8, "h5py", "volume_files", "python -m pip install h5py"),
+    ],
+)
+def test_an_absent_package_is_unsupported_with_the_command_that_installs_it(
+    data_folder: Path, monkeypatch: pytest.MonkeyPatch, dataset: str, size: int, package: str, module: str, command: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"hpcbench.worker.data.{module}", raising=False)
+    with pytest.raises(ModuleNotFoundError) as caught:
+        feed_of(data_folder, dataset, size)
+    status, failure = describe_error(caught.value)
+    assert (status, failure.hint) == ("unsupported", command)
+
+
+def test_a_truncated_image_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "cut.jpg"
+    Image.effect_noise((64, 64), 60).convert("RGB").save(path)
+    path.write_bytes(path.read_bytes()[:900])
+    with pytest.raises(WorkerError, match=r"cannot read the image .*cut\.jpg"):
+        decode_image(str(path), (3, 64, 64))
+
+
+def test_an_error_of_a_loader_thread_fails_its_step() -> None:
+    class Broken:
+        location = "there"
+
+        def __len__(self) -> int:
+            return 8
+
+        def read(self, index: int, inputs: Any, target: Any) -> None:
+            if index == 5:
+                raise WorkerError("number 5 is broken")
+            inputs[:] = index
+
+    reading = BatchLoader(Broken(), SampleLayout((2,), (), "class"), 2, pinned=False)
+    assert reading.wait(reading.begin(range(4)))[0][:, 0].tolist() == [0, 1, 2, 3]
+    with pytest.raises(WorkerError, match="number 5 is broken"):
+        reading.wait(reading.begin(range(4, 8)))
+    assert reading.wait(reading.begin([7]))[0][0, 0] == 7, "the threads go on"
+    reading.close()
+
+
+def test_a_file_system_that_is_stuck_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+
+    class Stuck:
+        location = "the slow place"
+
+        def __len__(self) -> int:
+            return 1
+
+        def read(self, index: int, inputs: Any, target: Any) -> None:
+            release.wait(30)
+
+    monkeypatch.setattr(feeds, "SAMPLE_TIMEOUT_S", 0.05)
+    reading = BatchLoader(Stuck(), SampleLayout((2,), (), "class"), 1, pinned=False)
+    with pytest.raises(WorkerError, match="for a sample of the slow place"):
+        reading.wait(reading.begin([0]))
+    release.set()
+    reading.close()
+
+
+def test_threads_end_with_the_feed(data_folder: Path) -> None:
+    before = set(threading.enumerate())
+    feed = feed_of(data_folder, "cifar10", 16, batch_size=64)
+    feed.prepare(0)
+    assert set(threading.enumerate()) - before, "there are some"
+    feed.close()
+    give_up = time.monotonic() + 30
+    while set(threading.enumerate()) - before:
+        assert time.monotonic() < give_up, "a thread goes on"
+        time.sleep(0.01)
+
+
+def test_threads_that_are_stuck_keep_no_process_alive() -> None:
+    code = """
+import time
+from hpcbench.worker.data.feeds import BatchLoader, SampleLayout
+class Stuck:
+    location = "there"
+    def __len__(self): return 1
+    def read(self, index, inputs, target): time.sleep(600)
+reading = BatchLoader(Stuck(), SampleLayout((2,), (), "class"), 2, pinned=False)
+reading.begin([0, 0, 0])
+time.sleep(0.1)
+reading.close()
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "shape"),
+    [((40, 20), (3, 10, 10)), ((20, 40), (1, 10, 10)), ((7, 9), (3, 16, 16)), ((16, 16), (1, 16, 16))],
+)
+def test_images_are_brought_to_the_exact_size(tmp_path: Path, size: tuple[int, int], shape: tuple[int, ...]) -> None:
+    path = tmp_path / "one.png"
+    Image.new("RGB", size, (200, 200, 200)).save(path)
+    pixels = decode_image(str(path), shape)
+    assert pixels.shape == shape
+    assert pixels.min() == pixels.max() == 200

@@ -1,0 +1,213 @@
+"""The environment in which a worker starts, and its report about it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hpcbench.config.run_spec import run_id
+from hpcbench.errors import WorkerError
+from hpcbench.worker.distributed import world
+from hpcbench.worker.distributed.process_groups import HashStore, RankContext
+from hpcbench.worker.distributed.rank_environment import RankInfo
+from hpcbench.worker.distributed.world import choose_device, ranks_sharing_devices
+from hpcbench.worker.measure.environment_record import collect_provenance, environment_digest
+from tests.worker.helpers import make_header, make_spec, tree_of, write_tasks
+
+LOGIN_NODE = ["click", "pydantic", "submitit", "jinja2", "polars", "rich", "tomli", "tomlkit", "altair"]
+
+BLOCKER = """
+import sys
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in {blocked!r} else self.finder.find_spec(name, path, target)
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
+from hpcbench.worker.__main__ import main
+"""
+
+
+def run_blocked(blocked: list[str], *words: str) -> subprocess.CompletedProcess[str]:
+    """A worker's verb in an interpreter that has not got ``blocked``."""
+    code = BLOCKER.format(blocked=set(blocked)) + f"sys.exit(main({list(words)!r}))"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_a_run_needs_no_package_of_the_login_node(tmp_path: Path) -> None:
+    spec = make_spec(steps=1, warmup_steps=0)
+    given = ["--tasks", str(write_tasks(tmp_path, spec)), "--index", "0"]
+    began = run_blocked(LOGIN_NODE, "begin", *given)
+    assert began.returncode == 0, began.stderr
+    ran = run_blocked(LOGIN_NODE, *given, "--attempt", "1")
+    assert ran.returncode == 0, ran.stderr
+    ended = run_blocked(LOGIN_NODE, "end", *given, "--attempt", "1", "--exit-code", "0")
+    assert ended.returncode == 0, ended.stderr
+    result = tree_of(tmp_path).read_result(run_id(spec))
+    assert result is not None
+    assert result.status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("blocked", "values", "hint"),
+    [
+        ("torch", {}, "pip install torch"),
+        ("sklearn", {}, "pip install scikit-learn"),
+        ("torchvision", {"dataset": "imagenet", "input_size": 64}, "pip install torchvision"),
+    ],
+)
+def test_a_missing_package_is_unsupported_with_the_command_that_installs_it(
+    tmp_path: Path, blocked: str, values: dict[str, Any], hint: str
+) -> None:
+    spec = make_spec(steps=1, **values)
+    ran = run_blocked([blocked], "--tasks", str(write_tasks(tmp_path, spec)), "--index", "0")
+    assert ran.returncode == 1
+    result = tree_of(tmp_path).read_result(run_id(spec))
+    assert result is not None
+    assert result.status == "unsupported", ran.stderr
+    assert result.error is not None
+    assert hint in (result.error.hint or "")
+
+
+@pytest.mark.slow
+def test_synthetic_small_models_need_neither(tmp_path: Path) -> None:
+    spec = make_spec(dataset="mnist", steps=1, warmup_steps=0)
+    ran = run_blocked(["sklearn", "torchvision"], "--tasks", str(write_tasks(tmp_path, spec)), "--index", "0")
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("blocked", "ready"), [([], True), (["fairscale", "sklearn"], True), (["torch"], False)])
+def test_doctor_never_fails_for_what_is_missing(blocked: list[str], ready: bool) -> None:
+    done = run_blocked(blocked, "doctor", "--json")
+    report = json.loads(done.stdout)
+    assert report["ready"] is ready
+    assert done.returncode == (0 if ready else 1)
+    for name in blocked:
+        assert report["modules"][name]["works"] is False
+        assert report["modules"][name]["hint"].startswith("python -m pip install")
+    assert ("torch" in report) is ready
+
+
+def test_an_unknown_verb_is_refused() -> None:
+    done = run_blocked([], "beginn")
+    assert done.returncode == 2
+    assert "unknown verb 'beginn'" in done.stderr
+
+
+# Provenance
+
+
+def provenance(tmp_path: Path) -> dict[str, Any]:
+    info = RankInfo(0, 0, 1, 1, 0, "lone", "x")
+    return collect_provenance(make_header(tmp_path), make_spec(), info, torch.device("cpu"))
+
+
+def test_provenance_is_plain_data(tmp_path: Path) -> None:
+    found = provenance(tmp_path)
+    assert json.loads(json.dumps(found)) == found
+    assert len(json.dumps(found)) < 6000
+    assert {"python", "torch", "torch_git", "cpu_model", "cores", "kernel", "host", "threads", "limits"} <= set(found)
+
+
+def test_only_the_first_rank_describes_its_host(tmp_path: Path) -> None:
+    second = RankInfo(1, 1, 2, 2, 0, "srun", "x")
+    found = collect_provenance(make_header(tmp_path), make_spec(), second, torch.device("cpu"))
+    assert {*found, "numa_nodes"} == {"threads", "interop_threads", "cpu_mask", "numa_nodes"}
+    assert environment_digest(found, make_header(tmp_path), {}) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "moves"),
+    [
+        ({"host": "other"}, False),
+        ({"job": {"job_id": "9"}}, False),
+        ({"executable": "/elsewhere/python"}, False),
+        ({"kernel": "0.1"}, False),
+        ({"threads": 64}, False),
+        ({"hpcbench_commit": "abc"}, False),
+        ({"gpus": [{"uuid": "GPU-1", "pci": "0000:3b:00.0"}]}, False),
+        ({"memory_bytes": 1}, False),
+        ({"interfaces": [{"name": "ib7"}]}, False),
+        ({"cgroup": {"cpu_quota_cores": 0.5}}, False),
+        ({"hugepages": {"reserved": 9, "transparent": "sometimes"}}, True),
+        ({"cpu": {"smt": "off"}}, True),
+        ({"gpu": {"ecc": "off"}}, True),
+        ({"driver": "1"}, True),
+        ({"infiniband": ["mlx5_0/1 InfiniBand, 100 Gb/sec, ACTIVE"]}, True),
+        ({"torch_build": {"cpu_capability": "AVX2"}}, True),
+        ({"container_kind": "spacecraft"}, True),
+        ({"torch": "1.0"}, True),
+        ({"cpu_model": "another"}, True),
+        ({"gpu_model": "another"}, True),
+        ({"device": "cuda"}, True),
+        ({"packages": {"numpy": "1"}}, True),
+    ],
+)
+def test_the_digest_moves_with_what_changes_a_measurement(tmp_path: Path, changes: dict[str, Any], moves: bool) -> None:
+    found = provenance(tmp_path)
+    header = make_header(tmp_path)
+    before, after = environment_digest(found, header, {}), environment_digest({**found, **changes}, header, {})
+    assert (before != after) is moves
+
+
+def test_the_digest_moves_with_variables_and_profile(tmp_path: Path) -> None:
+    found = provenance(tmp_path)
+    digests = {
+        environment_digest(found, make_header(tmp_path), {}),
+        environment_digest(found, make_header(tmp_path), {"NCCL_ALGO": "ring"}),
+        environment_digest(found, make_header(tmp_path, cores_per_task=2), {}),
+        environment_digest(found, make_header(tmp_path, interface="ib0"), {}),
+    }
+    assert len(digests) == 4
+
+
+# Devices
+
+
+def test_ranks_that_share_a_gpu_are_found() -> None:
+    assert ranks_sharing_devices(["a", "b", "c"]) == []
+    assert ranks_sharing_devices(["a", "b", "a", "b", "c"]) == [[0, 2], [1, 3]]
+
+
+def test_ranks_that_share_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "device_uuid", lambda device: "GPU-1")
+    store = HashStore()
+    places = [RankContext(rank, 2, torch.device("cpu")) for rank in (1, 0)]
+    world._refuse_shared_devices(store, places[0], 5.0)
+    with pytest.raises(WorkerError, match="ranks share a GPU: 0, 1"):
+        world._refuse_shared_devices(store, places[1], 5.0)
+
+
+def test_a_cuda_profile_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(WorkerError, match="sees no GPU"):
+        choose_device("cuda", RankInfo(0, 0, 1, 1, 0, "lone", "x"))
+
+
+@pytest.mark.parametrize(
+    ("seen", "local_rank", "local_world_size", "index"), [(4, 3, 4, 3), (1, 3, 4, 0), (8, 1, 2, 1), (1, 0, 1, 0)]
+)
+def test_a_rank_takes_the_gpu_of_its_local_rank(
+    monkeypatch: pytest.MonkeyPatch, seen: int, local_rank: int, local_world_size: int, index: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    info = RankInfo(local_rank, local_rank, local_world_size, local_world_size, 0, "srun", "x")
+    assert choose_device("cuda", info) == torch.device("cuda", index)
+
+
+def test_fewer_gpus_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(WorkerError, match="4 ranks on .* see 2 GPUs"):
+        choose_device("cuda", RankInfo(0, 0, 4, 4, 0, "srun", "x"))
