@@ -142,7 +142,7 @@ LAUNCH_PARAMETERS = _EXCLUDED_FROM_RUN_ID | {"repeat", "seed", "verify"}
 
 def spec_document(spec: RunSpec) -> dict[str, Any]:
     """Return ``spec`` as plain data with its version, without parameters at their default."""
-    # msgspec leaves out what is the default itself, not what equals it, as a word that was read from a file does.
+    # msgspec leaves out the default object itself, not an equal value such as a text that was read from a file.
     defaults = PARAMETER_DEFAULTS.items()
     changed = {name: value for name, value in msgspec.to_builtins(spec).items() if (name, value) not in defaults}
     return {"spec_version": SPEC_VERSION, **changed}

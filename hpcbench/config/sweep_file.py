@@ -104,7 +104,7 @@ class StopTable(TomlTable):
     """The parameters, by status, along which larger runs are skipped once a smaller run has ended with that status."""
 
     oom: StopParameters | None = None
-    """`"batch_size"`: what did not fit into memory does not fit with a larger batch."""
+    """`"batch_size"`: a run that did not fit into memory does not fit with a larger batch."""
     timeout: StopParameters | None = None
     """`["batch_size", "steps"]`: larger in one of them, and smaller in none."""
     unsupported: StopParameters | None = None

@@ -82,7 +82,7 @@ class SweepCalibration:
         return f"calibration-for-{self.sweep.sweep.name}"[:64]
 
     def lines(self) -> list[str]:
-        """State for a person what is measured, what it costs and what is left out."""
+        """Return the lines that are printed: the probes, their cost, and the parts that are left out."""
         name, nodes = self.sweep.sweep.name, max(spec.nodes for spec in self.runs.values())
         hours = "unknown" if self.sweep_node_hours is None else f"{self.sweep_node_hours:.3g}"
         lines = [
@@ -171,7 +171,7 @@ def _one_environment(plan: SweepPlan, specs: Iterable[RunSpec]) -> str | None:
 def _current_shapes(
     plan: SweepPlan, base: StoredCalibration | None, environment: str | None
 ) -> tuple[MeasuredShapes | None, list[str]]:
-    """Return the shapes of ``base`` that were measured with today's software, and what is wrong with others."""
+    """Return the shapes of ``base`` that were measured with today's software, and notes on the other ones."""
     shapes = None if base is None else base.calibration.machine.measured
     if base is None or shapes is None:
         return None, []
@@ -205,7 +205,7 @@ def _price_runs(
 
 
 def _link_notes(profile: ClusterProfile, partition: str | None, specs: Iterable[RunSpec]) -> list[str]:
-    """State what is assumed for links that the profile does not describe."""
+    """Return notes on the links that the profile does not describe, with the assumed values."""
     runs = list(specs)
     uses = {
         "intra_node": ("inside nodes", any(spec.tasks_per_node > 1 for spec in runs)),

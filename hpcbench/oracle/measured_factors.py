@@ -77,12 +77,12 @@ class LearnedFactor(NamedTuple):
 
 
 def model_key(spec: RunSpec) -> Hashable:
-    """Return what configurations of the same model agree in: also its options."""
+    """Return the values that configurations of the same model share: its name and options."""
     return spec.model, msgspec.json.encode(spec.model_options, order="deterministic")
 
 
 def strategy_key(spec: RunSpec) -> Hashable:
-    """Return what configurations of the same strategy agree in: its name, and which degrees exceed 1.
+    """Return the values that configurations of the same strategy share: its name, and the degrees above 1.
 
     ``filter`` in groups with replicas communicates unlike ``filter`` over all ranks; ``ddp`` of one rank does not.
     """

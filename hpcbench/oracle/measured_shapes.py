@@ -130,14 +130,14 @@ class SizeCurve:
 
 
 def per_sample_sizes(kernel: Kernel, samples: float) -> tuple[object, ...]:
-    """Return what is equal for kernels of one layer and share at any number of samples."""
+    """Return the values that kernels of one layer and share have in common at any number of samples."""
     scaled = (kernel.flops, kernel.moved_bytes, kernel.input_bytes, kernel.output_bytes)
     per_sample = (f"{size / samples:.6g}" for size in scaled)
     return kernel.kind, kernel.direction, kernel.precision, f"{kernel.weight_bytes:.6g}", *per_sample
 
 
 def _per_byte_sizes(kernel: Kernel) -> tuple[object, ...] | None:
-    """Return what is equal for kernels whose time is that of their bytes; ``None`` for others.
+    """Return the values that kernels of equal time per byte have in common; ``None`` for other kernels.
 
     Such a kernel has neither weights nor FLOPs: more samples and more channels are the same to it.
     """

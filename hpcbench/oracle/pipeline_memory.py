@@ -149,7 +149,7 @@ class _StageWalk:
         return samples * (inputs + outputs) * number_bytes // FP32_BYTES
 
     def _backward_moments(self, chunk: int, samples: int, adds: bool, sends: bool, is_split: bool) -> list[_Moment]:
-        """Return the moments of one backward pass: what the micro-batch still keeps, and the chunk's gradients.
+        """Return the moments of one backward pass: the micro-batch's remaining activations and the chunk's gradients.
 
         Args:
             samples: of the micro-batch.

@@ -148,7 +148,7 @@ def correct_prediction(prediction: Prediction, learned: LearnedFactor) -> Predic
 
 
 def neighbour_basis(learned: LearnedFactor) -> PredictionBasis:
-    """Return what a prediction rests on that measured configurations moved."""
+    """Return the evidence of a prediction that measured configurations moved."""
     return PredictionBasis(
         kind="measured neighbours", factor=learned.factor, undetermined=learned.undetermined,
         distinct=learned.distinct, spread=learned.spread, counts=learned.counts, neighbours=learned.neighbours,

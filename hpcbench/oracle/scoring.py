@@ -53,7 +53,7 @@ class MeasuredConfiguration(msgspec.Struct, kw_only=True):
 
     @property
     def noise(self) -> float | None:
-        """Standard deviation of the launches' logarithms: what no prediction can be better than."""
+        """Standard deviation of the launches' logarithms: the limit of any prediction's accuracy."""
         return launch_noise(self.launches_s)
 
     def interval(self) -> tuple[float, float] | None:
@@ -173,7 +173,7 @@ def _tie_limit(spread: float, launches: Sequence[int]) -> float:
 
 
 def _chosen_case(group: Sequence[ValidationCase], predictor: str) -> ValidationCase | None:
-    """Return what the predictor would choose: the least predicted time per sample, or what it prefers."""
+    """Return the case that the predictor chooses: by the least predicted time per sample, or by its preference."""
     results = [(case, case.said.get(predictor, PredictorResult())) for case in group]
     preferred = [
         ((result.preference, -case.measured.spec.global_batch_size, case.measured.config_id), case)
@@ -259,7 +259,7 @@ MIN_STEP_FRACTION = 0.01
 
 
 class AccuracySummary(msgspec.Struct, kw_only=True):
-    """Over configurations; errors are relative to what was measured."""
+    """The errors over configurations, relative to the measurement."""
 
     count: int
     """Configurations, failed ones among them."""
@@ -379,7 +379,7 @@ def summarize_accuracy(
 
 
 def _compared_pair(case: ValidationCase, predictor: str, part: str | None) -> tuple[float, float] | tuple[()] | None:
-    """Return what was predicted and measured of a case, in seconds or bytes; empty where either is missing.
+    """Return the predicted and measured figures of a case, in seconds or bytes; empty if either is missing.
 
     ``None`` where nothing is compared: of a failure that was predicted, without the part, and of parts of a step below
     ``MIN_STEP_FRACTION`` of it.

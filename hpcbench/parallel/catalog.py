@@ -117,8 +117,8 @@ def load_object(reference: str) -> object:
 def shipped_model_entries() -> dict[str, ModelEntry]:
     """Every shipped model, read from the literal tables of the model files without importing them.
 
-    A file has ``FAMILIES``, what several models share, and ``MODELS``: family, default input size and description. A
-    family may name another one as its ``base``, whose entries it has where it states none of its own.
+    A file has ``FAMILIES``, the values that several models share, and ``MODELS``: family, default input size and
+    description. A family may name another one as its ``base``, whose entries it has where it states none of its own.
     """
     folder = Path(__file__).resolve().parent.parent / "worker" / "models"
     entries: dict[str, ModelEntry] = {}

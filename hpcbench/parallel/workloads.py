@@ -24,7 +24,7 @@ class Dataset(NamedTuple):
     """
 
     kind: str
-    """``images``, ``volumes`` or ``tokens``: what a model must take."""
+    """``images``, ``volumes`` or ``tokens``: the kind of input that a model must take."""
     target: str
     """``class`` (one number a sample), ``values`` (real numbers) or ``tokens`` (the next one at every position)."""
     shape: tuple[int, ...]
@@ -81,7 +81,7 @@ DATASETS = {
 }  # fmt: skip
 
 FIXED_SIZE_DATASETS = frozenset({"digits", "mnist", "cifar10"})
-"""Their real images have one size and are not changed; those of the others are cut or resized to what is asked."""
+"""Data sets whose real images have one size and are not changed; other images are cut or resized to the input size."""
 
 
 def sample_shape(dataset: str, input_size: int | None) -> tuple[int, ...]:

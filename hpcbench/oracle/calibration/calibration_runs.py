@@ -296,7 +296,7 @@ def check_disturbed(runs: Sequence[Iterable[str]], what: str, then: str, *, take
     Raises:
         ConfigError: All runs were disturbed, and ``takes_disturbed`` is not set.
     """
-    marks = [found for found in map(disturbances, runs) if found]
+    marks = [texts for texts in map(disturbances, runs) if texts]
     if marks and len(marks) == len(runs) and not takes_disturbed:
         raise ConfigError(
             f"all {len(runs)} {what} {DISTURBED_NOTE}: {marks[0][0]}; {then}",
@@ -312,7 +312,7 @@ def disturbed_spread(runs: Sequence[Iterable[str]]) -> float:
     assumed to use half of it. The median run counts, so the result is 0 if less than half of the runs were disturbed.
     """
     stretches = []
-    for found in map(disturbances, runs):
-        used = (max(map(int, _USED_SHARE.findall(text)), default=100 * _SHARE_OF_DEVICE) / 100 for text in found)
+    for texts in map(disturbances, runs):
+        used = (max(map(int, _USED_SHARE.findall(text)), default=100 * _SHARE_OF_DEVICE) / 100 for text in texts)
         stretches.append(1 / (1 - min(sum(used), _MAX_SHARE)))
     return log(median(stretches or [1.0])) / _NORMAL_90

@@ -170,7 +170,7 @@ def _predicted_step(machine: Machine, run: CalibrationRun) -> StepBreakdown:
 
 
 def _fit_strategy_overhead(pairs: Sequence[tuple[CalibrationRun, StepBreakdown]]) -> StrategyOverhead:
-    """Ridge regression (Hoerl and Kennard 1970) of what is missing on (computation, 1), both drawn to nothing."""
+    """Return the ridge regression (Hoerl and Kennard 1970) of missing time on (computation, 1), both drawn to 0."""
     scale_s = fmean(step.compute_s for _, step in pairs)
     aa, ab, bb, at, bt = 1 / _OVERHEAD_PRIOR**2, 0.0, 1 / _OVERHEAD_PRIOR**2, 0.0, 0.0
     for run, step in pairs:

@@ -34,7 +34,7 @@ def fit_shapes(machine: Machine, runs: Sequence[CalibrationRun], sweep: str, *, 
         machine: the profile's: its links, and its kernel times by which a block's time is divided among its rows.
         runs: those of other strategies are ignored.
         sweep: the name of the sweep that they were made for.
-        is_disturbed: whether any of them was: what passed beside the processors' time is then uncertain, too.
+        is_disturbed: whether any run was disturbed: the time beside the processors' own is then uncertain, too.
     """
     kernels: list[MeasuredKernel] = []
     spreads, held = list[float](), list[float]()

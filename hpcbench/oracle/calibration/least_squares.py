@@ -14,7 +14,7 @@ Vector = list[float]
 Matrix = list[list[float]]
 
 DEGREES_OF_FREEDOM = 4.0
-"""Degrees of freedom of Student's t: what lies four standard deviations off counts a fifth."""
+"""Degrees of freedom of Student's t: a residual of four standard deviations has a fifth of the weight."""
 _DIFFERENCE_STEP = 1e-3
 _MAX_ITERATIONS = 60
 _COST_TOLERANCE = 1e-3

@@ -158,7 +158,7 @@ def _posterior_mode(
 
 
 def _estimate_run_spread(observations: Sequence[Observation], residuals: Vector, run_spread: float) -> float:
-    """Return the runs' own scatter, together with what is usual."""
+    """Return the scatter of the runs, combined with its expected value."""
     weights = [student_t_weight(value) for value in residuals]
     lengths = [value * hypot(run.spread, run_spread) for run, value in zip(observations, residuals, strict=True)]
     squares = sum(weight * length**2 for weight, length in zip(weights, lengths, strict=True))

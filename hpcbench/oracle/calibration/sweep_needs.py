@@ -1,4 +1,4 @@
-"""The probes that measure what a sweep consists of: what each of its runs is priced with and has no time."""
+"""The probes for a sweep: the kernels and messages that price its runs and have no measured time."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class SweepProbe(NamedTuple):
     runs: int
     """Configurations of the sweep that need it."""
     seconds: float
-    """Predicted seconds of what is measured, once."""
+    """Predicted seconds of one repetition of the measurement."""
 
     @property
     def nodes(self) -> int:

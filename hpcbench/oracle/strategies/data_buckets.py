@@ -178,7 +178,7 @@ def simulate_fusion(
 ) -> list[list[int]]:
     """Return the places that are fused, in the order of the calls.
 
-    The thread wakes up every ``cycle_s``, and fuses what is ready up to the threshold; it then waits for the call.
+    The thread wakes up every ``cycle_s``, and fuses ready gradients up to the threshold; it then waits for the call.
 
     Args:
         order: places of the gradients, in the order in which they become ready.

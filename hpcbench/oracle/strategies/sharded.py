@@ -208,7 +208,7 @@ class _ShardedStep:
 class FsdpCost(ShardedCost):
     """torch's ``fully_shard`` (Zhao et al. 2023): tensors are cut along their first dim, a unit's shards travel as one.
 
-    The last shards of a tensor may be shorter or empty; what is sent is as long as the first.
+    The last shards of a tensor may be shorter or empty; all messages are as long as the first shard.
     """
 
     def plan(self, spec: RunSpec, table: LayerTable) -> ShardingPlan:

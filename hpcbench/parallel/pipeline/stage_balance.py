@@ -24,7 +24,7 @@ from hpcbench.parallel.pipeline import schedules, stage_partition
 from hpcbench.parallel.workloads import custom_model_file, is_custom_model
 
 BLOCK_PROFILE_VERSION = 1
-"""Raised when a field's meaning changes: what an older version has cached is then measured anew."""
+"""Raised when a field's meaning changes: profiles that an older version cached are then measured anew."""
 
 
 class BlockProfileRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):

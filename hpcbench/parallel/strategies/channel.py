@@ -49,8 +49,7 @@ class ChannelLayer(NamedTuple):
     out_channels: int
     groups: int = 1
     features: int = 1
-    """Inputs of a linear layer that belong to one channel of what was flattened; it has so many times ``in_channels``.
-    """
+    """Inputs of a linear layer that belong to one channel of the flattened activations."""
     is_first: bool = False
     """Its input is the sample: whole on every rank, and without a gradient."""
     is_last: bool = False

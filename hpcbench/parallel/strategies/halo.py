@@ -56,7 +56,7 @@ class SlidingWindow(NamedTuple):
         return range(first, first + (len(outputs) - 1) * self.stride + self.span)
 
     def outputs_within(self, inputs: range, outputs: range) -> range:
-        """Return those of ``outputs`` that need nothing but ``inputs``."""
+        """Return the part of ``outputs`` that depends on ``inputs`` alone."""
         first = max(outputs.start, -((-inputs.start - self.padding) // self.stride))
         stop = min(outputs.stop, (inputs.stop - self.span + self.padding) // self.stride + 1)
         return range(first, max(first, stop))
@@ -109,7 +109,7 @@ def owned_box(extents: tuple[int, ...], grid: tuple[int, ...], rank: int) -> Box
 
 @lru_cache(maxsize=4096)
 def compute_halo(layer: HaloLayer, grid: tuple[int, ...], rank: int) -> Halo:
-    """Return what ``rank`` owns, needs, sends and receives for ``layer``."""
+    """Return the boxes that ``rank`` owns, needs, sends and receives for ``layer``."""
     coordinates = grid_coordinates(grid, rank)
     dims = zip(layer.extents, layer.windows, grid, coordinates, strict=True)
     ranges, shared = zip(*[_halo_along_dim(*dim, pads_itself=layer.pads_itself) for dim in dims], strict=True)

@@ -228,7 +228,7 @@ def spatial_exclusion(spec: RunSpec) -> str | None:
 
 
 def shape_changing_options(spec: RunSpec) -> dict[str, Any]:
-    """Model options that change shapes: what ``read_shipped_table`` is to be asked with.
+    """Return the model options that change shapes, for ``read_shipped_table``.
 
     Dropout's probability changes none.
     """

@@ -51,7 +51,7 @@ def tensor_exclusion(spec: RunSpec) -> str | None:
 
 @cache
 def _transformer_dims(model: str, dataset: str) -> tuple[int, str, list[int]]:
-    """Return the heads that can be divided (0 without a table), what they are, and the strides of patches if any.
+    """Return the heads that can be divided (0 without a table), their kind, and the strides of patches if any.
 
     Where groups of heads share keys and values the groups are divided. Neither options nor the input's size change
     them.
