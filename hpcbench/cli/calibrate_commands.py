@@ -149,7 +149,7 @@ _MAX_FOREIGN_SHARE, _MAX_FOREIGN_CORES = 0.05, 0.5
 
 def _check_quiet(profile: ClusterProfile, *, takes_disturbed: bool) -> None:
     """Refuse, or with ``takes_disturbed`` state, that others use the cores that runs on this machine would share."""
-    if profile.scheduler.kind != "local":
+    if not profile.scheduler.traits.runs_here:
         return
     percent = dict(enumerate(psutil.cpu_percent(1.0, percpu=True)))
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else percent.keys()

@@ -194,7 +194,7 @@ def watch_runs(plan: SweepPlan, superseded: Mapping[str, str]) -> dict[str, RunS
     """
     name = plan.sweep.name
     watcher = SweepWatcher(plan.tree.root, plan.profile, {name: list(plan.runs)}, superseded=superseded)
-    if plan.profile.scheduler.kind == "local":
+    if plan.profile.scheduler.traits.runs_here:
         # Imported here: `submit` predicts nothing. On a cluster, the jobs of others decide when the runs end.
         from hpcbench.forecast.forecast import forecast_plan
 

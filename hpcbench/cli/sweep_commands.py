@@ -160,7 +160,8 @@ def render_sweep(
     tree = sweep_plan.tree
     if profile.account_required and profile.account is None:
         print_message(f"cluster {profile.name} takes no job without an account, and none is set")
-    runs_from_here = out is not None and profile.scheduler.kind == "pbs"
+    submit_command = profile.scheduler.traits.submit_command
+    runs_from_here = out is not None and submit_command is not None
     folder = out.absolute() if out and runs_from_here else next_submission_folder(tree, sweep_plan.sweep.name)
     rendered = render_submission(sweep_plan, sweep_plan.missing, tree, folder)
     scripts = [name for name in rendered.files if name.endswith(".sh")]
@@ -177,4 +178,4 @@ def render_sweep(
     print_message(f"{len(rendered.files)} files written to {out}")
     if runs_from_here:
         write_sweep_record(sweep_plan, tree)
-        print_message("\n".join(f"next: qsub {out / name}" for name in scripts))
+        print_message("\n".join(f"next: {submit_command} {out / name}" for name in scripts))

@@ -270,7 +270,7 @@ def _invalid_reason(spec: RunSpec) -> str | None:
 
 def _with_local_hardware(profile: ClusterProfile) -> ClusterProfile:
     """Return ``profile`` with this machine's cores and memory if jobs run here and it does not set them."""
-    if profile.scheduler.kind != "local":
+    if not profile.scheduler.traits.runs_here:
         return profile
     node = profile.node
     hardware = {

@@ -148,7 +148,7 @@ def make_check_sweep(profile: ClusterProfile, strategies: Mapping[str, StrategyE
             "time_limit_min": _TIME_LIMITS_MIN[profile.device],
         },
     }  # fmt: skip
-    if profile.scheduler.kind != "local":
+    if not profile.scheduler.traits.runs_here:
         data["submit"] = {"pack": _RUNS_PER_JOB}
     lines = [*settings_lines(data)]
     for point in points:

@@ -101,7 +101,7 @@ def check_request(
 def default_tasks_per_node(profile: ClusterProfile, partition: str | None) -> int:
     """A task for each device; of machines without devices one a node, here one a core."""
     if profile.device == "cpu":
-        return available_cores() if profile.scheduler.kind == "local" else 1
+        return available_cores() if profile.scheduler.traits.runs_here else 1
     return profile.node_of(partition).devices or 1
 
 

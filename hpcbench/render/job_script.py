@@ -19,6 +19,7 @@ from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.profile_tables import EnvironmentConfig, NodeConfig, ResourceRequest
 from hpcbench.errors import EXIT_NOTHING_TO_DO, EXIT_PREEMPTED, RenderError, did_you_mean
 from hpcbench.fileio import printable_text
+from hpcbench.parallel.catalog import load_object
 from hpcbench.paths import search_folders
 from hpcbench.render import launch_step
 from hpcbench.units import format_slurm_time
@@ -114,8 +115,9 @@ DirectiveValue = str | int | bool
 
 
 def sbatch_directives(
-    shape: launch_step.JobShape, profile: ClusterProfile, job_name: str, folder: str, number: int, pack: int = 1
-) -> list[tuple[str, DirectiveValue]]:
+    shape: launch_step.JobShape, profile: ClusterProfile, job_name: str, folder: str, number: int, pack: int = 1,
+    _runs: int = 1,
+) -> list[tuple[str, DirectiveValue]]:  # fmt: skip
     """Names and values of the #SBATCH lines; ``True`` is a flag without a value.
 
     ``folder`` is the submission's: jobs run there, and the script's output goes to ``<number>.<job>.<task>.log``.
@@ -174,8 +176,9 @@ def _requested_memory(request: ResourceRequest, node: NodeConfig) -> DirectiveVa
 
 
 def pbs_directives(
-    shape: launch_step.JobShape, profile: ClusterProfile, job_name: str, folder: str, pack: int = 1, runs: int = 1
-) -> list[tuple[str, str | bool]]:
+    shape: launch_step.JobShape, profile: ClusterProfile, job_name: str, folder: str, _number: int, pack: int = 1,
+    runs: int = 1,
+) -> list[tuple[str, str | bool]]:  # fmt: skip
     """Option letters and values; ``True`` is an option without a value, a letter may come several times.
 
     The range of the array stands in the script: the caller of qsub need not pass it.
@@ -222,14 +225,15 @@ def template_context(
 ) -> dict[str, Any]:
     """The variables of the templates. ``templates/README.md`` describes each; a test keeps it complete."""
     environment = profile.environment(shape.environment)
-    is_slurm = profile.scheduler.kind == "slurm"
+    traits = profile.scheduler.traits
+    is_slurm = traits.is_slurm
     directives: Sequence[tuple[str, DirectiveValue]] = []
     # Unique, so that a job can be found again by it.
     name = f"hpcbench-{folder.name}-{number}"
-    if is_slurm:
-        directives = sbatch_directives(shape, profile, name, str(folder), number, pack)
-    elif profile.scheduler.kind == "pbs":
-        directives = pbs_directives(shape, profile, name, str(folder), pack, runs)
+    if traits.directives is not None:
+        make_directives = load_object(traits.directives)
+        assert callable(make_directives), f"{traits.directives} is no function"
+        directives = make_directives(shape, profile, name, str(folder), number, pack, runs)
     return {
         "sweep": sweep,
         "cluster": profile.name,
@@ -243,6 +247,8 @@ def template_context(
         # A scheduler signals the ranks itself; without one the script passes on what it is told.
         "forward_signals": not is_slurm,
         "directives": directives,
+        "directive_prefix": traits.directive_form[0],
+        "directive_separator": traits.directive_form[1],
         "task_file": str(folder / f"{number}.jsonl"),
         "nodes": shape.nodes,
         "tasks_per_node": shape.tasks_per_node,

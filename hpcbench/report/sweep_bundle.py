@@ -30,7 +30,7 @@ from hpcbench.results.bundle_archive import (
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.results.schema import SCHEMA_VERSION
 from hpcbench.submit.journal import journal_paths, read_journal
-from hpcbench.submit.scheduler import job_log
+from hpcbench.submit.scheduler import job_log, scheduler_class
 from hpcbench.submit.submission_record import NewestSubmission, Submission, SweepRecord, list_submissions
 
 MAX_LOG_BYTES = 16 * 2**20
@@ -152,8 +152,9 @@ def _attempt_files(tree: ClusterTree, run_id: str, folder: Path, logs: bool) -> 
 
 def _submission_files(folder: Path, submission: Submission, logs_of: set[str]) -> Iterator[Path]:
     yield folder / "submission.json"
-    if logs_of and submission.scheduler == "local":
-        yield folder / "queue.log"
+    queue_log = scheduler_class(submission.scheduler, submission.cluster).queue_log
+    if logs_of and queue_log is not None:
+        yield folder / queue_log
     yield from (folder / "stop.jsonl", folder / "dropped.json", *journal_paths(folder))
     for array in submission.arrays:
         yield folder / f"{array.number}.sh"

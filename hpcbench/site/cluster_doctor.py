@@ -48,14 +48,13 @@ def check_cluster(profile: ClusterProfile, results: Path, notify: Notify | None 
 
     With ``notify`` a job inspects a node from inside, if everything before it works; the wait for it is announced.
     """
-    kind = profile.scheduler.kind
+    traits = profile.scheduler.traits
     checks = [_check_results_tree(results)]
-    if kind == "slurm":
+    if traits.is_slurm:
         checks += _check_slurm(profile)
-    elif kind != "local":
-        detail = "PBS: render writes jobs for qsub" if kind == "pbs" else "none: predictions alone"
-        checks.append(_check("scheduler", True, detail, needed=False))
-    if notify and kind == "slurm" and all(check.works or not check.needed for check in checks):
+    elif not traits.runs_here:
+        checks.append(_check("scheduler", True, traits.note, needed=False))
+    if notify and traits.is_slurm and all(check.works or not check.needed for check in checks):
         checks += _check_from_node(profile, notify)
     else:
         checks += _check_worker(profile)
@@ -123,7 +122,7 @@ def _check_slurm(profile: ClusterProfile) -> list[DoctorCheck]:
 def _check_worker(profile: ClusterProfile) -> list[DoctorCheck]:
     """Check the jobs' default interpreter. An environment that only exists on the nodes cannot be seen from here."""
     environment = profile.environment(None)
-    if environment.modules and profile.scheduler.kind == "local":
+    if environment.modules and profile.scheduler.traits.runs_here:
         # Without a scheduler this machine is the node.
         script = render_probe(profile, cache_folder())
         result = RunningCommand(["bash", "-c", script], scrubbed_environment()).result(timeout_s=300)

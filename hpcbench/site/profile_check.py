@@ -73,7 +73,7 @@ def check_against_scheduler(profile: ClusterProfile, source: TomlSource) -> bool
 
     Raises ``ConfigErrors`` with everything that jobs would be refused for.
     """
-    if profile.scheduler.kind != "slurm":
+    if not profile.scheduler.traits.is_slurm:
         return False
     try:
         facts = query_site(profile)

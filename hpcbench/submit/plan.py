@@ -414,7 +414,7 @@ def _reference_runs(sweep: Sweep, profile: ClusterProfile, runs: int) -> dict[st
 
 def partition_limits(profile: ClusterProfile, partition: str | None) -> PartitionLimits:
     """The limits of a partition. The local machine accepts more ranks than cores, but is one node."""
-    is_local = profile.scheduler.kind == "local"
+    is_local = profile.scheduler.traits.runs_here
     queue = profile.partition(partition)
     node, request = profile.node_of(partition), profile.request_of(partition)
     return PartitionLimits(

@@ -1,7 +1,8 @@
 """The base class of every scheduler, the look-up of an implementation by its kind, and the calls of its commands.
 
-A scheduler of kind ``K`` is one module ``hpcbench.submit.K_scheduler`` whose name ``SCHEDULER`` is its class. Nothing
-else names the kinds: ``slurm_scheduler`` and ``local_scheduler`` are found in the same way as a third one.
+A scheduler of kind ``K`` is one module ``hpcbench.submit.K_scheduler`` whose name ``SCHEDULER`` is its class:
+``slurm_scheduler`` and ``local_scheduler`` are found in the same way as a third one. Kinds to which hpcbench does not
+submit have no module; their properties are here.
 
     submit  --->  Scheduler.submit  --->  the scheduler's queue  --->  job script  --->  result.json
                                               ^            ^
@@ -110,18 +111,43 @@ class StateQuery(Protocol):
         """
 
 
-class Scheduler(abc.ABC):
+class DefaultTraits:
+    """The defaults of ``hpcbench.config.profile_tables.SchedulerTraits``, which describes each property."""
+
+    runs_here: ClassVar[bool] = False
+    is_slurm: ClassVar[bool] = False
+    directives: ClassVar[str | None] = None
+    directive_form: ClassVar[tuple[str, str]] = ("#SBATCH --", "=")
+    submit_command: ClassVar[str | None] = None
+    note: ClassVar[str] = "its commands are not checked"
+
+
+class _PbsTraits(DefaultTraits):
+    directives = "hpcbench.render.job_script:pbs_directives"
+    directive_form = ("#PBS -", " ")
+    submit_command = "qsub"
+    note = "PBS: render writes jobs for qsub"
+
+
+class _PredictionTraits(DefaultTraits):
+    note = "none: predictions alone"
+
+
+class Scheduler(DefaultTraits, abc.ABC):
     """A scheduler, or the jobs of one machine without a scheduler.
 
     Every method may be called from several processes and hosts at once. Times are seconds, Unix times end in
     ``_unix_s``. Example of a third kind (see ``tests/submit/test_third_scheduler.py``)::
 
-        class PbsScheduler(Scheduler):
-            def submit(self, folder, record, profile, tree, notify): ...  # qsub, journal, lock
-            def state(self, submissions): ...                             # qstat
-            def cancel(self, whole, parts): ...                           # qdel
+        class FluxScheduler(Scheduler):
+            directives = "hpcbench.submit.flux_scheduler:flux_directives"
+            directive_form = ("# flux: --", "=")
 
-        SCHEDULER: type[Scheduler] = PbsScheduler
+            def submit(self, folder, record, profile, tree, notify): ...  # flux batch, journal, lock
+            def state(self, submissions): ...                             # flux jobs
+            def cancel(self, whole, parts): ...                           # flux cancel
+
+        SCHEDULER: type[Scheduler] = FluxScheduler
     """
 
     poll_s: ClassVar[float] = 10.0
@@ -236,6 +262,7 @@ def account_error(profile: ClusterProfile) -> ConfigError | None:
     )
 
 
+_TRAITS_WITHOUT_MODULE = {"pbs": _PbsTraits, "none": _PredictionTraits}
 _RENDERED_ONLY = {
     "pbs": (
         "is run by PBS, which hpcbench writes for but does not submit to",
@@ -245,19 +272,27 @@ _RENDERED_ONLY = {
 }
 
 
+def scheduler_traits(kind: str) -> type[DefaultTraits]:
+    """The properties of ``scheduler.kind`` of a profile."""
+    return _TRAITS_WITHOUT_MODULE.get(kind) or scheduler_class(kind, f"with a scheduler {kind!r}")
+
+
 def scheduler_class(kind: str, cluster: str) -> type[Scheduler]:
     """The class for ``scheduler.kind`` of a profile, or for ``scheduler`` of a submission's record.
 
-    Raises ``ConfigError``, which names ``cluster``, if no module implements the kind.
+    Raises ``ConfigError``, which names ``cluster``, if no module implements the kind, or a module without a scheduler.
     """
     module_name = f"hpcbench.submit.{kind}_scheduler"
     try:
-        implementation: type[Scheduler] = importlib.import_module(module_name).SCHEDULER
+        implementation = importlib.import_module(module_name).SCHEDULER
     except ModuleNotFoundError as error:
         if error.name != module_name:
             raise
         reason, hint = _RENDERED_ONLY.get(kind, (f"has a scheduler of the unknown kind {kind!r}", None))
         raise ConfigError(f"cluster {cluster} {reason}", hint=hint) from None
+    if not isinstance(implementation, type) or not issubclass(implementation, Scheduler):
+        message = f"cluster {cluster}: {module_name}.SCHEDULER is {implementation!r}, not a subclass of Scheduler"
+        raise ConfigError(message, hint="hpcbench/submit/scheduler.py describes the class that is required")
     return implementation
 
 

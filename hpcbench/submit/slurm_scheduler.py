@@ -35,6 +35,8 @@ _ENDED_JOB_PATTERN = re.compile(r"already completing or completed|Invalid job id
 class SlurmScheduler(Scheduler):
     """Runs of one shape are a job array; a job id is ``4711_3`` for task 3 of array 4711, or ``4711``."""
 
+    is_slurm: ClassVar[bool] = True
+    directives: ClassVar[str | None] = "hpcbench.render.job_script:sbatch_directives"
     poll_s: ClassVar[float] = 30.0
     requeues: ClassVar[bool] = True
     has_arrays: ClassVar[bool] = True

@@ -388,7 +388,7 @@ def _visible_python(profile: ClusterProfile, name: str | None) -> str | None:
         return None
     python = rank_python(environment)
     # The system's interpreter of a login node is not the nodes'.
-    is_elsewhere = profile.scheduler.kind != "local" and python.startswith(_SYSTEM_FOLDERS)
+    is_elsewhere = not profile.scheduler.traits.runs_here and python.startswith(_SYSTEM_FOLDERS)
     return None if is_elsewhere or not Path(python).is_file() else python
 
 

@@ -15,8 +15,10 @@ from click.testing import CliRunner, Result
 
 from hpcbench.cli.main import cli
 from hpcbench.config.cluster_profile import ClusterProfile
+from hpcbench.config.profile_tables import SchedulerTraits
 from hpcbench.config.run_spec import read_task
 from hpcbench.errors import SubmitError
+from hpcbench.render.launch_step import JobShape
 from hpcbench.results.attempts import begin_attempt
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import RunResult
@@ -30,6 +32,9 @@ from tests.submit.conftest import SWEEP
 class FakeScheduler(Scheduler):
     """Each run is one job; the queue maps job ids to states."""
 
+    directives: ClassVar[str | None] = "hpcbench.submit.flux_scheduler:flux_directives"
+    directive_form: ClassVar[tuple[str, str]] = ("# flux: --", "=")
+    note: ClassVar[str] = "flux answers"
     poll_s: ClassVar[float] = 0.05
     queue: ClassVar[Path]
     is_away: ClassVar[bool] = False
@@ -77,17 +82,27 @@ class FakeQuery:
 
 
 SCHEDULER: type[Scheduler] = FakeScheduler
+# mypy compares the defaults with the properties that profiles read.
+TRAITS: type[SchedulerTraits] = FakeScheduler
+
+
+def flux_directives(
+    shape: JobShape, profile: ClusterProfile, job_name: str, folder: str, number: int, pack: int, runs: int
+) -> list[tuple[str, str | int | bool]]:
+    return [("job-name", job_name), ("nodes", shape.nodes), ("exclusive", True)]
 
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterTree:
-    """A project whose cluster has the third scheduler: ``pbs``, for which hpcbench has no module yet."""
+    """A project whose cluster has the third scheduler, ``flux``."""
     (tmp_path / "clusters").mkdir()
-    (tmp_path / "clusters" / "test.toml").write_text('name = "test"\n[scheduler]\nkind = "pbs"\n')
+    (tmp_path / "clusters" / "test.toml").write_text(
+        'name = "test"\nlauncher = "torchrun"\n[scheduler]\nkind = "flux"\n'
+    )
     (tmp_path / "sweeps").mkdir()
     (tmp_path / "sweeps" / "small.toml").write_text(SWEEP)
     monkeypatch.setattr(FakeScheduler, "queue", tmp_path / "queue.json", raising=False)
-    monkeypatch.setitem(sys.modules, "hpcbench.submit.pbs_scheduler", sys.modules[__name__])
+    monkeypatch.setitem(sys.modules, "hpcbench.submit.flux_scheduler", sys.modules[__name__])
     monkeypatch.chdir(tmp_path)
     return ClusterTree(tmp_path / "results" / "test")
 
@@ -185,7 +200,34 @@ def test_failed_job_of_a_third_kind_is_reported_with_its_reason_and_log(tree: Cl
     assert "the last line of the log" in run["reason"]
 
 
-def test_kind_without_a_module_is_refused(tree: ClusterTree, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "hpcbench.submit.pbs_scheduler")
+def test_job_script_of_a_third_kind_has_its_directives(tree: ClusterTree) -> None:
+    rendered = hpcbench("render", "small", "--cluster", "test")
+    assert rendered.exit_code == 0, rendered.output
+    assert "# flux: --job-name=hpcbench-small-" in rendered.stdout
+    assert "\n# flux: --nodes=1\n# flux: --exclusive\n" in rendered.stdout
+    assert "#SBATCH" not in rendered.stdout
+
+
+def test_doctor_reports_a_third_kind(tree: ClusterTree) -> None:
+    assert "flux answers" in hpcbench("doctor", "--cluster", "test", "--json").stdout
+
+
+def test_kind_without_a_module_is_refused(tree: ClusterTree) -> None:
+    (tree.root.parents[1] / "clusters" / "test.toml").write_text('name = "test"\n[scheduler]\nkind = "pbs"\n')
     refused = hpcbench("submit", "small", "--cluster", "test")
     assert "run by PBS, which hpcbench writes for but does not submit to" in str(refused.exception)
+
+
+@pytest.mark.parametrize("kind", ["'flax'", "'a.b'", "3", "[1]"])
+def test_unknown_kind_in_a_profile_is_refused_with_the_choices(tree: ClusterTree, kind: str) -> None:
+    (tree.root.parents[1] / "clusters" / "test.toml").write_text(f'name = "test"\n[scheduler]\nkind = {kind}\n')
+    refused = hpcbench("submit", "small", "--cluster", "test")
+    message = f"test.toml:3: scheduler.kind: input should be 'slurm', 'local', 'pbs' or 'none', not {kind}"
+    assert message in str(refused.exception)
+
+
+def test_module_without_a_scheduler_is_refused(tree: ClusterTree, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "SCHEDULER", FakeQuery)
+    refused = hpcbench("submit", "small", "--cluster", "test")
+    assert "hpcbench.submit.flux_scheduler.SCHEDULER is <class" in str(refused.exception)
+    assert "not a subclass of Scheduler" in str(refused.exception)

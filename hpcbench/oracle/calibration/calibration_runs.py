@@ -147,7 +147,7 @@ class CalibrationScale(NamedTuple):
 def cluster_size(profile: ClusterProfile, partition: str | None, local_cores: int) -> CalibrationScale:
     """Nodes, at most ``_MAX_NODES``, and ranks that a node takes; a local machine is one node with its own cores."""
     node, queue = profile.node_of(partition), profile.partition(partition)
-    if profile.scheduler.kind == "local":
+    if profile.scheduler.traits.runs_here:
         return CalibrationScale(1, local_cores)
     tasks = node.devices if profile.device == "cuda" else node.cores
     return CalibrationScale(min(queue.max_nodes or _MAX_NODES, _MAX_NODES), tasks or 1)
@@ -190,7 +190,7 @@ def probe_sweep_toml(
     """Return the text of a sweep that measures a cluster, from its settings, common parameters and points."""
     lines = [f"{key} = {_toml_value(value)}" for key, value in settings.items()]
     lines += ["", "[fixed]", *(f"{key} = {_toml_value(value)}" for key, value in fixed.items())]
-    if profile.scheduler.kind != "local":
+    if not profile.scheduler.traits.runs_here:
         lines += ["", "[submit]", f"pack = {_PACK}"]
     for point in points:
         lines += ["", "[[include]]", *(f"{key} = {_toml_value(value)}" for key, value in point.items())]
