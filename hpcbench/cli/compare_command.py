@@ -1,4 +1,4 @@
-"""What the command ``compare`` does."""
+"""The action of the command ``compare``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands ``predict`` and ``recommend`` do."""
+"""The actions of the commands ``predict`` and ``recommend``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands ``report``, ``plot`` and ``bundle`` do."""
+"""The actions of the commands ``report``, ``plot`` and ``bundle``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands ``table`` and ``collect`` do, and the command ``results``."""
+"""The actions of the commands ``table`` and ``collect``, and the command ``results``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands ``submit``, ``run``, ``cancel`` and ``retry`` do."""
+"""The actions of the commands ``submit``, ``run``, ``cancel`` and ``retry``."""
 
 from __future__ import annotations
 

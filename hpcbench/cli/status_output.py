@@ -1,4 +1,4 @@
-"""What ``status`` and ``logs`` print, and the live screen of ``status``, ``run`` and ``submit --wait``."""
+"""The output of ``status`` and ``logs``, and the live screen of ``status``, ``run`` and ``submit --wait``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands ``check``, ``plan`` and ``render`` do; they need no scheduler."""
+"""The actions of the commands ``check``, ``plan`` and ``render``; they need no scheduler."""
 
 from __future__ import annotations
 
