@@ -212,25 +212,26 @@ def test_a_list_in_a_narrow_terminal_cuts_no_file(tmp_path: Path) -> None:
     assert done.returncode == 0
 
 
-def test_a_repeated_run_measures_nothing_again(sweep: Path, tmp_path: Path) -> None:
+def test_the_quickstart_ends_with_a_table_and_a_repeated_run_measures_nothing_again(tmp_path: Path) -> None:
+    quickstart = ["run", "quickstart", "--set", "steps=2", "--set", "warmup_steps=1"]
     results = ["--results", str(tmp_path / "r")]
-    done = hpcbench("run", str(sweep), *results)
+    done = hpcbench(*quickstart, *results)
     assert done.returncode == 0, done.stderr + done.stdout
-    assert "3 submitted" in done.stderr
-    assert "tiny on local" in done.stdout
-    again = hpcbench("run", str(sweep), "--json", *results)
-    assert "0 submitted, 3 done before" in again.stderr
+    assert "6 submitted" in done.stderr
+    assert "quickstart on local" in done.stdout
+    again = hpcbench(*quickstart, "--json", *results)
+    assert "0 submitted, 6 done before" in again.stderr
     table = json.loads(again.stdout)
-    assert [row["status"] for row in table["rows"]] == ["ok"] * 3
+    assert [row["status"] for row in table["rows"]] == ["ok"] * 6
     assert table["rows"][0]["speedup"] == pytest.approx(1.0)
-    status = json.loads(hpcbench("status", "tiny", "--json", *results).stdout)
-    assert status["sweeps"][0]["counts"] == {"ok": 3}
-    found = json.loads(hpcbench("collect", "--json", *results).stdout)["results"]
-    jsonschema.validate(found[0], json.loads((ROOT / "docs" / "schemas" / "result.json").read_text()))
-    assert [len(result["ranks"]) for result in found] in ([1, 1, 2], [1, 2, 1], [2, 1, 1])
+    status = json.loads(hpcbench("status", "quickstart", "--json", *results).stdout)
+    assert status["sweeps"][0]["counts"] == {"ok": 6}
+    collected = json.loads(hpcbench("collect", "--json", *results).stdout)["results"]
+    jsonschema.validate(collected[0], json.loads((ROOT / "docs" / "schemas" / "result.json").read_text()))
+    assert sorted(len(result["ranks"]) for result in collected) == [1, 1, 1, 1, 2, 2]
     for ending in ("csv", "parquet", "json"):
         assert hpcbench("collect", "--out", str(tmp_path / f"all.{ending}"), *results).returncode == 0
-    assert (tmp_path / "all.csv").read_text().count("\n") == 4
+    assert (tmp_path / "all.csv").read_text().count("\n") == 7
 
 
 def test_a_configuration_folder_that_may_not_be_entered_is_passed_over(tmp_path: Path) -> None:
