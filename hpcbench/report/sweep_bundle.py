@@ -152,8 +152,7 @@ def _attempt_files(tree: ClusterTree, run_id: str, folder: Path, logs: bool) -> 
 
 def _submission_files(folder: Path, submission: Submission, logs_of: set[str]) -> Iterator[Path]:
     yield folder / "submission.json"
-    queue_log = scheduler_class(submission.scheduler, submission.cluster).queue_log
-    if logs_of and queue_log is not None:
+    if logs_of and (queue_log := scheduler_class(submission.scheduler, submission.cluster).queue_log):
         yield folder / queue_log
     yield from (folder / "stop.jsonl", folder / "dropped.json", *journal_paths(folder))
     for array in submission.arrays:
