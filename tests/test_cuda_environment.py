@@ -22,7 +22,7 @@ HEADER = "typedef int cudaError_t;\nextern cudaError_t cudaGetDevice(int *device
 @pytest.mark.parametrize(
     ("required", "arguments", "answer", "words"),
     [
-        ("", ["pytest", "tests/cuda"], 0, "tests/cuda: skipped"),
+        ("", ["pytest", "tests/cuda"], 2, "tests/cuda: failed:"),
         ("slurm,cuda-stub", ["pytest", "tests/cuda"], 2, "tests/cuda: cuda-stub is required by HPCBENCH_REQUIRE, but"),
         ("slurm", ["--ranks", "8"], 2, "tests/cuda: failed:"),
     ],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
 
 from hpcbench.parallel.pipeline.exchange_order import Exchange, exchange_order, pipeline_links
 from hpcbench.parallel.pipeline.schedules import (
@@ -80,7 +81,7 @@ def _prefetching_step(host: _Host, ranks: StepActions, layout: PipelineLayout, a
             receiver.transfer(message)
     for message in host.ahead(messages, ranks):
         receiver.receive(message)
-    host.end_step()
+    host.wait_for_sends()
 
 
 class _Prefetching:
@@ -121,6 +122,8 @@ def paired_programs(
     every_action: bool = False,
     replicas: int = 1,
     opens_reducers: bool = True,
+    sums_before_updates: bool = False,
+    tied_ranks: tuple[int, ...] = (),
 ) -> list[Program]:
     """The order of ``PairedTransport``, after it has opened the links.
 
@@ -130,6 +133,8 @@ def paired_programs(
         every_action: As in ``prefetching_programs``.
         replicas: Number of pipelines, which sum up each chunk's gradients after its last backward pass.
         opens_reducers: Whether the communicators of these sums are created before the first step.
+        sums_before_updates: Whether gradients are summed up before every update instead, as ``pipedream`` does.
+        tied_ranks: Ranks of the pipeline that hold a copy of one weight, whose gradients the first of them sums up.
     """
     hosts = [_Host(rank, every_action) for rank in range(replicas * layout.ranks)]
     programs = [exchange_order(ranks, layout) for ranks in steps]
@@ -137,8 +142,8 @@ def paired_programs(
         replica, place = divmod(host.rank, layout.ranks)
         members = tuple(range(place, replicas * layout.ranks, layout.ranks))
         host.first_rank = replica * layout.ranks
-        if replicas > 1 and opens_reducers:
-            host.reduce(("replicas", place), members, "one number")
+        sums = _GradientSums(host, replica, members, tied_ranks, sums_before_updates)
+        sums.open(opens_reducers)
         for link in pipeline_links(steps[0], layout):
             if place in link:
                 host.open_link((replica, link), tuple(host.first_rank + rank for rank in link))
@@ -152,14 +157,62 @@ def paired_programs(
                 needed = host.needed_message(entry, layout)
                 if needed is not None:
                     host.wait_for(needed)
+                if entry.kind == UPDATE:
+                    sums.before_update(entry)
                 host.compute(entry)
-                if replicas > 1 and last_backward.get(entry.chunk) == entry:
-                    host.reduce(("replicas", place), members, f"gradients of chunk {entry.chunk}")
+                if last_backward.get(entry.chunk) == entry:
+                    sums.after_last_backward(entry)
             for message in host.ahead(received_messages(ranks, layout, place), ranks):
                 host.wait_for(message)
-            host.end_step()
+            host.wait_for_sends()
     _check_matching(hosts)
     return [host.program for host in hosts]
+
+
+class _GradientSums(NamedTuple):
+    """The sums of one rank's gradients with those of other replicas, and of a tied weight with those of other stages."""
+
+    host: _Host
+    replica: int
+    members: tuple[int, ...]
+    """The rank of every replica that holds the same chunks."""
+    tied_ranks: tuple[int, ...]
+    are_before_updates: bool
+
+    def open(self, opens_reducers: bool) -> None:
+        """The calls of ``open_communicators``."""
+        if opens_reducers:
+            self._sum("one number")
+            self.host.wait_for_sums()
+        for source, target in sorted([*self._to_first(), *self._from_first()]):
+            self.host.pass_on(self.replica, source, target, "one number")
+
+    def after_last_backward(self, action: Action) -> None:
+        """The chunk's gradients are sent; nothing waits for them yet."""
+        if not self.are_before_updates:
+            self._sum(f"gradients of chunk {action.chunk}")
+
+    def before_update(self, action: Action) -> None:
+        """The computing stream waits for all sums."""
+        if self.are_before_updates:
+            self._sum(f"gradients of micro-batch {action.micro_batch}")
+        elif self.tied_ranks:
+            self.host.wait_for_sends()
+            for source, target in [*self._to_first(), *self._from_first()]:
+                self.host.pass_on(self.replica, source, target, "a tied gradient")
+            if self.host.rank - self.host.first_rank in self.tied_ranks:
+                self._sum("tied gradients")
+        self.host.wait_for_sums()
+
+    def _sum(self, label: str) -> None:
+        if len(self.members) > 1:
+            self.host.reduce(("replicas", self.members), self.members, label)
+
+    def _to_first(self) -> list[tuple[int, int]]:
+        return [(other, self.tied_ranks[0]) for other in self.tied_ranks[1:]]
+
+    def _from_first(self) -> list[tuple[int, int]]:
+        return [(target, source) for source, target in self._to_first()]
 
 
 class _Host:
@@ -179,6 +232,7 @@ class _Host:
         self._waits: set[int] = set()
         """Kernels that the computing stream waits for."""
         self._sends: list[int] = []
+        self._sums: list[int] = []
         self._taken: set[PipelineMessage] = set()
         self._calls: dict[Hashable, int] = {}
         self._loaded: set[tuple[str, int]] = set()
@@ -223,7 +277,7 @@ class _Host:
         forwarded = {action.micro_batch for action in ranks[self.rank - self.first_rank] if action.kind == FORWARD}
         return [one for one in messages if one.is_forward and one.action.micro_batch not in forwarded]
 
-    def end_step(self) -> None:
+    def wait_for_sends(self) -> None:
         """The computing stream waits for all sends."""
         self._waits.update(self._sends)
         self._sends.clear()
@@ -242,7 +296,24 @@ class _Host:
     def reduce(self, communicator: Hashable, members: tuple[int, ...], label: str) -> None:
         self.enter(communicator, members)
         part = Part(f"sums {label}", self._key(communicator, None, label))
-        self._sends.append(self._launch(communicator, (part,)))
+        self._sums.append(self._launch(communicator, (part,)))
+
+    def wait_for_sums(self) -> None:
+        """The computing stream waits for all sums."""
+        self._waits.update(self._sums)
+        self._sums.clear()
+
+    def pass_on(self, replica: int, source: int, target: int, label: str) -> None:
+        """Send or receive on the communicator of two ranks in the pipeline's group; the computing stream waits."""
+        place = self.rank - self.first_rank
+        if place not in (source, target):
+            return
+        pair = (min(source, target), max(source, target))
+        communicator = ("tied", replica, pair)
+        self.enter(communicator, tuple(self.first_rank + rank for rank in pair))
+        verb = "sends" if place == source else "receives"
+        part = Part(f"{verb} {label} of the ranks {pair}", self._key(communicator, source, label))
+        self._waits.add(self._launch(communicator, (part,)))
 
     def _key(self, communicator: Hashable, source: int | None, label: str) -> Hashable:
         """The next call of ``communicator`` from ``source``: NCCL matches by order."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.device_model.device import Enter, Kernel, Machine, Part, Program, SyncPoint
@@ -17,6 +19,8 @@ from tests.device_model.search import (
 from tests.device_model.timeline import timeline
 
 STAGES, MICRO_BATCHES = (2, 3, 4), range(1, 9)
+WITH_TIES = tuple(schedule for schedule in SHIPPED if schedule != "pipedream")
+"""Schedules that train models with weights of two stages."""
 PIPELINES = [(schedule, stages) for schedule in SHIPPED for stages in STAGES]
 
 
@@ -107,15 +111,45 @@ def test_links_opened_by_their_first_message_hang(stages: int) -> None:
     assert all(isinstance(machine.instruction(end, rank), Enter) for rank in range(stages))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("stages", STAGES[:2])
+@pytest.mark.parametrize("schedule", SHIPPED)
 @pytest.mark.parametrize("opens_reducers", [True, False])
-def test_paired_pipelines_with_replicas_never_hang(schedule: str, opens_reducers: bool) -> None:
+def test_paired_pipelines_with_replicas_never_hang(schedule: str, stages: int, opens_reducers: bool) -> None:
     """Both pipelines sum their gradients, those of a rank's second chunk while messages are in flight."""
-    pipeline = pipeline_steps(schedule, 2, 4)
-    machine = Machine(paired_programs(*pipeline, replicas=2, opens_reducers=opens_reducers))
+    pipeline = pipeline_steps(schedule, stages, 4)
+    more: dict[str, Any] = {
+        "replicas": 2,
+        "opens_reducers": opens_reducers,
+        "sums_before_updates": schedule == "pipedream",
+    }
+    assert search_hang(Machine(paired_programs(*pipeline, **more))).hang is None
+    assert not hangs_with_all_syncs(Machine(paired_programs(*pipeline, every_action=True, **more), hardware_queues=1))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("stages", STAGES[:2])
+@pytest.mark.parametrize("schedule", WITH_TIES)
+def test_tied_weights(schedule: str, stages: int, replicas: int) -> None:
+    """The first and the last rank exchange the gradients of a weight that both hold, on a communicator of their own."""
+    pipeline, tied_ranks = pipeline_steps(schedule, stages, 4), (0, stages - 1)
+    machine = Machine(paired_programs(*pipeline, replicas=replicas, tied_ranks=tied_ranks))
     assert search_hang(machine).hang is None
-    every = paired_programs(*pipeline, every_action=True, replicas=2, opens_reducers=opens_reducers)
+    every = paired_programs(*pipeline, every_action=True, replicas=replicas, tied_ranks=tied_ranks)
     assert not hangs_with_all_syncs(Machine(every, hardware_queues=1))
+
+
+def test_tied_ranks_that_both_receive_first_are_found() -> None:
+    programs = paired_programs(*pipeline_steps("1f1b", 3, 3), tied_ranks=(0, 2))
+    send, receive = (
+        next(index for index, entry in enumerate(programs[2]) if _is_labelled(entry, f"{verb} a tied gradient"))
+        for verb in ("sends", "receives")
+    )
+    assert receive == send + 1
+    first, second = programs[2][send], programs[2][receive]
+    assert isinstance(first, Kernel)
+    assert isinstance(second, Kernel)
+    programs[2][send : receive + 1] = [Kernel(second.stream, second.parts, first.waits_for), first]
+    assert search_hang(Machine(programs)).hang is not None
 
 
 def test_a_planted_receive_ahead_is_found() -> None:
@@ -149,4 +183,8 @@ def _computes(entry: object) -> bool:
 
 
 def _receives(entry: object) -> bool:
-    return isinstance(entry, Kernel) and entry.parts[0].label.startswith("receives")
+    return _is_labelled(entry, "receives")
+
+
+def _is_labelled(entry: object, beginning: str) -> bool:
+    return isinstance(entry, Kernel) and entry.parts[0].label.startswith(beginning)
