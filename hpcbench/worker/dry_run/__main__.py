@@ -82,6 +82,7 @@ def largest_figures(ranks: list[StepFigures]) -> StepFigures:
     return StepFigures(
         peak_memory_bytes=heaviest.peak_memory_bytes,
         peak_layer=heaviest.peak_layer,
+        running_layer=heaviest.running_layer,
         operators=max(figures.operators for figures in ranks),
         collectives=max(figures.collectives for figures in ranks),
         host_syncs=max(figures.host_syncs for figures in ranks),
