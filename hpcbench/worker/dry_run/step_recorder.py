@@ -46,7 +46,7 @@ _WRAPPERS = ("_fsdp_wrapped_module", "_fpw_module", "module", "chunks", "pipe", 
 
 
 class DataDependentBranch(RuntimeError):
-    """The program branches on the value of a tensor, which a fake one does not have."""
+    """The program branches on the value of a tensor, or hands it on, which a fake one does not have."""
 
 
 _INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
@@ -59,9 +59,15 @@ _FUSED_UPDATES = (
 )
 """Updates in place that make no tensor. Of some of them torch has no form for fake tensors: it would compute them on
 real zeros of the same shapes."""
+_HOST = torch.device("cpu")
 _DEVICE_OF = torch.ops.prim.device.default
 _FAKE_ONLY = (FakeTensor,)
 _FROM_VALUES = (torch.tensor, torch.as_tensor, Tensor.new_tensor)
+_TO_NUMPY = (Tensor.numpy, Tensor.__array__)
+_WATCHED = frozenset(
+    {Tensor.new_tensor, *_TO_NUMPY, Tensor.data_ptr, Tensor.pin_memory, Tensor.is_pinned}
+)  # fmt: skip
+"""Functions that are looked at although they have no keyword arguments."""
 _MADE_LIKE = (torch.ops.aten.zeros_like.default, torch.ops.aten.empty_like.default, torch.ops.aten.clone.default)
 """Outside of modules their results belong to the layer of their argument: an optimizer makes its state so."""
 
@@ -102,6 +108,8 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
         self.layers = LayerMarks()
         self.storages: dict[int, tuple[weakref.ref[Any], int, str]] = {}
         """Those that are alive, by address: a reference, the bytes and the layer."""
+        self._pinned: dict[int, weakref.ref[Any]] = {}
+        """Storages of the host whose memory is pinned, by address."""
         self._is_in_step = False
         self._is_at_peak = False
         self._peak_held: Mapping[str, int] = {}
@@ -246,18 +254,34 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
             is_async = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
             on_host = args[1] if target == self.device else args[0]
         elif func in _INDEXED:
-            on_host = any(isinstance(one, Tensor) and device_of(one) != device_of(args[0]) for one in args[1])
-            if on_host and device_of(args[0]) == self.device:
+            are_on_host = any(isinstance(one, Tensor) and device_of(one) != device_of(args[0]) for one in args[1])
+            if are_on_host and device_of(args[0]) == self.device:
                 self.host_sync("indices are copied from the host")
             return
         else:
             return
-        if source != target and self.device in (source, target) and not is_async:
-            self.host_sync(f"a tensor is copied {'to' if source == self.device else 'from'} the host")
+        if source == target or self.device not in (source, target):
+            return
+        copy = f"a tensor is copied {'to' if source == self.device else 'from'} the host"
+        if not is_async:
+            self.host_sync(copy)
+        elif on_host is not None and not self.is_pinned(on_host):
+            self.host_sync(f"{copy}, whose memory is not pinned")
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Return whether the memory of a tensor of the host is pinned."""
+        return tensor.untyped_storage()._cdata in self._pinned
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor``, whose memory is pinned from now on."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        self._pinned[key] = weakref.ref(storage, lambda _reference: self._pinned.pop(key, None))
+        return tensor
 
     def host_sync(self, call: str) -> None:
-        """Count a wait of the host within a step, with the line that asks for it."""
-        if self._is_in_step:
+        """Count a wait of the host within a step, with the line that asks for it; the cpu is its own host."""
+        if self._is_in_step and self.device != _HOST:
             self.host_syncs += 1
             self.host_sync_sites[f"{calling_site()}: {call}"] = None
 
@@ -311,10 +335,10 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
 
 
 class HostCopies(TorchFunctionMode):
-    """Counts the copy of what torch makes of Python's values on the device.
+    """Counts the copy of what torch makes of Python's values on the device, and refuses what needs a tensor's numbers.
 
     torch makes such tensors on the host and copies them without an operator. Fake ones stay on the host where the cpu
-    stands for the device, and are moved here.
+    stands for the device, and are moved here. Their memory is never pinned: the recorder keeps whose would be.
     """
 
     def __init__(self, recorder: StepRecorder) -> None:
@@ -350,13 +374,38 @@ class HostCopies(TorchFunctionMode):
             out.requires_grad
         )
 
+    def _answer_for_fake(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Answer for pinned memory; refuse the rest as a run would, or because there are no numbers."""
+        recorder, tensor = self._recorder, args[0]
+        is_on_gpu = device_of(tensor) == recorder.device != _HOST
+        if func is Tensor.is_pinned:
+            return recorder.is_pinned(tensor)
+        if func is Tensor.pin_memory:
+            if is_on_gpu or recorder.device == _HOST:
+                return func(*args, **kwargs)
+            return tensor if recorder.is_pinned(tensor) else recorder.pin(tensor.clone())
+        if func is Tensor.data_ptr:
+            # torch itself compares addresses.
+            if sys._getframe(2).f_code.co_filename.startswith(UNNAMED_FILES[0]):
+                return func(*args)
+            raise DataDependentBranch(f"{calling_site()} asks for the address of a tensor, which a dry run has not")
+        if is_on_gpu:
+            hint = "Use Tensor.cpu() to copy the tensor to host memory first."
+            raise TypeError(f"can't convert cuda:0 device type tensor to numpy. {hint}")
+        if tensor.requires_grad and not kwargs.get("force"):
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+        if tensor.constant is not None:
+            with _disable_current_modes():
+                return func(tensor.constant, *args[1:], **kwargs)
+        raise DataDependentBranch(f"{calling_site()} hands the values of a tensor to numpy, which a dry run has not")
+
     def _is_own(self, target: torch.device) -> bool:
         """Return whether ``target`` is the recorder's device and not the host.
 
         ``cuda`` without a number is the current device.
         """
         own = self._recorder.device
-        return own != torch.device("cpu") and (target == own or (own.type == "cuda" and target == torch.device("cuda")))
+        return own != _HOST and (target == own or (own.type == "cuda" and target == torch.device("cuda")))
 
 
 def device_of(tensor: Tensor) -> torch.device:
