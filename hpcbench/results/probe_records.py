@@ -141,6 +141,8 @@ class DryRunTask(msgspec.Struct, frozen=True, kw_only=True):
     """``cpu`` or ``cuda``: the device that the run would have."""
     model_folder: str | None = None
     """Absolute path of the folder of custom models."""
+    limit_s: float = 120.0
+    """Seconds after which the worker process ends itself."""
 
 
 class StepFigures(msgspec.Struct, frozen=True, kw_only=True):

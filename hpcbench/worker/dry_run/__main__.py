@@ -5,6 +5,7 @@ Reads a list of ``DryRunTask`` as JSON from standard input and prints each ``Dry
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import re
 import sys
@@ -121,7 +122,11 @@ def main() -> int:
     gc.freeze()
     tasks = msgspec.json.decode(sys.stdin.buffer.read(), type=list[DryRunTask])
     for task in tasks:
-        answers.write(msgspec.json.encode(answer_task(task)).decode() + "\n")
+        # It prints the stack and ends the process, whatever the process waits for.
+        faulthandler.dump_traceback_later(task.limit_s, exit=True)
+        answer = answer_task(task)
+        faulthandler.cancel_dump_traceback_later()
+        answers.write(msgspec.json.encode(answer).decode() + "\n")
         answers.flush()
         # Neither what this task has imported, nor what the next ones share with it, is garbage.
         gc.freeze()
