@@ -17,6 +17,7 @@ from hpcbench.cli.common import (
     print_json,
     print_message,
     progress_bar,
+    project_relative,
     where_option,
 )
 from hpcbench.cli.load_plan import load_plan, spec_condition
@@ -26,7 +27,7 @@ from hpcbench.forecast.dry_runs import distinct_configurations, dry_run_configur
 from hpcbench.results.probe_records import DryRun
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.submit.plan import SweepPlan
-from hpcbench.units import format_bytes
+from hpcbench.units import format_bytes, pluralize
 
 
 @click.command("dry-run")
@@ -60,6 +61,13 @@ def dry_run_plan(plan: SweepPlan, runs: Iterable[RunSpec], where: str | None = N
         ConfigError: ``where`` is not an expression, or no configuration satisfies it.
         WorkerError: torch is not installed here.
     """
+    if plan.dropped:
+        verb = "is" if len(plan.dropped) == 1 else "are"
+        print_message(
+            f"{pluralize(len(plan.dropped), 'point')} {verb} infeasible: "
+            f"hpcbench plan {project_relative(plan.sweep.source.path)} --cluster "
+            f"{plan.profile_file or plan.profile.name} lists the reasons"
+        )
     configurations = distinct_configurations(runs)
     if where is not None:
         is_wanted = spec_condition(where)
@@ -106,8 +114,8 @@ def show_dry_runs(dry_runs: Sequence[DryRun], *, as_json: bool) -> None:
         if counter:
             screen.print(f"\n{title}")
         for text, count in counter.items():
-            screen.print(f"  {text} ({count} configuration{'s' if count > 1 else ''})")
+            screen.print(f"  {text} ({pluralize(count, 'configuration')})")
     outcomes = Counter(entry.outcome for entry in dry_runs)
     summary = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
     seconds = sum(entry.seconds for entry in dry_runs)
-    print_message(f"{len(dry_runs)} configurations: {summary}; {seconds:.0f} s of computation")
+    print_message(f"{pluralize(len(dry_runs), 'configuration')}: {summary}; {seconds:.0f} s of computation")

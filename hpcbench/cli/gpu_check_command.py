@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -42,6 +43,19 @@ def refuse_no_devices(profile: ClusterProfile) -> None:
         stated = "node.devices is not set" if devices is None else "node.devices is 0"
         hint = f"set node.devices to the number of GPUs of a node; the check takes 2 to {MAX_RANKS} of them"
         raise ConfigError(f"cluster {profile.name} computes on cuda, but {stated}", hint=hint)
+
+
+def refuse_unwritable(out: Path) -> None:
+    """Raise ``ConfigError`` if no file can be written to ``out``, before runs are spent on its content."""
+    if out.is_dir():
+        raise ConfigError(f"--out {out} is a folder", hint=f"name the file: --out {out / (SWEEP_NAME + '.json')}")
+    folder = next(parent for parent in out.absolute().parents if parent.exists())
+    try:
+        # The permissions of a folder do not show a file system that is read-only.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be written: {folder}: {error.strerror}") from error
 
 
 def require_gpus(profile: ClusterProfile, checks: Sequence[DoctorCheck]) -> list[DoctorCheck]:

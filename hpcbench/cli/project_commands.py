@@ -72,9 +72,11 @@ def doctor(
     profile, _ = load_cluster(cluster_name)
     if runs_strategies:
         # Imported here: a plain doctor loads no oracle.
-        from hpcbench.cli.gpu_check_command import refuse_no_devices, require_gpus, run_gpu_check
+        from hpcbench.cli.gpu_check_command import refuse_no_devices, refuse_unwritable, require_gpus, run_gpu_check
 
         refuse_no_devices(profile)
+        if out is not None:
+            refuse_unwritable(out)
     findings = check_cluster(profile, results.root, None if no_job else print_message)
     if runs_strategies:
         findings = require_gpus(profile, findings)

@@ -34,7 +34,16 @@ _INSTALL_HINT = (
 )
 _PIECES_PER_PROCESS = 4
 """Smallest number of pieces of work per process: with several, all processes end at about the same time."""
-_OOM_HINT = "a smaller batch_size or more micro_batches need less memory"
+TASK_LIMIT_S = 120.0
+"""Wall time of one configuration."""
+_SILENCE_LIMIT_S = 600.0
+"""Time without an answer after which a worker process is ended: it does not start, or ignores the limit of its task."""
+_FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in ')
+_UNNAMED_FRAME = re.compile(r"^<|/torch/|/hpcbench/worker/dry_run/|/lib/python[0-9.]+/(?!site-packages/)")
+_BATCH_HINT = "a smaller batch_size or more micro_batches need less memory"
+_SPLIT_HINT = (
+    "one sample is the smallest micro-batch: fsdp, tensor or a pipeline (1f1b) on more ranks need less memory per rank"
+)
 _FIGURES = (
     "peak_memory_bytes", "peak_layer", "operators", "collectives", "host_syncs", "host_sync_sites", "modelled",
 )  # fmt: skip
@@ -75,6 +84,7 @@ def dry_run_configurations(
             spec=max((configurations[key] for key in keys), key=lambda spec: spec.ranks),
             device=plan.profile.device,
             model_folder=folder,
+            limit_s=TASK_LIMIT_S,
         )
         for index, keys in enumerate(groups)
     ]
@@ -127,9 +137,10 @@ def _record(key: str, spec: RunSpec, answer: DryRunAnswer, forecast: Forecast, *
         if limit is not None and answer.figures.peak_memory_bytes > limit:
             need, capacity = format_need_and_limit(answer.figures.peak_memory_bytes, round(limit))
             outcome = "oom"
+            hint = _BATCH_HINT if spec.batch_size > spec.micro_batches else _SPLIT_HINT
             reason = (
-                f"out of memory: the tensors of a rank take {need} in {answer.figures.peak_layer}, "
-                f"its device has {capacity}\n  {_OOM_HINT}"
+                f"out of memory: the tensors of a rank take {need}, the largest part in {answer.figures.peak_layer}, "
+                f"at the peak in {answer.figures.running_layer}; its device has {capacity}\n  {hint}"
             )
     seconds = 0.0 if is_shared else answer.seconds
     return DryRun(config_id=key, spec=spec, outcome=outcome, reason=reason, seconds=seconds, **figures)
@@ -175,20 +186,32 @@ def _answers_of_process(tasks: Sequence[DryRunTask], on_answer: Callable[[DryRun
         on_answer(answer)
 
     while remaining:
-        lines, error = _run_process(remaining, keep)
-        remaining = remaining[lines:]
+        count, errors = _run_process(remaining, keep)
+        remaining = remaining[count:]
         if not remaining:
             break
-        if not answers and lines == 0 and re.search("No module named '(torch|msgspec|hpcbench)", error):
+        error = printable_text(errors[-1])
+        if not answers and count == 0 and re.search("No module named '(torch|msgspec|hpcbench)", error):
             raise WorkerError(f"a dry run needs torch: {sys.executable} reports: {error}", hint=_INSTALL_HINT)
-        reason = f"the process of the dry run ended in this configuration: {error}"
+        if any(line.startswith("Timeout (") for line in errors):
+            reason = f"took longer than {remaining[0].limit_s:g} s (at {_site_of_stack(errors)})"
+        else:
+            reason = f"the process of the dry run ended in this configuration: {error}"
         crashed = DryRunAnswer(index=remaining.pop(0).index, outcome="not_fakeable", reason=reason, seconds=0.0)
         keep(crashed)
     return answers
 
 
-def _run_process(tasks: Sequence[DryRunTask], on_answer: Callable[[DryRunAnswer], None]) -> tuple[int, str]:
-    """Run one worker process; return the number of its answers, and the last line of its errors."""
+def _site_of_stack(errors: Sequence[str]) -> str:
+    """Return ``file:line`` of the innermost frame of a model or of hpcbench in the stack that ends ``errors``."""
+    beginnings = [number for number, line in enumerate(errors) if line.endswith("(most recent call first):")]
+    frames = [match for line in errors[beginnings[-1] :] if (match := _FRAME.match(line))] if beginnings else []
+    frames = [frame for frame in frames if not _UNNAMED_FRAME.search(frame["file"])]
+    return printable_text(f"{frames[0]['file']}:{frames[0]['line']}") if frames else "unknown"
+
+
+def _run_process(tasks: Sequence[DryRunTask], on_answer: Callable[[DryRunAnswer], None]) -> tuple[int, list[str]]:
+    """Run one worker process; return the number of its answers, and the lines of its errors, at least one."""
     try:
         process = subprocess.Popen(
             [sys.executable, "-m", _WORKER_MODULE], env=scrubbed_environment(),
@@ -203,10 +226,13 @@ def _run_process(tasks: Sequence[DryRunTask], on_answer: Callable[[DryRunAnswer]
     reader = threading.Thread(target=errors.extend, args=(process.stderr,), daemon=True)
     reader.start()
     count = 0
+    timer = _kill_later(process)
     try:
         with process.stdin as stream:
             stream.write(msgspec.json.encode(list(tasks)))
         for line in process.stdout:
+            timer.cancel()
+            timer = _kill_later(process)
             on_answer(msgspec.json.decode(line, type=DryRunAnswer))
             count += 1
     except BrokenPipeError:
@@ -216,6 +242,14 @@ def _run_process(tasks: Sequence[DryRunTask], on_answer: Callable[[DryRunAnswer]
         raise
     finally:
         process.wait()
+        timer.cancel()
         reader.join()
     lines = b"".join(errors).decode(errors="replace").strip().splitlines()
-    return count, printable_text(lines[-1]) if lines else f"exit code {process.returncode}"
+    return count, lines or [f"exit code {process.returncode}"]
+
+
+def _kill_later(process: subprocess.Popen[bytes]) -> threading.Timer:
+    timer = threading.Timer(_SILENCE_LIMIT_S, process.kill)
+    timer.daemon = True
+    timer.start()
+    return timer

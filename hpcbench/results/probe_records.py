@@ -141,6 +141,8 @@ class DryRunTask(msgspec.Struct, frozen=True, kw_only=True):
     """``cpu`` or ``cuda``: the device that the run would have."""
     model_folder: str | None = None
     """Absolute path of the folder of custom models."""
+    limit_s: float = 120.0
+    """Seconds after which the worker process ends itself."""
 
 
 class StepFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,7 +151,9 @@ class StepFigures(msgspec.Struct, frozen=True, kw_only=True):
     peak_memory_bytes: int
     """Live tensor bytes at their peak."""
     peak_layer: str
-    """The module whose operator ran at the peak, or the phase of the step if no module did."""
+    """The module that holds the most bytes at the peak, or the part of the step if no module holds any."""
+    running_layer: str = ""
+    """The module whose operator runs at the peak, or the part of the step."""
     operators: int
     """Operators that compute or copy: about one kernel each."""
     collectives: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hpcbench.cli import commands, run_commands
 from hpcbench.cli.dry_run_command import dry_run
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError, WorkerError
+from hpcbench.forecast import dry_runs as dry_runs_module
 from hpcbench.forecast.dry_runs import shares_of_processes, step_key
 from hpcbench.results.probe_records import DryRunTask
 
@@ -24,6 +26,7 @@ FIELDS = {
     "host_syncs", "host_sync_sites", "modelled", "seconds",
 }  # fmt: skip
 MODEL = """
+import time
 import torch
 from torch import nn
 
@@ -31,10 +34,43 @@ class Keeper(nn.Module):
     floats = 4
 
     def forward(self, x):
-        kept = torch.ones(self.floats, device=x.device)
-        return x + kept.mul(x.sum()).sum()
+        self.kept = torch.empty(self.floats, device=x.device)
+        return x + self.kept[0]
+
+class BufferKeeper(nn.Module):
+    floats = 4
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("kept", torch.empty(self.floats))
+
+    def forward(self, x):
+        return x + self.kept[0]
+
+class ParameterKeeper(nn.Module):
+    floats = 4
+
+    def __init__(self):
+        super().__init__()
+        self.kept = nn.Parameter(torch.empty(self.floats), requires_grad=False)
+
+    def forward(self, x):
+        return x + self.kept[0]
+
+class LazyKeeper(Keeper):
+    def forward(self, x):
+        return x + self.kept[0] if hasattr(self, "kept") else super().forward(x)
 
 class LargeKeeper(Keeper):
+    floats = 2**28
+
+class LargeBufferKeeper(BufferKeeper):
+    floats = 2**28
+
+class LargeParameterKeeper(ParameterKeeper):
+    floats = 2**28
+
+class LargeLazyKeeper(LazyKeeper):
     floats = 2**28
 
 class Reader(nn.Module):
@@ -53,6 +89,11 @@ class Wrong(nn.Module):
     def forward(self, x):
         return x @ x
 
+class Sleeper(nn.Module):
+    def forward(self, x):
+        time.sleep(600)
+        return x
+
 class Copier(nn.Module):
     def forward(self, x):
         return x * x.new_tensor([2.0])
@@ -61,7 +102,8 @@ def model(in_shape, outputs, block="Keeper"):
     first = nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU())
     return nn.Sequential(first, globals()[block](), nn.Linear(256, outputs))
 """
-BLOCKS = ["Keeper", "LargeKeeper", "Reader", "Brancher", "Chooser", "Wrong", "Copier"]
+KEEPERS = ["Keeper", "BufferKeeper", "ParameterKeeper", "LazyKeeper"]
+BLOCKS = [*KEEPERS, *(f"Large{name}" for name in KEEPERS), "Reader", "Brancher", "Chooser", "Wrong", "Copier"]
 
 
 def write_sweep(folder: Path, grid: str) -> str:
@@ -74,7 +116,8 @@ def write_sweep(folder: Path, grid: str) -> str:
 
 
 def invoke(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
-    done = CliRunner().invoke(dry_run, [*arguments, "--cluster", "local", "--json"], catch_exceptions=False)
+    where = [] if "--cluster" in arguments else ["--cluster", "local"]
+    done = CliRunner().invoke(dry_run, [*arguments, *where, "--json"], catch_exceptions=False)
     return done.exit_code, json.loads(done.stdout)["dry_runs"]
 
 
@@ -82,20 +125,20 @@ def invoke(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
 def own_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """The dry run of a model with each of the blocks."""
     grid = f'model = ["mine:model"]\nstrategy = ["single"]\nmodel_options = {{block = {json.dumps(BLOCKS)}}}'
-    code, dry_runs = invoke(write_sweep(tmp_path_factory.mktemp("own"), grid))
+    code, dry_runs = invoke(write_sweep(tmp_path_factory.mktemp("own"), grid), "--cluster", "snellius")
     assert code == 1
     assert len(dry_runs) == len(BLOCKS)
     return dict(zip(BLOCKS, dry_runs, strict=True))
 
 
-def test_a_gibibyte_more_is_counted_and_its_layer_named(own_models: dict[str, dict[str, Any]]) -> None:
-    small, large = own_models["Keeper"], own_models["LargeKeeper"]
+@pytest.mark.parametrize("keeper", KEEPERS)
+def test_a_gibibyte_more_is_counted_and_its_layer_named(own_models: dict[str, dict[str, Any]], keeper: str) -> None:
+    small, large = own_models[keeper], own_models[f"Large{keeper}"]
     assert set(small) == FIELDS
     assert small["outcome"] == large["outcome"] == "ok"
     assert small["reason"] is None
-    # It and the product, which is as large, are alive together.
-    assert large["peak_memory_bytes"] - small["peak_memory_bytes"] == pytest.approx(2 * GIB, rel=0.001)
-    assert large["peak_layer"] == "1"
+    assert large["peak_memory_bytes"] - small["peak_memory_bytes"] == pytest.approx(GIB, rel=0.001)
+    assert (small["peak_layer"], large["peak_layer"]) == ("0.1", "1")
 
 
 def test_a_value_that_the_host_reads_is_a_wait_with_its_line(own_models: dict[str, dict[str, Any]]) -> None:
@@ -125,12 +168,84 @@ def test_where_selects_runs_and_equal_steps_run_once(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path, grid)
     code, dry_runs = invoke(sweep, "--where", "strategy == 'ddp'")
     assert code == 0
+    assert all((one["host_syncs"], one["host_sync_sites"]) == (0, []) for one in dry_runs)
     assert [one["spec"]["strategy"] for one in dry_runs] == ["ddp"] * 4
     assert len({one["config_id"] for one in dry_runs}) == 4
     assert all(one["modelled"] == ["reducer"] for one in dry_runs)
     assert any(one["seconds"] == 0 for one in dry_runs)
     with pytest.raises(ConfigError, match="satisfies"):
         invoke(sweep, "--where", "batch_size == 7")
+
+
+@pytest.mark.parametrize("block", ["Reader", "Copier"])
+def test_on_cpus_the_host_waits_for_no_device(tmp_path: Path, block: str) -> None:
+    grid = f'model = ["mine:model"]\nstrategy = ["single"]\nmodel_options = {{block = ["{block}"]}}'
+    done = CliRunner().invoke(dry_run, [write_sweep(tmp_path, grid), "--cluster", "local"], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert "host waits" not in done.stdout
+    assert "1 configuration: 1 ok" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_step_that_does_not_end_is_left_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dry_runs_module, "TASK_LIMIT_S", 15.0)
+    monkeypatch.setattr(dry_runs_module, "_MAX_PROCESSES", 1)
+    grid = 'model = ["mine:model"]\nstrategy = ["single"]\nmodel_options = {block = ["Sleeper", "Keeper"]}'
+    code, (sleeper, keeper) = invoke(write_sweep(tmp_path, grid))
+    line = MODEL.splitlines().index("        time.sleep(600)") + 1
+    assert (code, sleeper["outcome"], keeper["outcome"]) == (1, "not_fakeable", "ok")
+    assert sleeper["reason"] == f"took longer than 15 s (at {tmp_path / 'mine.py'}:{line})"
+
+
+def test_a_worker_that_does_not_start_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 600\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(dry_runs_module, "_SILENCE_LIMIT_S", 1.0)
+    _, (dry_run_record,) = invoke(write_sweep(tmp_path, 'model = ["mine:model"]\nstrategy = ["single"]'))
+    assert dry_run_record["outcome"] == "not_fakeable"
+    assert "exit code -9" in dry_run_record["reason"]
+
+
+LARGE = 'model = ["gpt_17b"]\nstrategy = ["single"]'
+
+
+def write_large(folder: Path, batch_size: int) -> str:
+    path = folder / "large.toml"
+    path.write_text(f'name = "large"\n[fixed]\ndataset = "tokens"\nbatch_size = {batch_size}\n[grid]\n{LARGE}\n')
+    return str(path)
+
+
+@pytest.mark.slow
+def test_a_model_larger_than_a_device_is_oom(tmp_path: Path) -> None:
+    reasons = []
+    for batch_size in (1, 2):
+        code, (large,) = invoke(write_large(tmp_path, batch_size), "--cluster", "snellius")
+        assert (code, large["outcome"]) == (1, "oom")
+        # Weights and gradients in fp32, of 17 * 10^9 parameters.
+        assert large["peak_memory_bytes"] > 2 * 4 * 16e9
+        reasons.append(large["reason"])
+    assert re.match(
+        r"out of memory: the tensors of a rank take 1\d\d GiB, the largest part in .+ its device has [\d.]+ GiB",
+        reasons[0],
+    )
+    assert "fsdp, tensor or a pipeline" in reasons[0]
+    assert "batch_size" not in reasons[0]
+    assert "a smaller batch_size or more micro_batches" in reasons[1]
+
+
+def test_infeasible_points_are_counted(tmp_path: Path) -> None:
+    grid = 'model = ["mine:model"]\nstrategy = ["single", "ddp"]\ntasks_per_node = [1, 2, 4]'
+    sweep = write_sweep(tmp_path, grid)
+    done = CliRunner().invoke(dry_run, [sweep, "--cluster", "local", "--where", "strategy == 'single'"])
+    assert done.exit_code == 0, done.output
+    count = re.search(
+        r"(\d+) points are infeasible: hpcbench plan (\S+) --cluster local lists the reasons", done.stderr
+    )
+    assert count is not None, done.stderr
+    assert int(count[1]) == 4
+    assert Path(count[2]).resolve() == Path(sweep)
 
 
 def test_without_torch_the_error_contains_the_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,16 +272,22 @@ class Submitted(Exception):
     """Raised in place of sending jobs."""
 
 
-def submit(folder: Path, monkeypatch: pytest.MonkeyPatch, block: str, *options: str) -> tuple[int, str]:
+def submit_sweep(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, sweep: str, cluster: str, *options: str
+) -> tuple[int, str]:
     def send(*_arguments: Any) -> None:
         raise Submitted
 
     monkeypatch.setattr(run_commands, "submit_plan", send)
-    grid = f'model = ["mine:model"]\nstrategy = ["single"]\nmodel_options = {{block = ["{block}"]}}'
-    arguments = [write_sweep(folder, grid), "--cluster", "local", "--results", str(folder / "results"), *options]
+    arguments = [sweep, "--cluster", cluster, "--results", str(folder / "results"), *options]
     done = CliRunner().invoke(commands.submit, arguments, catch_exceptions=False)
     assert not (folder / "results").exists()
     return done.exit_code, done.stdout
+
+
+def submit(folder: Path, monkeypatch: pytest.MonkeyPatch, block: str, *options: str) -> tuple[int, str]:
+    grid = f'model = ["mine:model"]\nstrategy = ["single"]\nmodel_options = {{block = ["{block}"]}}'
+    return submit_sweep(folder, monkeypatch, write_sweep(folder, grid), "local", *options)
 
 
 @pytest.mark.parametrize("counts", [[1], [7], [20] * 24, [3, 50, 1]])
@@ -203,3 +324,12 @@ def test_submit_dry_run_first_sends_nothing_if_one_would_not_run(
     code, output = submit(tmp_path, monkeypatch, "Wrong", "--dry-run-first")
     assert code == 1
     assert "unsupported" in output
+
+
+@pytest.mark.slow
+def test_submit_dry_run_first_sends_nothing_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = write_large(tmp_path, 1)
+    code, output = submit_sweep(tmp_path, monkeypatch, sweep, "snellius", "--dry-run-first")
+    assert code == 1
+    assert "oom" in output
+    assert "out of memory" in output

@@ -193,6 +193,9 @@ def doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Res
         (["--cluster", "local", "--gpu", "--no-job"], "--no-job submits nothing"),
         (["--cluster", "local", "--out", "x.json"], "add --gpu"),
         (["--cluster", "gpus.toml", "--gpu"], "cluster gpus computes on cuda, but node.devices is not set"),
+        (["--cluster", "local", "--gpu", "--out", "."], "--out . is a folder"),
+        (["--cluster", "local", "--gpu", "--out", "gpus.toml/x.json"], "--out gpus.toml/x.json cannot be written"),
+        (["--cluster", "local", "--gpu", "--out", "/proc/none/x.json"], "--out /proc/none/x.json cannot be written"),
     ],
 )
 def test_wrong_input_submits_nothing(

@@ -14,6 +14,7 @@ from hpcbench.worker.dry_run.__main__ import answer_task
 pytestmark = pytest.mark.slow
 
 MODEL = """
+import numpy as np
 import torch
 from torch import nn
 
@@ -35,8 +36,27 @@ def written(x):
 def indexed(x):
     return x + x.detach()[torch.tensor([0])]
 
-def asynchronous(x):
+def unpinned(x):
     return x * torch.ones(1).to(x.device, non_blocking=True)
+
+def written_unpinned(x):
+    return x * torch.empty_like(x).copy_(torch.ones(x.shape), non_blocking=True)
+
+def read_unpinned(x):
+    torch.ones(x.shape).copy_(x.detach(), non_blocking=True)
+    return x
+
+def asynchronous(x):
+    return x * torch.ones(1).pin_memory().to(x.device, non_blocking=True)
+
+def made_pinned(x):
+    values = torch.ones(8, pin_memory=True)
+    assert values.is_pinned() and not torch.ones(8).is_pinned()
+    return x * values[:1].to(x.device, non_blocking=True)
+
+def to_host_asynchronous(x):
+    x.detach().to("cpu", non_blocking=True)
+    return x
 
 def scalar(x):
     return x * torch.tensor(2.0)
@@ -49,6 +69,24 @@ def like_host(x):
 
 def mixed(x):
     return x * torch.ones(1)
+
+def to_numpy(x):
+    return x * float(x.detach().cpu().numpy().mean())
+
+def to_array(x):
+    return x * float(np.asarray(x.detach().cpu()).mean())
+
+def address(x):
+    return x * (x.data_ptr() % 2)
+
+def numpy_of_device(x):
+    return x * float(x.detach().numpy().mean())
+
+def numpy_of_graph(x):
+    return x * float(x.cpu().numpy().mean())
+
+def numpy_of_constant(x):
+    return x * float(torch.tensor(2.0).numpy())
 
 class Block(nn.Module):
     def __init__(self, name):
@@ -69,6 +107,9 @@ COPIES = {
     "from_host": "a tensor is copied from the host",
     "written": "a tensor is copied from the host",
     "indexed": "indices are copied from the host",
+    "unpinned": "a tensor is copied from the host, whose memory is not pinned",
+    "written_unpinned": "a tensor is copied from the host, whose memory is not pinned",
+    "read_unpinned": "a tensor is copied to the host, whose memory is not pinned",
 }
 
 
@@ -100,7 +141,11 @@ def test_a_copy_is_a_wait_of_the_host_with_its_line(folder: Path, function: str)
     assert found.figures.host_sync_sites == [f"{folder / 'copying_model.py'}:{line_of(function)}: {COPIES[function]}"]
 
 
-@pytest.mark.parametrize("function", ["asynchronous", "scalar", "on_device", "like_host"])
+@pytest.mark.parametrize("function",
+    [
+        "asynchronous", "made_pinned", "to_host_asynchronous", "scalar", "on_device", "like_host", "numpy_of_constant",
+    ],
+)  # fmt: skip
 def test_copies_without_a_wait_of_the_host_are_not_counted(folder: Path, function: str) -> None:
     found = answer(folder, function, "cuda")
     assert (found.outcome, found.reason) == ("ok", None)
@@ -113,6 +158,32 @@ def test_tensors_of_two_devices_end_the_run(folder: Path) -> None:
     assert found.outcome == "unsupported"
     assert "cuda:0 and cpu" in str(found.reason)
     assert "RuntimeError" in str(found.reason)
+
+
+NO_NUMBERS = {
+    "to_numpy": "hands the values of a tensor to numpy",
+    "to_array": "hands the values of a tensor to numpy",
+    "address": "asks for the address of a tensor",
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("function", NO_NUMBERS)
+def test_what_needs_numbers_is_not_fakeable_at_its_line(folder: Path, function: str, device: str) -> None:
+    found = answer(folder, function, device)
+    site = f"{folder / 'copying_model.py'}:{line_of(function)}"
+    assert found.outcome == "not_fakeable"
+    assert f"{site} {NO_NUMBERS[function]}" in str(found.reason)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [("numpy_of_device", "can't convert cuda:0 device type tensor to numpy"), ("numpy_of_graph", "requires grad")],
+)
+def test_what_torch_refuses_is_unsupported(folder: Path, function: str, message: str) -> None:
+    found = answer(folder, function, "cuda")
+    assert found.outcome == "unsupported"
+    assert message in str(found.reason)
 
 
 @pytest.mark.parametrize("function", [*COPIES, "mixed"])

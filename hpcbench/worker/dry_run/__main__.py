@@ -5,6 +5,7 @@ Reads a list of ``DryRunTask`` as JSON from standard input and prints each ``Dry
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import re
 import sys
@@ -82,6 +83,7 @@ def largest_figures(ranks: list[StepFigures]) -> StepFigures:
     return StepFigures(
         peak_memory_bytes=heaviest.peak_memory_bytes,
         peak_layer=heaviest.peak_layer,
+        running_layer=heaviest.running_layer,
         operators=max(figures.operators for figures in ranks),
         collectives=max(figures.collectives for figures in ranks),
         host_syncs=max(figures.host_syncs for figures in ranks),
@@ -120,7 +122,11 @@ def main() -> int:
     gc.freeze()
     tasks = msgspec.json.decode(sys.stdin.buffer.read(), type=list[DryRunTask])
     for task in tasks:
-        answers.write(msgspec.json.encode(answer_task(task)).decode() + "\n")
+        # It prints the stack and ends the process, whatever the process waits for.
+        faulthandler.dump_traceback_later(task.limit_s, exit=True)
+        answer = answer_task(task)
+        faulthandler.cancel_dump_traceback_later()
+        answers.write(msgspec.json.encode(answer).decode() + "\n")
         answers.flush()
         # Neither what this task has imported, nor what the next ones share with it, is garbage.
         gc.freeze()

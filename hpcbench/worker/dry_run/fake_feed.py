@@ -62,6 +62,8 @@ class FakeFeed(DataFeed):
 
     def _make(self, count: int) -> Batch:
         inputs, targets = zero_batch(self._spec, count)
+        if self._copies and self.device != torch.device("cpu"):
+            inputs, targets = inputs.pin_memory(), targets.pin_memory()
         return self.to_device(inputs), targets.to(self.device, non_blocking=True)
 
 

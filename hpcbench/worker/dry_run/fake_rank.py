@@ -59,6 +59,7 @@ def dry_run_rank(task: DryRunTask, rank: int) -> StepFigures:
     return StepFigures(
         peak_memory_bytes=recorder.peak_bytes,
         peak_layer=recorder.peak_layer,
+        running_layer=recorder.peak.running,
         operators=recorder.operators,
         collectives=len(recorder.calls),
         host_syncs=recorder.host_syncs,
@@ -136,6 +137,7 @@ def built_rank(task: DryRunTask, rank: int, recorder: StepRecorder) -> Iterator[
         strategy.setup(model, spec, context)
         del model
         recorder.layers.name_modules(strategy.module)
+        recorder.assign_owned(strategy.module)
         _use_foreach_updates(strategy, task.device)
         strategy.phases = recorder.layers.in_phase
         yield strategy, FakeFeed(spec, recorder.device)

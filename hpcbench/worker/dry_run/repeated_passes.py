@@ -12,7 +12,7 @@ Synchronous schedules that cut a shipped model equally pass through equal chunks
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -23,21 +23,22 @@ from torch import Tensor
 from hpcbench.parallel.catalog import get_model
 from hpcbench.parallel.pipeline.schedules import FORWARD, UPDATE
 from hpcbench.parallel.traffic import Traffic
-from hpcbench.worker.dry_run.step_recorder import StepRecorder
+from hpcbench.worker.dry_run.step_recorder import Peak, StepRecorder
 from hpcbench.worker.strategies.pipeline.chunk import ModelChunk, _MicroBatchState
 from hpcbench.worker.strategies.pipeline.strategy import PipelineStrategy
 
 ResultT = TypeVar("ResultT")
+LayerBytes = Mapping[str, int]
+"""Bytes by the layer that they belong to."""
 
 
 class PassEffect(NamedTuple):
     """Additions of a pass to the record."""
 
-    live_bytes: int
-    """Live bytes at the end of the pass less those at its beginning; negative if it freed more than it kept."""
-    peak_bytes: int
-    """Most live bytes during the pass less those at its beginning."""
-    peak_layer: str
+    held: LayerBytes
+    """Bytes by layer at the end of the pass less those at its beginning; negative if it freed more than it kept."""
+    peak: Peak
+    """Largest moment of the pass, less the bytes at its beginning."""
     operators: int
     calls: tuple[Traffic, ...]
     host_syncs: int
@@ -50,13 +51,17 @@ class TensorForm(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
+    layer: str
+    """Which its storage belongs to."""
 
     @classmethod
-    def of(cls, tensor: Tensor) -> TensorForm:
-        return cls(tensor.shape, tensor.stride(), tensor.dtype)
+    def of(cls, tensor: Tensor, recorder: StepRecorder) -> TensorForm:
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, recorder.layer_of(tensor))
 
-    def empty(self, device: torch.device) -> Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+    def empty(self, recorder: StepRecorder) -> Tensor:
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=recorder.device)
+        recorder.assign_layer(tensor, self.layer)
+        return tensor
 
 
 class ForwardRecord(NamedTuple):
@@ -71,8 +76,9 @@ class BackwardRecord(NamedTuple):
 
     effect: PassEffect
     gradients: tuple[TensorForm, ...]
-    parameters: tuple[int, ...]
-    remaining_bytes: int
+    parameters: tuple[tuple[int, str], ...]
+    """Their indices, and the layers that the gradients belong to."""
+    remaining: LayerBytes
     """Bytes that remain alive beside gradients: 0 for a module that keeps nothing."""
 
 
@@ -114,7 +120,7 @@ class _InFlight(NamedTuple):
 
     kind: BackwardKind
     is_stepped: bool
-    hidden_bytes: int
+    hidden: LayerBytes
     """Activations that the forward pass kept, beside its output; of a repeated one they exist in the record only."""
 
 
@@ -151,15 +157,16 @@ class RepeatedPasses:
             outputs, effect = self._measure(
                 lambda: ModelChunk.forward(chunk, micro_batch, inputs, input_meta, recompute, context, loss)
             )
-            records.forwards[kind] = ForwardRecord(effect, tuple(map(TensorForm.of, outputs)))
-            hidden = effect.live_bytes - self._new_bytes(outputs, before)
+            forms = tuple(TensorForm.of(tensor, self._recorder) for tensor in outputs)
+            records.forwards[kind] = ForwardRecord(effect, forms)
+            hidden = _difference(effect.held, self._new_bytes(outputs, before))
         else:
             assert record is not None, "a forward pass that is repeated before it was stepped"
             with self._repeated(record.effect):
-                outputs = tuple(form.empty(self._recorder.device) for form in record.outputs)
+                outputs = tuple(form.empty(self._recorder) for form in record.outputs)
                 chunk._in_flight[micro_batch] = _MicroBatchState(inputs, outputs)
-                hidden = record.effect.live_bytes - self._added_bytes
-                self._recorder.live_bytes += hidden
+                hidden = _difference(record.effect.held, self._added_bytes)
+                self._recorder.add_bytes(hidden)
         self._in_flight[number, micro_batch] = _InFlight(backward_kind, is_stepped, hidden)
         return outputs
 
@@ -174,25 +181,26 @@ class RepeatedPasses:
             record = self._records[number].backwards[kind]
             with self._repeated(record.effect):
                 del chunk._in_flight[micro_batch]
-                for index in record.parameters:
+                for index, layer in record.parameters:
                     if parameters[index].grad is None:
-                        parameters[index].grad = torch.empty_like(parameters[index])
-                gradients = tuple(form.empty(self._recorder.device) for form in record.gradients)
-                self._recorder.live_bytes += record.remaining_bytes - hidden
+                        gradient = parameters[index].grad = torch.empty_like(parameters[index])
+                        self._recorder.assign_layer(gradient, layer)
+                gradients = tuple(form.empty(self._recorder) for form in record.gradients)
+                self._recorder.add_bytes(_difference(record.remaining, hidden))
             return gradients
         without = [index for index, parameter in enumerate(parameters) if parameter.grad is None]
         state, before = chunk._in_flight[micro_batch], dict(self._recorder.storages)
         held = self._entries((*state.inputs, *state.outputs))
         del state
         gradients, effect = self._measure(lambda: ModelChunk.backward(chunk, micro_batch, run))
-        created = tuple(index for index in without if parameters[index].grad is not None)
-        owned = [grad for index in created if (grad := parameters[index].grad) is not None]
-        freed = sum(
-            entry[1] for key, entry in held.items() if self._recorder.storages.get(key, (None,))[0] is not entry[0]
-        )
-        visible = self._new_bytes((*gradients, *owned), before) - freed
+        owned = {index: grad for index in without if (grad := parameters[index].grad) is not None}
+        freed = _bytes_of_new(held, self._recorder.storages)
+        kept = _difference(effect.held, self._new_bytes((*gradients, *owned.values()), before))
         self._records[number].backwards[kind] = BackwardRecord(
-            effect, tuple(map(TensorForm.of, gradients)), created, effect.live_bytes - visible + hidden
+            effect,
+            tuple(TensorForm.of(tensor, self._recorder) for tensor in gradients),
+            tuple((index, self._recorder.layer_of(gradient)) for index, gradient in owned.items()),
+            _sum(kept, freed, hidden),
         )
         return gradients
 
@@ -206,58 +214,74 @@ class RepeatedPasses:
 
     def _measure(self, call: Callable[[], ResultT]) -> tuple[ResultT, PassEffect]:
         recorder = self._recorder
-        live, operators, calls, syncs = (
-            recorder.live_bytes,
-            recorder.operators,
-            len(recorder.calls),
-            recorder.host_syncs,
-        )
-        outer, sites = (recorder.peak_bytes, recorder.peak_layer), recorder.host_sync_sites
-        recorder.peak_bytes, recorder.host_sync_sites = live, {}
+        operators, calls, syncs = recorder.operators, len(recorder.calls), recorder.host_syncs
+        outer, before, sites = recorder.peak, recorder.moment(""), recorder.host_sync_sites
+        recorder.peak, recorder.host_sync_sites = before, {}
         result = call()
+        peak = recorder.peak
         effect = PassEffect(
-            live_bytes=recorder.live_bytes - live,
-            peak_bytes=recorder.peak_bytes - live,
-            peak_layer=recorder.peak_layer,
+            held=_difference(recorder.held, before.held),
+            peak=Peak(peak.live_bytes - before.live_bytes, _difference(peak.held, before.held), peak.running),
             operators=recorder.operators - operators,
             calls=tuple(recorder.calls[calls:]),
             host_syncs=recorder.host_syncs - syncs,
             host_sync_sites=recorder.host_sync_sites,
         )
         recorder.host_sync_sites = sites | effect.host_sync_sites
-        if outer[0] > recorder.peak_bytes:
-            recorder.peak_bytes, recorder.peak_layer = outer
+        if outer.live_bytes > peak.live_bytes:
+            recorder.peak = outer
         return result, effect
 
     @contextmanager
     def _repeated(self, effect: PassEffect) -> Iterator[None]:
         """Add ``effect`` to the record, except for the live bytes, which the body changes."""
         recorder = self._recorder
-        self._live_before = live = recorder.live_bytes
-        outer = recorder.peak_bytes, recorder.peak_layer
+        outer, before = recorder.peak, recorder.moment("")
+        self._held_before = before.held
         yield
-        recorder.peak_bytes, recorder.peak_layer = outer
-        if live + effect.peak_bytes >= outer[0]:
-            recorder.peak_bytes, recorder.peak_layer = live + effect.peak_bytes, effect.peak_layer
+        recorder.peak = outer
+        peak_bytes = before.live_bytes + effect.peak.live_bytes
+        if peak_bytes >= outer.live_bytes:
+            recorder.peak = Peak(peak_bytes, _sum(before.held, effect.peak.held), effect.peak.running)
         recorder.operators += effect.operators
         recorder.calls += effect.calls
         recorder.host_syncs += effect.host_syncs
         recorder.host_sync_sites |= effect.host_sync_sites
 
     @property
-    def _added_bytes(self) -> int:
-        return self._recorder.live_bytes - self._live_before
+    def _added_bytes(self) -> LayerBytes:
+        return _difference(self._recorder.held, self._held_before)
 
     def _entries(self, tensors: Iterable[Tensor]) -> dict[int, Any]:
         """Return the recorder's entries of the tensors' storages."""
         keys = {tensor.untyped_storage()._cdata for tensor in tensors}
         return {key: self._recorder.storages[key] for key in keys if key in self._recorder.storages}
 
-    def _new_bytes(self, tensors: Iterable[Tensor], before: dict[int, Any]) -> int:
+    def _new_bytes(self, tensors: Iterable[Tensor], before: dict[int, Any]) -> LayerBytes:
         """Return the bytes of the tensors' storages that are not among those of ``before``."""
-        return sum(
-            entry[1] for key, entry in self._entries(tensors).items() if before.get(key, (None,))[0] is not entry[0]
-        )
+        return _bytes_of_new(self._entries(tensors), before)
+
+
+def _bytes_of_new(entries: Mapping[int, Any], others: Mapping[int, Any]) -> LayerBytes:
+    """Return the bytes of the recorder's ``entries`` that are not among ``others``."""
+    held: Counter[str] = Counter()
+    for key, (reference, size, layer) in entries.items():
+        if others.get(key, (None,))[0] is not reference:
+            held[layer] += size
+    return held
+
+
+def _sum(*parts: LayerBytes) -> LayerBytes:
+    total: Counter[str] = Counter()
+    for part in parts:
+        total.update(part)
+    return total
+
+
+def _difference(held: LayerBytes, less: LayerBytes) -> LayerBytes:
+    difference = Counter(held)
+    difference.subtract(less)
+    return {layer: size for layer, size in difference.items() if size}
 
 
 class SteadyWindow:

@@ -3,7 +3,8 @@
 On a GPU the host waits where it reads a value, and at each copy between device and host unless it is asynchronous.
 Bytes and operators are those of the device: tensors of the host are not counted. Bytes are counted by storage, from the
 operator that creates it until Python and autograd have released it. The layer of an operator is in the forward pass the
-innermost module that runs, in the backward pass the module that created the node of autograd's graph.
+innermost module that runs, in the backward pass the module that created the node of autograd's graph. A storage belongs
+to the module that owns it as a parameter or a buffer, and otherwise to the layer whose operator created it.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from __future__ import annotations
 import sys
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +46,7 @@ _WRAPPERS = ("_fsdp_wrapped_module", "_fpw_module", "module", "chunks", "pipe", 
 
 
 class DataDependentBranch(RuntimeError):
-    """The program branches on the value of a tensor, which a fake one does not have."""
+    """The program branches on the value of a tensor, or hands it on, which a fake one does not have."""
 
 
 _INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
@@ -57,9 +59,27 @@ _FUSED_UPDATES = (
 )
 """Updates in place that make no tensor. Of some of them torch has no form for fake tensors: it would compute them on
 real zeros of the same shapes."""
+_HOST = torch.device("cpu")
 _DEVICE_OF = torch.ops.prim.device.default
 _FAKE_ONLY = (FakeTensor,)
 _FROM_VALUES = (torch.tensor, torch.as_tensor, Tensor.new_tensor)
+_TO_NUMPY = (Tensor.numpy, Tensor.__array__)
+_WATCHED = frozenset(
+    {Tensor.new_tensor, *_TO_NUMPY, Tensor.data_ptr, Tensor.pin_memory, Tensor.is_pinned}
+)  # fmt: skip
+"""Functions that are looked at although they have no keyword arguments."""
+_MADE_LIKE = (torch.ops.aten.zeros_like.default, torch.ops.aten.empty_like.default, torch.ops.aten.clone.default)
+"""Outside of modules their results belong to the layer of their argument: an optimizer makes its state so."""
+
+
+class Peak(NamedTuple):
+    """A moment at which more bytes were alive than at all others."""
+
+    live_bytes: int
+    held: Mapping[str, int]
+    """Live bytes of each layer."""
+    running: str
+    """The layer whose operator ran."""
 
 
 class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
@@ -76,7 +96,8 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
         self.setup_peak_bytes = 0
         """Peak of the setup, which ends with the first ``begin_step``."""
         self.peak_bytes = 0
-        self.peak_layer = ""
+        self.held: Counter[str] = Counter()
+        """Live bytes by the layer that they belong to, or by the part of the step."""
         self.operators = 0
         self.host_syncs = 0
         self.host_sync_sites: dict[str, None] = {}
@@ -85,9 +106,14 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
         self.fake_mode: FakeTensorMode | None = None
         """The mode of all fake tensors; ``None`` lets torch compute every operator."""
         self.layers = LayerMarks()
-        self.storages: dict[int, tuple[weakref.ref[Any], int]] = {}
-        """Reference and bytes of each storage that is alive, by its address."""
+        self.storages: dict[int, tuple[weakref.ref[Any], int, str]] = {}
+        """Reference, bytes and layer of each storage that is alive, by its address."""
+        self._pinned: dict[int, weakref.ref[Any]] = {}
+        """Storages of the host whose memory is pinned, by address."""
         self._is_in_step = False
+        self._is_at_peak = False
+        self._peak_held: Mapping[str, int] = {}
+        self._peak_running = ""
 
     def begin_step(self) -> None:
         """Count anew; the peak stays that of all steps."""
@@ -98,7 +124,61 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
         if not self._is_in_step:
             self._is_in_step = True
             self.setup_peak_bytes = self.peak_bytes
-            self.peak_bytes, self.peak_layer = self.live_bytes, "setup"
+            self.peak = self.moment("setup")
+
+    @property
+    def peak(self) -> Peak:
+        """The moment of the peak."""
+        if self._is_at_peak:
+            self._keep_peak()
+        return Peak(self.peak_bytes, self._peak_held, self._peak_running)
+
+    @peak.setter
+    def peak(self, peak: Peak) -> None:
+        self._is_at_peak = False
+        self.peak_bytes, self._peak_held, self._peak_running = peak
+
+    @property
+    def peak_layer(self) -> str:
+        """The module that holds the most bytes at the peak; the part of the step that does, if no module holds any."""
+        held = {name: size for name, size in self.peak.held.items() if size > 0}
+        modules = [name for name in held if name not in self.layers.phases]
+        return max(modules or held, key=lambda name: (held[name], name), default="setup")
+
+    def moment(self, running: str) -> Peak:
+        """Return what is alive now."""
+        return Peak(self.live_bytes, dict(self.held), running)
+
+    def add_bytes(self, held: Mapping[str, int]) -> None:
+        """Add bytes of layers for which no storage exists."""
+        self.live_bytes += sum(held.values())
+        self.held.update(held)
+
+    def layer_of(self, tensor: Tensor) -> str:
+        """Return the layer that the storage of ``tensor`` belongs to; of an unknown one the part of the step."""
+        entry = self.storages.get(tensor.untyped_storage()._cdata)
+        return entry[2] if entry else self.layers.phase
+
+    def assign_layer(self, tensor: Tensor, layer: str) -> None:
+        """Let the storage of ``tensor`` belong to ``layer``."""
+        key = tensor.untyped_storage()._cdata
+        if key in self.storages:
+            reference, size, before = self.storages[key]
+            self.storages[key] = (reference, size, layer)
+            self.held[before] -= size
+            self.held[layer] += size
+
+    def assign_owned(self, model: nn.Module) -> None:
+        """Let parameters, buffers and other tensors of modules belong to the first module that refers to them."""
+        owned: dict[int, tuple[Tensor, str]] = {}
+        for module in model.modules():
+            name = self.layers.name_of(module)
+            for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+                if name and isinstance(tensor, Tensor):
+                    local = getattr(tensor, "_local_tensor", tensor)
+                    owned.setdefault(local.untyped_storage()._cdata, (local, name))
+        for local, name in owned.values():
+            self.assign_layer(local, name)
 
     def __enter__(self) -> Any:
         self._original_resize = torch.UntypedStorage.resize_
@@ -145,6 +225,8 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
             out = run_operator(func, args, kwargs or {}, self.fake_mode)
         if isinstance(out, Tensor):
             creates = self._follow(out)
+            if creates and func in _MADE_LIKE and self.layer_of(out) in self.layers.phases:
+                self.assign_layer(out, self.layer_of(args[0]))
         else:
             creates = max((self._follow(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)), default=False)
         computes = self._changes(args) if func._schema.is_mutable else creates and "empty" not in func.__name__
@@ -165,9 +247,12 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._to_copy.default:
             source, target = device_of(args[0]), kwargs.get("device") or device_of(args[0])
             is_async = kwargs.get("non_blocking", False)
+            # torch pins the memory of the host's tensor that it makes.
+            on_host = args[0] if target == self.device else None
         elif func is torch.ops.aten.copy_.default:
             source, target = device_of(args[1]), device_of(args[0])
             is_async = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+            on_host = args[1] if target == self.device else args[0]
         elif func in _INDEXED:
             on_host = any(isinstance(index, Tensor) and device_of(index) != device_of(args[0]) for index in args[1])
             if on_host and device_of(args[0]) == self.device:
@@ -175,12 +260,28 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
             return
         else:
             return
-        if source != target and self.device in (source, target) and not is_async:
-            self.host_sync(f"a tensor is copied {'to' if source == self.device else 'from'} the host")
+        if source == target or self.device not in (source, target):
+            return
+        copy = f"a tensor is copied {'to' if source == self.device else 'from'} the host"
+        if not is_async:
+            self.host_sync(copy)
+        elif on_host is not None and not self.is_pinned(on_host):
+            self.host_sync(f"{copy}, whose memory is not pinned")
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Return whether the memory of a tensor of the host is pinned."""
+        return tensor.untyped_storage()._cdata in self._pinned
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor``, whose memory is pinned from now on."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        self._pinned[key] = weakref.ref(storage, lambda _reference: self._pinned.pop(key, None))
+        return tensor
 
     def host_sync(self, call: str) -> None:
-        """Count a wait of the host within a step, with the line that asks for it."""
-        if self._is_in_step:
+        """Count a wait of the host within a step, with the line that asks for it; the cpu is its own host."""
+        if self._is_in_step and self.device != _HOST:
             self.host_syncs += 1
             self.host_sync_sites[f"{calling_site()}: {call}"] = None
 
@@ -203,25 +304,41 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
         """Count the bytes of ``storage``; return whether it is new."""
         key, size = storage._cdata, storage.nbytes()
         entry = self.storages.get(key)
-        if entry is not None and entry[1] == size:
-            return False
-        reference = entry[0] if entry else weakref.ref(storage, partial(self._release, key))
-        self.storages[key] = (reference, size)
-        self.live_bytes += size - (entry[1] if entry else 0)
+        if entry is None:
+            layer, before = self.layers.current(), 0
+            reference = weakref.ref(storage, partial(self._release, key))
+        else:
+            reference, before, layer = entry
+            if before == size:
+                return False
+            if size < before and self._is_at_peak:
+                self._keep_peak()
+        self.storages[key] = (reference, size, layer)
+        self.live_bytes += size - before
+        self.held[layer] += size - before
         # Of several moments with the same peak the last one: passes whose record is repeated come before it.
         if self.live_bytes >= self.peak_bytes:
-            self.peak_bytes, self.peak_layer = self.live_bytes, self.layers.current()
+            self.peak_bytes, self._is_at_peak = self.live_bytes, True
+            self._peak_running = layer if entry is None else self.layers.current()
         return entry is None
 
+    def _keep_peak(self) -> None:
+        """Keep what each layer holds at the peak, which ends now."""
+        self._is_at_peak, self._peak_held = False, dict(self.held)
+
     def _release(self, key: int, _reference: Any) -> None:
-        self.live_bytes -= self.storages.pop(key)[1]
+        if self._is_at_peak:
+            self._keep_peak()
+        _, size, layer = self.storages.pop(key)
+        self.live_bytes -= size
+        self.held[layer] -= size
 
 
 class HostCopies(TorchFunctionMode):
-    """Counts the copy of what torch makes of Python's values on the device.
+    """Counts the copy of what torch makes of Python's values on the device, and refuses what needs a tensor's numbers.
 
     torch makes such tensors on the host and copies them without an operator. Fake ones stay on the host where the cpu
-    stands for the device, and are moved here.
+    stands for the device, and are moved here. Their memory is never pinned: the recorder keeps whose would be.
     """
 
     def __init__(self, recorder: StepRecorder) -> None:
@@ -229,8 +346,15 @@ class HostCopies(TorchFunctionMode):
         self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not kwargs and func is not Tensor.new_tensor:
-            return func(*args)
+        if func not in _WATCHED:
+            if not kwargs:
+                return func(*args)
+            if kwargs.get("pin_memory"):
+                return self._recorder.pin(func(*args, **{**kwargs, "pin_memory": False}))
+        elif func is not Tensor.new_tensor:
+            if isinstance(args[0], FakeTensor):
+                return self._answer_for_fake(func, args, kwargs or {})
+            return func(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         target = (kwargs or {}).get("device")
         if target is None and func is Tensor.new_tensor:
@@ -250,13 +374,38 @@ class HostCopies(TorchFunctionMode):
             out.requires_grad
         )
 
+    def _answer_for_fake(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Answer for pinned memory; refuse the rest as a run would, or because there are no numbers."""
+        recorder, tensor = self._recorder, args[0]
+        is_on_gpu = device_of(tensor) == recorder.device != _HOST
+        if func is Tensor.is_pinned:
+            return recorder.is_pinned(tensor)
+        if func is Tensor.pin_memory:
+            if is_on_gpu or recorder.device == _HOST:
+                return func(*args, **kwargs)
+            return tensor if recorder.is_pinned(tensor) else recorder.pin(tensor.clone())
+        if func is Tensor.data_ptr:
+            # torch itself compares addresses.
+            if sys._getframe(2).f_code.co_filename.startswith(UNNAMED_FILES[0]):
+                return func(*args)
+            raise DataDependentBranch(f"{calling_site()} asks for the address of a tensor, which a dry run has not")
+        if is_on_gpu:
+            hint = "Use Tensor.cpu() to copy the tensor to host memory first."
+            raise TypeError(f"can't convert cuda:0 device type tensor to numpy. {hint}")
+        if tensor.requires_grad and not kwargs.get("force"):
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+        if tensor.constant is not None:
+            with _disable_current_modes():
+                return func(tensor.constant, *args[1:], **kwargs)
+        raise DataDependentBranch(f"{calling_site()} hands the values of a tensor to numpy, which a dry run has not")
+
     def _is_own(self, target: torch.device) -> bool:
         """Return whether ``target`` is the recorder's device and not the host.
 
         ``cuda`` without a number is the current device.
         """
         own = self._recorder.device
-        return own != torch.device("cpu") and (target == own or (own.type == "cuda" and target == torch.device("cuda")))
+        return own != _HOST and (target == own or (own.type == "cuda" and target == torch.device("cuda")))
 
 
 def device_of(tensor: Tensor) -> torch.device:
@@ -271,6 +420,8 @@ class LayerMarks:
     def __init__(self) -> None:
         self.phase = "setup"
         """The part of the step, where no module runs."""
+        self.phases = {self.phase}
+        """All parts of a step so far."""
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._running: list[str] = []
         self._sequences: list[int] = []
@@ -284,6 +435,10 @@ class LayerMarks:
             name = ".".join(part for part in path.split(".") if part not in _WRAPPERS)
             if name:
                 self._names.setdefault(module, name)
+
+    def name_of(self, module: nn.Module) -> str:
+        """Return the name of ``module``, empty if it has none."""
+        return self._names.get(module, "")
 
     def attach(self) -> None:
         """Watch the calls of all modules of the process."""
@@ -307,6 +462,7 @@ class LayerMarks:
     def in_phase(self, name: str) -> Iterator[None]:
         """A part of a step, as ``measure.clocks.PhaseMarker``."""
         before, self.phase = self.phase, name
+        self.phases.add(name)
         try:
             yield
         finally:
