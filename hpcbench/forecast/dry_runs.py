@@ -35,7 +35,7 @@ _INSTALL_HINT = (
 _PIECES_PER_PROCESS = 4
 """At least: processes are busy for about as long as each other."""
 TASK_LIMIT_S = 120.0
-"""Wall time of one configuration."""
+"""Wall time of one rank of a configuration."""
 _SILENCE_LIMIT_S = 600.0
 """Of a worker process that starts, or that does not end itself at the limit of its task."""
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in ')
