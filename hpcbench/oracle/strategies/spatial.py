@@ -17,6 +17,9 @@ from hpcbench.parallel.strategies.spatial import spatial_grid, spatial_split_of_
 class SpatialCost(ModelParallelCost):
     """One replica's ranks share every sample; with replicas ParaDL's data+spatial."""
 
+    # A halo is cut out, sent, received and joined; with overlap the interior and the borders are computed apart.
+    operators_per_call = 10
+
     def describe(self, spec: RunSpec, table: LayerTable, rank: int) -> RankCost:
         sizes = parameter_bytes(spec, table)
         split = spatial_split_of_run(spec, table) if spec.sp_degree > 1 else None
