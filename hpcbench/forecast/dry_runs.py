@@ -35,7 +35,7 @@ _INSTALL_HINT = (
 _PIECES_PER_PROCESS = 4
 """Smallest number of pieces of work per process: with several, all processes end at about the same time."""
 TASK_LIMIT_S = 120.0
-"""Wall time of one configuration."""
+"""Wall time of one rank of a configuration."""
 _SILENCE_LIMIT_S = 600.0
 """Time without an answer after which a worker process is ended: it does not start, or ignores the limit of its task."""
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in ')

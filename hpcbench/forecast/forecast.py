@@ -35,6 +35,7 @@ from hpcbench.oracle.prediction import (
     peak_rank_memory,
     predict,
 )
+from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.parallel.catalog import STRATEGIES, options_with_defaults, shipped_model_entries
 from hpcbench.parallel.check_names import custom_model_folder
 from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest, cached_by_identity
@@ -362,7 +363,7 @@ class _PassOperators(NamedTuple):
     forward: int
     backward: int
     casts: int
-    """Number of casts of weights and of their gradients, with autocast."""
+    """Number of casts of weights, of their gradients and around norms, with autocast."""
 
 
 @cached_by_identity(64)
@@ -372,23 +373,30 @@ def _operators_of_table(table: LayerTable) -> _PassOperators:
     return _PassOperators(
         forward=sum(2 if row.kind.startswith("BatchNorm") else 1 for row in rows),
         backward=sum(2 if row.parameters else 1 for row in rows),
-        casts=sum(2 for row in rows if row.parameters and row.forward_flops),
+        # autocast computes LayerNorm in fp32, forward and backward.
+        casts=4 * sum(row.kind == "LayerNorm" for row in rows)
+        + 2 * sum(bool(row.parameters and row.forward_flops) for row in rows),
     )
 
 
 def count_operators(spec: RunSpec, table: LayerTable) -> int:
-    """Estimate the operators that the host of a rank launches in one step, from below.
+    """Estimate the operators that the host of a rank launches in one step.
 
-    Each row of the table is one operator forward and, with weights, two backward; DDP copies each gradient into a
-    bucket and back unless gradients are views. Further communication, sums of gradients and the update are left out.
+    Each row of the table is one operator forward and, with weights, two backward. Beside the passes there are: sums of
+    the gradients of micro-batches, copies of gradients into buckets and back (DDP's unless gradients are views),
+    operators around communication calls by the factor of the strategy's cost, and a fused update.
+    ``tests/distributed/test_dry_run_operators.py`` compares it with dry runs.
     """
     forward, backward, casts = _operators_of_table(table)
     operators = forward * (2 if spec.activation_checkpointing else 1) + backward
     operators += casts if spec.precision in ("bf16", "fp16") else 0
     stages = 1 if STRATEGIES[spec.strategy].drives_several_devices else spec.pp_degree
-    copies_gradients = options_with_defaults(spec).get("gradient_as_bucket_view") is False and spec.dp_degree > 1
-    copies = 2 * len(table.parameter_tensors) if copies_gradients else 0
-    return (spec.micro_batches * operators + copies) // stages
+    cost, tensors = resolve_cost(spec.strategy), len(table.parameter_tensors)
+    fills_buckets = options_with_defaults(spec).get("gradient_as_bucket_view") is False
+    copies = (2 if fills_buckets else cost.copies_per_gradient) * tensors if spec.dp_degree > 1 else 0
+    sums = (spec.micro_batches - 1) * tensors
+    calls = max(sum(call.count for call in cost.traffic(spec, table, rank)) for rank in cost.ranks_that_differ(spec))
+    return (spec.micro_batches * operators + sums + copies) // stages + calls * cost.operators_per_call + 1
 
 
 def forecast_plan(plan: SweepPlan, tree: ClusterTree) -> PlanForecast:

@@ -142,7 +142,7 @@ class DryRunTask(msgspec.Struct, frozen=True, kw_only=True):
     model_folder: str | None = None
     """Absolute path of the folder of custom models."""
     limit_s: float = 120.0
-    """Seconds after which the worker process ends itself."""
+    """Seconds for one rank, after which the worker process ends itself."""
 
 
 class StepFigures(msgspec.Struct, frozen=True, kw_only=True):

@@ -39,7 +39,7 @@ class Peaks(NamedTuple):
     dry_run_bytes: int
     oracle_bytes: int
     layer: str
-    """The module whose operator ran at the dry run's."""
+    """The module that holds the most bytes at the dry run's."""
 
 
 def _case(strategy: str, model: str, rank: int, ranks: int = 1, **more: Any) -> PeakCase:

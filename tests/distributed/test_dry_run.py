@@ -124,15 +124,19 @@ def test_the_peak_is_that_of_real_tensors(spec: RunSpec) -> None:
 
 
 @pytest.mark.parametrize("key", ["fsdp", "fairscale_fsdp"])
-@pytest.mark.parametrize("model", ["vgg11", "gpt"])
-def test_the_setup_of_shards_holds_no_more_than_a_step(key: str, model: str) -> None:
-    dataset = "tokens" if model == "gpt" else "cifar10"
+@pytest.mark.parametrize(("model", "batch_size"), [("vgg11", 8), ("gpt", 8), ("gpt_17b", 1)])
+def test_the_setup_of_shards_holds_no_more_than_a_step(key: str, model: str, batch_size: int) -> None:
+    """At most 1.1 times the peak of a step: the bytes at set-up are lower than those of a step, in most cases by far."""
+    dataset = "cifar10" if model == "vgg11" else "tokens"
     spec = RunSpec(
-        model=model, dataset=dataset, strategy=key, batch_size=8, optimizer="adam", tasks_per_node=8, nodes=4,
+        model=model, dataset=dataset, strategy=key, batch_size=batch_size, optimizer="adam", tasks_per_node=8, nodes=4,
         dp_degree=32,
     )  # fmt: skip
     recorder = record_step(DryRunTask(index=0, spec=spec, device="cuda"), 0)
     whole = sum(prod(tensor.shape) * tensor.bytes_per_element for tensor in table_of(spec).parameter_tensors)
+    print(
+        f"{key} {model}: {recorder.setup_peak_bytes / 1e9:.3f} GB at set-up, {recorder.peak_bytes / 1e9:.3f} GB in a step"
+    )
     assert recorder.setup_peak_bytes <= 1.1 * recorder.peak_bytes
     assert recorder.setup_peak_bytes < whole
 

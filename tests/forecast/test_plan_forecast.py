@@ -14,6 +14,7 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.forecast import forecast as module
 from hpcbench.forecast.forecast import STARTUP_S, Forecast, PlanForecast, count_operators, forecast_plan
+from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.parallel.layer_table import LayerTable
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.submit.plan import make_plan
@@ -138,13 +139,16 @@ def test_operators_are_those_of_the_micro_batches_of_a_stage() -> None:
         pp_degree=4,
         tasks_per_node=4,
     )
-    assert count_operators(staged, table) == 8 * one // 4
+    # Sums of the gradients of seven micro-batches, activations and gradients to both neighbours, and an update.
+    calls = sum(call.count for call in resolve_cost("ddp").traffic(alone, table, 0))
+    staged_passes, sums = 8 * (one - calls - 1), 7 * len(table.parameter_tensors)
+    assert count_operators(staged, table) == (staged_passes + sums) // 4 + 2 * 8 + 1
     replicas = msgspec.structs.replace(alone, dp_degree=2)
     assert count_operators(replicas, table) == one + 2 * len(table.parameter_tensors)
     views = msgspec.structs.replace(replicas, options={"gradient_as_bucket_view": True})
     assert count_operators(views, table) == one
     hybrid = msgspec.structs.replace(replicas, strategy="filter", tp_degree=2, tasks_per_node=4)
-    assert count_operators(hybrid, table) == one
+    assert one < count_operators(hybrid, table) < 2 * one
     assert count_operators(msgspec.structs.replace(alone, precision="bf16"), table) > one
     assert count_operators(msgspec.structs.replace(alone, activation_checkpointing=True), table) > one
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.cost_model import CostModel, StepBreakdown
@@ -24,6 +25,11 @@ class Cost(ABC):
         >>> peak = cost.memory(spec, table, rank=0).total_bytes
         >>> step_s = cost.step(spec, table, CostModel(machine, spec)).step_time_s
     """
+
+    operators_per_call: ClassVar[int] = 1
+    """About as many operators as a rank launches for each of its communication calls: casts, copies, split passes."""
+    copies_per_gradient: ClassVar[int] = 0
+    """Copies of each gradient into and out of the buffers that replicas send, whatever the options are."""
 
     @abstractmethod
     def traffic(self, spec: RunSpec, table: LayerTable, rank: int) -> list[Traffic]:

@@ -156,6 +156,9 @@ class DdpCost(DataParallelCost):
 class Zero1Cost(DdpCost):
     """Owners broadcast the parameters that they updated (ZeRO-1, Rajbhandari et al. 2020)."""
 
+    # Parameters are broadcast as they are.
+    operators_per_call = 0
+
     def after_update(self, spec: RunSpec, table: LayerTable) -> list[ReplicaCall]:
         """Return one broadcast a tensor, or one an owner: owner by owner."""
         sizes, owners = parameter_bytes(spec, table), data_buckets.owned_parameters(spec, table)
@@ -183,6 +186,8 @@ class FairscaleOssCost(Zero1Cost):
 class FairscaleSddpCost(DataParallelCost):
     """Gradients are reduced to their owners, who broadcast updated parameters (ZeRO-2)."""
 
+    operators_per_call = 0
+    copies_per_gradient = 2
     has_distinct_roots = True
 
     def before(self, spec: RunSpec, table: LayerTable) -> list[ReplicaCall]:
@@ -220,6 +225,8 @@ class FairscaleSddpCost(DataParallelCost):
 
 class HorovodCost(DataParallelCost):
     """Gradients are fused by timing: one all_reduce of them all stands for the real ones (their sum is exact)."""
+
+    copies_per_gradient = 2
 
     def traffic(self, spec: RunSpec, table: LayerTable, rank: int) -> list[Traffic]:
         payload = sum(data_buckets.sent_gradient_bytes(spec, table))

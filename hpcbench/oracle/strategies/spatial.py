@@ -325,6 +325,9 @@ def _message_numbers(row: LayerRow, messages: tuple[HaloMessage, ...]) -> int:
 class SpatialCost(ModelParallelCost):
     """The cost of ``spatial``: the ranks of a replica share every sample; with replicas ParaDL's data+spatial."""
 
+    # A halo is cut out, sent, received and joined; with overlap the interior and the borders are computed apart.
+    operators_per_call = 10
+
     def describe(self, spec: RunSpec, table: LayerTable, rank: int) -> RankCost:
         sizes = parameter_bytes(spec, table)
         split = spatial.spatial_split_of_run(spec, table) if spec.sp_degree > 1 else None

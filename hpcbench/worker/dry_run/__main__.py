@@ -12,6 +12,8 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -41,14 +43,22 @@ _NOT_FAKEABLE = (
 _NOT_FAKEABLE_MESSAGE = re.compile("data is not allocated yet|meta tensor|FakeTensor|'Meta' backend")
 
 
-def answer_task(task: DryRunTask) -> DryRunAnswer:
-    """Step the ranks of every kind of one run; an error becomes the answer's outcome."""
+def answer_task(task: DryRunTask, before_rank: Callable[[], None] = lambda: None) -> DryRunAnswer:
+    """Step the ranks of every kind of one run; an error becomes the answer's outcome.
+
+    Args:
+        task: The run.
+        before_rank: Called before each rank.
+    """
     began = time.perf_counter()
     outcome: Outcome = "ok"
     reason, figures = None, None
     try:
-        ranks = ranks_of_every_kind(task.spec)
-        figures = largest_figures([dry_run_rank(task, rank) for rank in ranks])
+        ranks = []
+        for rank in ranks_of_every_kind(task.spec):
+            before_rank()
+            ranks.append(dry_run_rank(task, rank))
+        figures = largest_figures(ranks)
     except Exception as error:  # noqa: BLE001 - whatever it is, a run would leave it as its result
         outcome, reason = describe_outcome(error)
         if task.device == "cuda":
@@ -123,8 +133,7 @@ def main() -> int:
     tasks = msgspec.json.decode(sys.stdin.buffer.read(), type=list[DryRunTask])
     for task in tasks:
         # It prints the stack and ends the process, whatever the process waits for.
-        faulthandler.dump_traceback_later(task.limit_s, exit=True)
-        answer = answer_task(task)
+        answer = answer_task(task, partial(faulthandler.dump_traceback_later, task.limit_s, exit=True))
         faulthandler.cancel_dump_traceback_later()
         answers.write(msgspec.json.encode(answer).decode() + "\n")
         answers.flush()
