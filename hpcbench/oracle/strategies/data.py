@@ -31,7 +31,7 @@ from hpcbench.oracle.strategies.base import Cost
 from hpcbench.oracle.stream_simulator import CommCall, RepeatEvent, StreamEvent
 from hpcbench.oracle.tensor_sizes import buffer_bytes, parameter_bytes
 from hpcbench.parallel.catalog import options_with_defaults
-from hpcbench.parallel.gradient_buckets import MIB, first_use_rows, sum_bytes_at
+from hpcbench.parallel.gradient_buckets import MIB, first_use_rows, gradient_ready_order, sum_bytes_at
 from hpcbench.parallel.layer_table import LayerTable
 from hpcbench.parallel.traffic import Traffic, merge_calls
 
@@ -157,12 +157,11 @@ class Zero1Cost(DdpCost):
     """Owners broadcast the parameters that they updated (ZeRO-1, Rajbhandari et al. 2020)."""
 
     def after_update(self, spec: RunSpec, table: LayerTable) -> list[ReplicaCall]:
-        """Return one broadcast a tensor, or one an owner."""
-        sizes = parameter_bytes(spec, table)
-        if options_with_defaults(spec)["parameters_as_bucket_view"]:
-            owned = [sum_bytes_at(sizes, places) for places in data_buckets.owned_parameters(spec, table)]
-            sizes = owned + [0] * (spec.dp_degree - len(owned))
-        return [("broadcast", size) for size in sizes]
+        """Return one broadcast a tensor, or one an owner: owner by owner."""
+        sizes, owners = parameter_bytes(spec, table), data_buckets.owned_parameters(spec, table)
+        if not options_with_defaults(spec)["parameters_as_bucket_view"]:
+            return [("broadcast", sizes[place]) for places in owners for place in places]
+        return [("broadcast", sum_bytes_at(sizes, places)) for places in owners + [[]] * (spec.dp_degree - len(owners))]
 
     def updated(self, spec: RunSpec, table: LayerTable, rank: int) -> list[int]:
         return data_buckets.rank_owned_bytes(spec, table, rank)
@@ -190,8 +189,9 @@ class FairscaleSddpCost(DataParallelCost):
 
     def buckets(self, spec: RunSpec, table: LayerTable) -> list[GradientBucket]:
         """Return a bucket an owner, and tensors that did not fit into it, each as soon as its gradients are there."""
-        reductions, ready_rows = data_buckets.sddp_reductions(spec, table), gradient_rows(spec, table)
-        reductions.sort(key=lambda reduction: -min((ready_rows[place] for place in reduction[0]), default=0))
+        reductions = data_buckets.sddp_reductions(spec, table)
+        numbers = {place: number for number, place in enumerate(gradient_ready_order(table, spec.precision))}
+        reductions.sort(key=lambda reduction: max((numbers[place] for place in reduction[0]), default=len(numbers)))
         return [(places, [("reduce", size)]) for places, size in reductions]
 
     def after_update(self, spec: RunSpec, table: LayerTable) -> list[ReplicaCall]:
