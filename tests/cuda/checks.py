@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 from itertools import combinations
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -14,9 +15,11 @@ import torch
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.machine import nominal_machine
+from hpcbench.oracle.pipeline_rank import PipelineRank
 from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.parallel.mesh import RankMesh
 from hpcbench.parallel.pipeline.exchange_order import Exchange, exchange_order
+from hpcbench.parallel.pipeline.schedules import FORWARD, UPDATE
 from hpcbench.parallel.traffic import Traffic, merge_calls
 from tests.cuda.cases import table_of
 from tests.cuda.fake_gpu import GpuSteps
@@ -26,6 +29,7 @@ from tests.oracle.heard import heard_in_order
 
 PRODUCT_TYPES = {
     "fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
+    "bf16_params": torch.bfloat16,
 }  # fmt: skip
 """The type in which a run of each precision multiplies. tf32 is stored as fp32."""
 
@@ -35,6 +39,11 @@ ALLOWED_SITES = {"fp16": {"hpcbench/worker/model_execution.py: the host reads a 
 OSS_WAIT = "fairscale's OSS waits for the device before it broadcasts the updated shards"
 ALLOWED_WAITS = {key: {"cudaDeviceSynchronize": (1, OSS_WAIT)} for key in ("fairscale_oss", "fairscale_sddp")}
 """Calls of CUDA's runtime in a step of a strategy, with the reason."""
+
+UNORDERED_CALLS = {
+    "horovod": "Horovod's thread fuses gradients by the time at which they are ready: only their sum is exact"
+}
+"""Strategies whose library does not define the order of its calls, with the reason."""
 
 HALF_MESSAGES = ("resnet18",)
 """Models whose blocks hand bf16 on under autocast; the oracle counts messages between stages as fp32. Blocks of
@@ -65,6 +74,18 @@ def step_problems(spec: RunSpec, rank: int, steps: GpuSteps) -> list[str]:
         problems.append(f"{spec.precision} multiplies in {sorted(map(str, steps.product_types))}")
     if len(steps.step_times_s) != 1 or steps.step_times_s[0] <= 0:
         problems.append(f"the clock counts steps of {steps.step_times_s} s")
+    return problems + counter_problems(steps)
+
+
+def counter_problems(steps: GpuSteps) -> list[str]:
+    """Return which counters around the timed loop are wrong. Without NVML there is no energy."""
+    problems = []
+    if steps.watched is None or steps.watched.wall_s < sum(steps.step_times_s):
+        problems.append(f"the host's counters are {steps.watched}")
+    if steps.energy_j is not None:
+        problems.append(f"{steps.energy_j} J without NVML")
+    if steps.allocated_bytes:
+        problems.append(f"{steps.allocated_bytes} bytes are allocated outside of fake tensors")
     return problems
 
 
@@ -113,14 +134,31 @@ def order_problems(spec: RunSpec, by_rank: Mapping[int, GpuSteps]) -> list[str]:
     problems = []
     for pair in combinations(by_rank, 2):
         problems += differing_calls(by_rank[pair[0]].order, by_rank[pair[1]].order, pair)
-    for rank, steps in by_rank.items() if is_pipeline_of_ranks(spec) else ():
-        expected = expected_messages(spec, rank)
-        messages = [(call.operation == "send", call.peer) for call in steps.order if call.peer is not None]
-        if messages != expected:
-            problems.append(f"rank {rank} exchanges {messages}, and the order of the pipeline is {expected}")
-    if is_priced_in_order(spec):
-        problems += priced_order_problems(spec, by_rank)
-    return problems
+    if is_pipeline_of_ranks(spec):
+        return problems + [
+            text for rank, steps in by_rank.items() for text in pipeline_order_problems(spec, rank, steps)
+        ]
+    return problems if spec.strategy in UNORDERED_CALLS else problems + priced_order_problems(spec, by_rank)
+
+
+def pipeline_order_problems(spec: RunSpec, rank: int, steps: GpuSteps) -> list[str]:
+    """Return where ``rank`` exchanges messages, or sums gradients, in another order than that of the pipeline."""
+    layers = tuple(sorted(RankMesh.of(spec).group(rank, "tp")))
+    # Ranks that share layers have calls of their own, each of which waits for its result.
+    calls = [call for call in steps.order if spec.tp_degree == 1 or call.ranks != layers]
+    messages = [
+        Message(call.operation.replace("allreduce_", "all_reduce"), None, call.payload_bytes)
+        if call.peer is None
+        else Message("send" if call.operation == "send" else "receive", call.peer, 0)
+        for call in calls
+    ]
+    expected = expected_messages(spec, rank)
+    if messages == expected:
+        return []
+    pairs = enumerate(zip(messages, expected, strict=False))
+    number = next((number for number, pair in pairs if pair[0] != pair[1]), min(len(messages), len(expected)))
+    own, right = (entries[number : number + 2] for entries in (messages, expected))
+    return [f"rank {rank} exchanges {own} from number {number} on, and the order of the pipeline is {right}"]
 
 
 def priced_order_problems(spec: RunSpec, by_rank: Mapping[int, GpuSteps]) -> list[str]:
@@ -143,26 +181,40 @@ def is_pipeline_of_ranks(spec: RunSpec) -> bool:
     return spec.pp_degree > 1 and spec.devices_per_task == 1
 
 
-def expected_messages(spec: RunSpec, rank: int) -> list[tuple[bool, int]]:
-    """Return the messages of ``rank`` in a steady step: whether it sends, and the other rank.
+class Message(NamedTuple):
+    """One side of a message between stages, or a sum of gradients over replicas."""
 
-    Of an exchange the sends come first. The order is that for which ``tests/device_model`` finds no hang.
+    operation: str
+    peer: int | None
+    """The other rank of a message."""
+    payload_bytes: int
+    """Of a sum; 0 for a message, whose bytes are in the traffic."""
+
+
+def expected_messages(spec: RunSpec, rank: int) -> list[Message]:
+    """Return the messages and sums of gradients of ``rank`` in a steady step.
+
+    Of an exchange the sends come first. The order is that for which ``tests/device_model`` finds no hang. A chunk's
+    gradients are sent with its last backward pass, and those of ``pipedream`` with each update.
     """
-    members = RankMesh.of(spec).group(rank, "pp")
+    members, pipeline = RankMesh.of(spec).group(rank, "pp"), PipelineRank(spec, table_of(spec), rank)
     stage_rank = members.index(rank)
     layout, steps = pipeline_steps(spec.strategy, spec.pp_degree, spec.micro_batches)
-    exchanges = [entry for entry in exchange_order(steps[-1], layout)[stage_rank] if isinstance(entry, Exchange)]
-    sides = [sorted((message.target == stage_rank, message) for message in exchange.messages) for exchange in exchanges]
-    return [
-        (not receives, members[message.source if receives else message.target])
-        for exchange in sides
-        for receives, message in exchange
-    ]
-
-
-def is_priced_in_order(spec: RunSpec) -> bool:
-    """Return whether the oracle prices every call where a rank makes it."""
-    return spec.strategy in ("filter", "channel", "spatial", "tensor")
+    actions = steps[-1][stage_rank]
+    last_backward = {action.chunk: action for action in actions if action.kind not in (FORWARD, UPDATE)}
+    sums_after = set(last_backward.values())
+    if spec.strategy == "pipedream":
+        sums_after = {action for action in actions if action.kind == UPDATE}
+    expected: list[Message] = []
+    for entry in exchange_order(steps[-1], layout)[stage_rank]:
+        if isinstance(entry, Exchange):
+            for receives, message in sorted((message.target == stage_rank, message) for message in entry.messages):
+                peer = members[message.source if receives else message.target]
+                expected.append(Message("receive" if receives else "send", peer, 0))
+        elif entry in sums_after:
+            buckets = pipeline.bucket_traffic(pipeline.parameter_bytes(entry.chunk))
+            expected += [Message(call.operation, None, call.payload_bytes) for call in buckets]
+    return expected
 
 
 def _difference(calls: list[Traffic], others: list[Traffic]) -> list[str]:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import NamedTuple
 
 import msgspec
 import torch
+from torch.profiler import record_function
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.traffic import Traffic, merge_calls
 from hpcbench.results.probe_records import DryRunTask
+from hpcbench.results.schema import HostActivity
 from hpcbench.worker.distributed.rank_environment import RankInfo
 from hpcbench.worker.distributed.world import choose_device
 from hpcbench.worker.dry_run.fake_feed import FakeFeed
 from hpcbench.worker.dry_run.fake_rank import built_rank, steps_until_steady
+from hpcbench.worker.measure.clocks import PhaseMarker
+from hpcbench.worker.measure.counters import RegionCounters
+from hpcbench.worker.measure.host import read_peak_memory
+from hpcbench.worker.measure.step_profiler import MARK_PREFIX
 from hpcbench.worker.shutdown import StopController
 from hpcbench.worker.strategies.base import Strategy
 from hpcbench.worker.training_loop import LoopProgress, run_training_loop
@@ -27,7 +33,7 @@ TIMED_STEPS = 1
 
 
 class GpuSteps(NamedTuple):
-    """what one rank does in the timed step of a run."""
+    """The record of one rank in the timed step of a run."""
 
     device: torch.device
     traffic: list[Traffic]
@@ -42,6 +48,11 @@ class GpuSteps(NamedTuple):
     phases: list[str]
     """Parts of a step that the strategy marks, in the order of their first mark."""
     step_times_s: list[float]
+    watched: HostActivity | None
+    """The counters around the timed loop."""
+    energy_j: float | None
+    allocated_bytes: int
+    """Peak of the allocator in the timed loop, above what it held before: fake tensors allocate nothing."""
     setup_peak_bytes: int
     peak_bytes: int
     peak_layer: str
@@ -79,17 +90,17 @@ def step_on_gpu(spec: RunSpec, rank: int) -> GpuSteps:
     spec = msgspec.structs.replace(spec, warmup_steps=warmup_steps, steps=TIMED_STEPS)
     with rank_on_gpu(spec, rank) as (strategy, feed, recorder):
         phases: dict[str, None] = {}
-
-        def marked(name: str) -> object:
-            phases[name] = None
-            return recorder.layers.in_phase(name)
-
-        strategy.phases = marked  # type: ignore[assignment]
+        strategy.phases = _noted_phases(phases, strategy.phases)
         progress = LossesUnread(spec, recorder.device)
+        counters = RegionCounters(recorder.device, rank_info(spec, rank))
+        allocated: list[int] = []
         waits: list[dict[str, int]] = []
         records: list[GpuSteps] = []
 
         def begin() -> None:
+            counters.begin()
+            read_peak_memory(recorder.device, restarts=True)
+            allocated.append(torch.cuda.memory_allocated(recorder.device))
             waits.append(count_calls(WAITS))
             recorder.begin_step()
             # As a run does, which resets the allocator's peak here.
@@ -99,6 +110,7 @@ def step_on_gpu(spec: RunSpec, rank: int) -> GpuSteps:
             counts = count_calls(WAITS)
             # The loop itself waits once, after the last step.
             counts["cudaDeviceSynchronize"] -= 1
+            counters.end()
             records.append(
                 GpuSteps(
                     device=recorder.device,
@@ -113,6 +125,9 @@ def step_on_gpu(spec: RunSpec, rank: int) -> GpuSteps:
                     product_types=set(recorder.product_types),
                     phases=list(phases),
                     step_times_s=[],
+                    watched=counters.watched,
+                    energy_j=counters.energy_j,
+                    allocated_bytes=read_peak_memory(recorder.device)[0] - allocated[0],
                     setup_peak_bytes=recorder.setup_peak_bytes,
                     peak_bytes=recorder.peak_bytes,
                     peak_layer=recorder.peak_layer,
@@ -124,6 +139,19 @@ def step_on_gpu(spec: RunSpec, rank: int) -> GpuSteps:
         strategy.announce(range(warmup_steps + TIMED_STEPS))
         run_training_loop(strategy, feed, spec, progress, StopController(), begin, None, end)
         return records[0]._replace(step_times_s=progress.step_times_s())
+
+
+def _noted_phases(names: dict[str, None], marker: PhaseMarker) -> PhaseMarker:
+    """Return the profiler's marker within ``marker``; it adds each name to ``names``."""
+
+    def marked(name: str) -> AbstractContextManager[object]:
+        names[name] = None
+        contexts = ExitStack()
+        contexts.enter_context(marker(name))
+        contexts.enter_context(record_function(MARK_PREFIX + name))
+        return contexts
+
+    return marked
 
 
 class LossesUnread(LoopProgress):

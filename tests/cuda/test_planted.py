@@ -10,12 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.gradient_buckets import fill_buckets
 from hpcbench.parallel.pipeline.exchange_order import Exchange
 from hpcbench.worker.distributed import gradient_reducer
+from hpcbench.worker.dry_run import modelled_libraries
 from hpcbench.worker.strategies.base import DataParallelStrategy
+from hpcbench.worker.strategies.fsdp import FsdpStrategy
 from hpcbench.worker.strategies.pipeline.p2p import PairedTransport
 from tests.cuda.cases import gpu_run, ranks_to_step
 from tests.cuda.checks import memory_problems, order_problems, step_problems
@@ -102,6 +105,56 @@ def test_two_swapped_buckets(monkeypatch: pytest.MonkeyPatch, swapping: set[int]
     problems = order_found(spec, (1, 5))
     assert any("on rank 1" in problem for problem in problems) == (swapping == {1})
     assert any("the oracle prices" in problem for problem in problems)
+
+
+@pytest.mark.parametrize("key", ["ddp", "zero1"])
+def test_two_swapped_buckets_of_a_library(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    """All ranks agree, and differ from the order of the backward pass."""
+
+    def swapped(sizes: list[int], cap_bytes: int, first_cap_bytes: int) -> list[list[int]]:
+        buckets: list[list[int]] = fill_buckets(sizes, cap_bytes, first_cap_bytes)
+        return [*buckets[:2][::-1], *buckets[2:]]
+
+    spec = gpu_run(key, "cnn", 8)
+    assert order_found(spec, (0, 5)) == []
+    monkeypatch.setattr(modelled_libraries, "fill_buckets", swapped)
+    problems = order_found(spec, (0, 5))
+    assert len(problems) == 1
+    assert "the oracle prices" in problems[0]
+
+
+def test_two_swapped_gathers_of_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks gather a block's parameters before those of the block in front of it."""
+    wrap = FsdpStrategy.wrap
+
+    def prefetching(self: FsdpStrategy, *arguments: Any) -> Any:
+        module = wrap(self, *arguments)
+        units = [block for block in module.children() if isinstance(block, FSDPModule)]
+        units[1].set_modules_to_forward_prefetch([units[3]])
+        return module
+
+    spec = gpu_run("fsdp", "cnn", 8)
+    assert order_found(spec, (0, 5)) == []
+    monkeypatch.setattr(FsdpStrategy, "wrap", prefetching)
+    problems = order_found(spec, (0, 5))
+    assert len(problems) == 1
+    assert "is Traffic(operation='all_gather'" in problems[0]
+    assert "the oracle prices" in problems[0]
+
+
+def test_two_swapped_sums_of_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All replicas send the buckets of a stage's gradients in another order."""
+
+    def swapped(sizes: list[int], cap_bytes: int) -> list[list[int]]:
+        buckets: list[list[int]] = fill_buckets(sizes, cap_bytes)
+        return [*buckets[:-2], *buckets[-2:][::-1]]
+
+    spec, last_stage = gpu_run("1f1b", "cnn", 8, pp_degree=2, dp_degree=4), (1, 3)
+    assert order_found(spec, last_stage) == []
+    monkeypatch.setattr(gradient_reducer, "fill_buckets", swapped)
+    problems = order_found(spec, last_stage)
+    assert len(problems) == len(last_stage)
+    assert all("the order of the pipeline is" in problem for problem in problems)
 
 
 def test_two_swapped_exchanges_of_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
