@@ -1,13 +1,16 @@
 """Answers of the stub of CUDA: bodies of C functions, by name. Every other function of the libraries returns success.
 
 Arguments have the names of CUDA's own headers. Streams and events are addresses on the heap; an event holds the host's
-clock at its record, so that elapsed times are the host's. Device addresses count up and are never read.
+clock at its record, so that elapsed times are the host's. Device addresses count up and are never read. One stream at a
+time can be captured; a graph holds nothing.
 """
 
 from __future__ import annotations
 
 DEVICES = 8
 MEMORY_BYTES = 80 * 2**30
+PINNED_BYTES = 2**34
+"""Address space of pinned memory of the host: pages exist once they are written, and are never given back."""
 NAME = "Fake GPU of 80 GiB"
 MULTIPROCESSORS = 132
 THREADS_PER_MULTIPROCESSOR = 2048
@@ -23,9 +26,11 @@ SHARED_STATE = f"""
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <time.h>
 #define DEVICES {DEVICES}
 #define MEMORY_BYTES {MEMORY_BYTES}ull
+#define PINNED_BYTES {PINNED_BYTES}ull
 #define DEVICE_ADDRESS 0x700000000000ull
 static __thread int current;
 static uintptr_t next_address = DEVICE_ADDRESS;
@@ -39,10 +44,26 @@ static void *new_memory(size_t bytes) {{
     uintptr_t aligned = (bytes + 511) / 512 * 512;
     return (void *)__atomic_fetch_add(&next_address, aligned, __ATOMIC_SEQ_CST);
 }}
-static int is_on_device(const void *address) {{ return (uintptr_t)address >= DEVICE_ADDRESS; }}
+static char *pinned_begin, *pinned_next;
+__attribute__((constructor)) static void reserve_pinned(void) {{
+    void *all = mmap(NULL, PINNED_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    pinned_begin = pinned_next = all == MAP_FAILED ? NULL : all;
+}}
+static void *new_pinned(size_t bytes) {{
+    char *begin = __atomic_fetch_add(&pinned_next, (bytes + 511) / 512 * 512, __ATOMIC_SEQ_CST);
+    return pinned_begin && begin + bytes <= pinned_begin + PINNED_BYTES ? begin : NULL;
+}}
+static int is_pinned(const void *address) {{
+    return pinned_begin && (char *)address >= pinned_begin && (char *)address < pinned_begin + PINNED_BYTES;
+}}
+static int is_on_device(const void *address) {{
+    return (uintptr_t)address >= DEVICE_ADDRESS && (uintptr_t)address < __atomic_load_n(&next_address, __ATOMIC_SEQ_CST);
+}}
 """
 
 RUNTIME_HELPERS = f"""
+static void *captured_stream;
+static int is_capturing;
 static int attribute(enum cudaDeviceAttr attr, int device) {{
     switch (attr) {{
     case cudaDevAttrMaxThreadsPerBlock: return {THREADS_PER_BLOCK};
@@ -76,7 +97,11 @@ static cudaError_t entry_point(const char *symbol, void **address, enum cudaDriv
 _NEW_STREAM = "*pStream = (cudaStream_t)new_handle();"
 _NEW_EVENT = "*event = (cudaEvent_t)new_handle();"
 _NEW_MEMORY = "*devPtr = new_memory(size);"
-_NOT_CAPTURING = "= cudaStreamCaptureStatusNone;"
+_STATUS = (
+    "is_capturing && captured_stream == (void *)stream ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;"
+)
+_NEW_GRAPH = "*pGraphExec = (cudaGraphExec_t)new_handle();"
+_NEW_PINNED = "return {} ? cudaSuccess : cudaErrorMemoryAllocation;"
 _RECORD = "if (event) *(double *)event = now_ms();"
 
 RUNTIME_ANSWERS = {
@@ -118,13 +143,13 @@ RUNTIME_ANSWERS = {
     "cudaMalloc": _NEW_MEMORY,
     "cudaMallocManaged": _NEW_MEMORY,
     "cudaMallocAsync": _NEW_MEMORY,
-    "cudaHostAlloc": "*pHost = malloc(size);",
-    "cudaMallocHost": "*ptr = malloc(size);",
-    "cudaFreeHost": "free(ptr);",
+    "cudaHostAlloc": _NEW_PINNED.format("(*pHost = new_pinned(size))"),
+    "cudaMallocHost": _NEW_PINNED.format("(*ptr = new_pinned(size))"),
     "cudaHostGetDevicePointer": "*pDevice = pHost;",
     "cudaPointerGetAttributes": """
         memset(attributes, 0, sizeof *attributes);
-        attributes->type = is_on_device(ptr) ? cudaMemoryTypeDevice : cudaMemoryTypeUnregistered;
+        attributes->type = is_on_device(ptr) ? cudaMemoryTypeDevice
+            : is_pinned(ptr) ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
         attributes->device = is_on_device(ptr) ? current : -2;
         attributes->devicePointer = is_on_device(ptr) ? (void *)ptr : NULL;
         attributes->hostPointer = is_on_device(ptr) ? NULL : (void *)ptr;""",
@@ -136,8 +161,13 @@ RUNTIME_ANSWERS = {
     "cudaStreamGetFlags": "*flags = 0;",
     "cudaStreamGetId": "*streamId = (unsigned long long)(uintptr_t)hStream;",
     "cudaStreamGetDevice": "*device = current;",
-    "cudaStreamIsCapturing": f"*pCaptureStatus {_NOT_CAPTURING}",
-    "cudaStreamGetCaptureInfo": f"*captureStatus_out {_NOT_CAPTURING} if (id_out) *id_out = 0;",
+    "cudaStreamIsCapturing": f"*pCaptureStatus = {_STATUS}",
+    "cudaStreamGetCaptureInfo": f"*captureStatus_out = {_STATUS} if (id_out) *id_out = is_capturing;",
+    "cudaStreamBeginCapture": "captured_stream = (void *)stream; is_capturing = 1;",
+    "cudaStreamEndCapture": "is_capturing = 0; *pGraph = (cudaGraph_t)new_handle();",
+    "cudaGraphInstantiate": _NEW_GRAPH,
+    "cudaGraphInstantiateWithFlags": _NEW_GRAPH,
+    "cudaGraphGetNodes": "if (numNodes) *numNodes = 1;",
     "cudaEventCreate": _NEW_EVENT,
     "cudaEventCreateWithFlags": _NEW_EVENT,
     "cudaEventDestroy": "free(event);",

@@ -26,7 +26,7 @@ def test_gpt_13b_on_64_gpus(strategy: str) -> None:
         optimizer="adam", **CASES[strategy],
     )  # fmt: skip
     assert exclusion(spec) is None
-    by_rank = {rank: step_on_gpu(spec, rank) for rank in (0, RANKS - 1)}
+    by_rank = {rank: step_on_gpu(spec, rank) for rank in (0, RANKS // 2 + 1, RANKS - 1)}
     for rank, steps in by_rank.items():
         assert step_problems(spec, rank, steps) == []
         assert memory_problems(spec, rank, steps) == []

@@ -8,6 +8,7 @@ import torch
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
+from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.worker.distributed.rank_environment import RankInfo
 from hpcbench.worker.distributed.world import choose_device
 from hpcbench.worker.measure import gpu
@@ -17,7 +18,7 @@ from hpcbench.worker.measure.host import read_peak_memory
 from hpcbench.worker.measure.step_profiler import run_profiled_steps
 from hpcbench.worker.measure.traffic_recorder import run_recorded_step
 from hpcbench.worker.shutdown import StopController
-from tests.cuda.cases import gpu_run
+from tests.cuda.cases import exclusion, gpu_run
 from tests.cuda.fake_gpu import rank_info, rank_on_gpu
 from tests.cuda.stub_answers import DEVICES, MEMORY_BYTES, NAME
 
@@ -70,9 +71,10 @@ def test_clocks_read_events() -> None:
     assert len(readings) == 1
 
 
-@pytest.mark.parametrize("key", ["single", "ddp", "1f1b"])
+@pytest.mark.parametrize("key", STRATEGIES)
 def test_profiled_and_recorded_steps(key: str) -> None:
-    spec = msgspec.structs.replace(gpu_run(key, "transformer", 8), profile_steps=1)
+    kind = "transformer" if exclusion(gpu_run(key, "transformer", 8)) is None else "cnn"
+    spec = msgspec.structs.replace(gpu_run(key, kind, 8), profile_steps=1)
     warnings: list[str] = []
     with rank_on_gpu(spec, 0) as (strategy, feed, recorder):
         recorder.begin_step()
@@ -89,7 +91,8 @@ def test_profiled_and_recorded_steps(key: str) -> None:
     assert phases.step_s is not None
     # The stub runs no kernels: their times are none.
     assert phases.compute_s is None
-    assert bool(traffic) == (spec.ranks > 1)
+    assert phases.forward_s == phases.backward_s == phases.optimizer_s == 0
+    assert bool(traffic) == (spec.ranks > 1 and strategy.traffic_is_recorded)
 
 
 @pytest.mark.parametrize("key", ["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"])

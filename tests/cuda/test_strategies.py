@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from hpcbench.config.run_spec import RunSpec
@@ -45,3 +46,35 @@ def test_step(key: str, kind: str, ranks: int) -> None:
         assert set(steps.phases) == phases_of(spec, rank)
         assert steps.device.index == rank % 8
     assert order_problems(spec, by_rank) == []
+
+
+def test_inner_stages_of_two_chunks_of_a_transformer() -> None:
+    """One with more blocks than ``MODELS`` has: four stages, of which two are neither first nor last."""
+    spec = msgspec.structs.replace(gpu_run("interleaved_1f1b", "cnn", 8, pp_degree=4, dp_degree=2), model="vit_b16")
+    assert exclusion(spec) is None
+    by_rank = {rank: step_on_gpu(spec, rank) for rank in (0, 1, 2, 7)}
+    for rank, steps in by_rank.items():
+        assert step_problems(spec, rank, steps) == []
+        assert memory_problems(spec, rank, steps) == []
+    assert order_problems(spec, by_rank) == []
+
+
+def test_replicas_of_stages_that_share_layers() -> None:
+    """Two replicas of a pipeline of two stages of two ranks: tensor, pipeline and data parallelism together."""
+    spec = gpu_run("1f1b", "transformer", 8, dp_degree=2, tp_degree=2, pp_degree=2)
+    assert exclusion(spec) is None
+    by_rank = {rank: step_on_gpu(spec, rank) for rank in range(8)}
+    for rank, steps in by_rank.items():
+        assert step_problems(spec, rank, steps) == []
+        assert memory_problems(spec, rank, steps) == []
+    assert order_problems(spec, by_rank) == []
+
+
+@pytest.mark.parametrize(("key", "kind"), [("tensor", "transformer"), ("spatial", "cnn"), ("fsdp", "transformer")])
+def test_collectives_have_one_tensor(key: str, kind: str) -> None:
+    """Of a list of tensors NCCL would make copies: ``allgather_`` and ``reduce_scatter_`` take one."""
+    options = {"sequence_parallel": True} if key == "tensor" else {}
+    steps = step_on_gpu(gpu_run(key, kind, 8, options=options), 1)
+    operations = {call.operation for call in steps.order}
+    assert operations & {"_allgather_base_", "all_gather_into_tensor", "all_gather_into_tensor_out"}
+    assert not operations & {"allgather_", "reduce_scatter_", "alltoall_"}
