@@ -44,6 +44,7 @@ def test_every_run_steps(specs: dict[str, RunSpec], key: str) -> None:
     for rank, steps in by_rank.items():
         assert step_problems(spec, rank, steps) == []
     if key != "spatial":
+        # Of spatial the oracle prices an inner rank.
         assert order_problems(spec, by_rank) == []
 
 

@@ -336,9 +336,7 @@ class _HorovodReducer:
     def synchronize(self) -> None:
         """Reduce all gradients that are ready, in fused buffers; the buffer of a single one is the gradient itself."""
         sent, self._ready = self._ready, []
-        sizes = [tensor.numel() * tensor.element_size() for _, tensor in reversed(sent)]
-        for places in fill_buckets(sizes, self._fusion_bytes, self._fusion_bytes):
-            members = [sent[len(sent) - 1 - place] for place in places]
+        for members in self._fused(sent):
             if len(members) == 1:
                 dist.all_reduce(members[0][1])
             else:
@@ -346,6 +344,19 @@ class _HorovodReducer:
             for parameter, tensor in members:
                 if self._dtype is not None:
                     parameter.grad = tensor.to(parameter.dtype)
+
+    def _fused(self, sent: Sequence[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Yield the gradients of each buffer. A buffer of several is never larger than the threshold."""
+        members: list[tuple[Tensor, Tensor]] = []
+        fused_bytes = 0
+        for parameter, tensor in sent:
+            if members and fused_bytes + tensor.nbytes > self._fusion_bytes:
+                yield members
+                members, fused_bytes = [], 0
+            members.append((parameter, tensor))
+            fused_bytes += tensor.nbytes
+        if members:
+            yield members
 
     def _reduce_fused(self, tensors: Sequence[Tensor]) -> None:
         count = sum(tensor.numel() for tensor in tensors)
