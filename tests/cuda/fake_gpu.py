@@ -16,8 +16,7 @@ from hpcbench.results.probe_records import DryRunTask
 from hpcbench.results.schema import HostActivity
 from hpcbench.worker.distributed.rank_environment import RankInfo
 from hpcbench.worker.distributed.world import choose_device
-from hpcbench.worker.dry_run.fake_feed import FakeFeed
-from hpcbench.worker.dry_run.fake_rank import built_rank, steps_until_steady
+from hpcbench.worker.dry_run.fake_rank import FakeFeed, built_rank, steps_until_steady
 from hpcbench.worker.measure.clocks import PhaseMarker
 from hpcbench.worker.measure.counters import RegionCounters
 from hpcbench.worker.measure.host import read_peak_memory

@@ -55,7 +55,7 @@ class LayerMarks:
             handle.remove()
 
     def begin_step(self) -> None:
-        """Forget what the last step's graph belonged to."""
+        """Forget the layers of the last step's graph."""
         self._running.clear()
         self._sequences.clear()
         self._layers.clear()

@@ -52,7 +52,7 @@ class TensorForm(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
     layer: str
-    """Which its storage belongs to."""
+    """The layer that its storage belongs to."""
 
     @classmethod
     def of(cls, tensor: Tensor, recorder: StepRecorder) -> TensorForm:
