@@ -50,7 +50,7 @@ horovod: $(VENV)/.horovod ## build Horovod for .venv's torch, or take it from th
 
 # With MPI where it can be had: Adasum has no other transport.
 horovod-if-possible: $(VENV)/.dev
-	@[ -e $(VENV)/.horovod ] || $(BIN)/python -m tests.packages || echo "MPI is left out: Adasum's test is skipped, or fails where HPCBENCH_REQUIRE names horovod-mpi"
+	@[ -e $(VENV)/.horovod ] || $(BIN)/python -m tests.packages mpi || echo "MPI is left out: Adasum's test is skipped, or fails where HPCBENCH_REQUIRE names horovod-mpi"
 	@$(MAKE) --no-print-directory $(VENV)/.horovod || echo "Horovod is left out: its tests are skipped, or fail where HPCBENCH_REQUIRE names it"
 
 # Tests are marked by their cost (tests/durations.tsv), not by their place. hypothesis tries 20 examples in

@@ -1,6 +1,7 @@
 """Programs of the distribution that tests need, installed where that is allowed.
 
-``python -m tests.packages``: MPI's compiler, with which Horovod is built with MPI.
+``python -m tests.packages mpi``: MPI's compiler, with which Horovod is built with MPI; ``shells``: those that complete
+commands besides bash.
 """
 
 from __future__ import annotations
@@ -41,5 +42,10 @@ def require_mpirun() -> None:
     require_programs("mpirun", ["mpirun"], ["openmpi-bin"])
 
 
+PARTS: dict[str, tuple[Callable[[], bool], list[str]]] = {
+    "mpi": (lambda: bool(find_mpi()[1]), ["libopenmpi-dev", "openmpi-bin"]),
+    "shells": (lambda: all(map(shutil.which, ["zsh", "fish"])), ["zsh", "fish"]),
+}
+
 if __name__ == "__main__":
-    sys.exit(install(lambda: bool(find_mpi()[1]), ["libopenmpi-dev", "openmpi-bin"]))
+    sys.exit(install(*PARTS[sys.argv[1]]))

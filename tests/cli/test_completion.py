@@ -14,6 +14,7 @@ import pytest
 
 from hpcbench.cli.main import cli
 from tests.cli.test_cli import ROOT, hpcbench
+from tests.conftest import absent
 
 
 def completed(words: str, cwd: Path, results: Path) -> list[str]:
@@ -136,7 +137,7 @@ def test_bash_zsh_and_fish_complete_sweeps_and_clusters(
     project: Path, shell: str, line: str, expected: set[str]
 ) -> None:
     if shutil.which(shell) is None:
-        pytest.skip(f"no {shell} here")
+        absent(shell, "it is not installed")
     words = line.split(" ")
     typed = SCRIPTS[shell].format(words=" ".join(words), count=len(words) - 1, line=line)
     script = "compdef() { :; }\n" * (shell == "zsh") + hpcbench("completion", shell).stdout + typed
