@@ -197,7 +197,9 @@ def test_block_times_include_cpu_quotas_but_not_other_processes() -> None:
     interval = predict(single, table_of(single), quiet).interval
     assert interval.high / interval.low == pytest.approx(16, rel=0.05)
     assert busy_notes([probe_run(PROFILE, spec, SLOWER)]) == []
-    assert fit_shapes(NOMINAL, [run], "s", is_disturbed=True).compute_spread > 0.8 > shapes.compute_spread
+    assert shapes_of_others.compute_spread > 0.8 > shapes.compute_spread
+    # The quota is in the times: it does not widen their interval once more.
+    assert fit_shapes(NOMINAL, [run], "s", is_disturbed=True).compute_spread == shapes.compute_spread
 
 
 def test_probed_message_sizes_include_the_smallest_and_largest() -> None:

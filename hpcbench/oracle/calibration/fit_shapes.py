@@ -37,14 +37,15 @@ def fit_shapes(machine: Machine, runs: Sequence[CalibrationRun], sweep: str, *, 
         is_disturbed: whether any run was disturbed: the time beside the processors' own is then uncertain, too.
     """
     kernels: list[MeasuredKernel] = []
-    spreads, held = list[float](), list[float]()
+    spreads, other_work = list[float](), list[float]()
     for run in runs_of_strategy(runs, PROBE_BLOCKS):
         probe = run.result.probe
         if probe is None or not probe.blocks or probe.pass_s is None:
             continue
         kernels += _kernels_of_run(machine, run, probe)
         spreads.append(median(block.spread for block in probe.blocks))
-        held.append(wall_ratio(probe))
+        # A quota is in the measured times already.
+        other_work.append(wall_ratio(probe) / _held_back(machine, probe))
     messages: list[MeasuredMessage] = []
     scatters: list[float] = []
     for run in runs_of_strategy(runs, PROBE_MESSAGES):
@@ -54,7 +55,7 @@ def fit_shapes(machine: Machine, runs: Sequence[CalibrationRun], sweep: str, *, 
             messages.append(MeasuredMessage(shape=shape, tasks_per_node=run.spec.tasks_per_node, seconds=call.seconds))
             scatters.append(call.spread)
     # The 90 % interval then includes a machine that is as busy.
-    outside = log(max(median(held or [1.0]), 1.0)) / _NORMAL_90 if is_disturbed else 0.0
+    outside = log(max(median(other_work or [1.0]), 1.0)) / _NORMAL_90 if is_disturbed else 0.0
     return MeasuredShapes(
         kernels=kernels,
         messages=messages,
