@@ -57,11 +57,11 @@ def rank_strategies(
         missing["--batch-size"] = ["a number", "--global-batch-size"]
     check_options(missing)
     request = RecommendRequest(nodes=nodes or (1,), objective=objective, **options)
-    found = recommend_layouts(request, cluster_name, model_folder)
-    if isinstance(found, LayoutRecommendation):
-        _show_layouts(found, request, cluster_name, top, out, as_json=as_json)
+    recommendation = recommend_layouts(request, cluster_name, model_folder)
+    if isinstance(recommendation, LayoutRecommendation):
+        _show_layouts(recommendation, request, cluster_name, top, out, as_json=as_json)
         return
-    for note in found:
+    for note in recommendation:
         print_message(note)
     recommendations, forecast = recommend_for(request, cluster_name, results, model_folder)
     module, _, model = request.model.rpartition(":")
@@ -84,7 +84,7 @@ def _write_sweep(text: str, out: Path | None, cluster_name: str) -> None:
 
 
 def _show_layouts(
-    found: LayoutRecommendation,
+    recommendation: LayoutRecommendation,
     request: RecommendRequest,
     cluster_name: str,
     top: int,
@@ -93,17 +93,17 @@ def _show_layouts(
     as_json: bool,
 ) -> None:
     """Print ranked layouts, or write them as JSON, with the sweep that measures those that can be run."""
-    text = layouts_sweep_toml(found, f"measure-{request.model}", request.dataset)
+    text = layouts_sweep_toml(recommendation, f"measure-{request.model}", request.dataset)
     _write_sweep(text, out, cluster_name)
     if as_json:
-        print_json(layouts_json(found, request.objective))
+        print_json(layouts_json(recommendation, request.objective))
         return
-    notes = found.notes
-    for nodes in found.rankings:
-        show_view(layouts_view(found, nodes, top), notes)
+    notes = recommendation.notes
+    for nodes in recommendation.rankings:
+        show_view(layouts_view(recommendation, nodes, top), notes)
         notes = [""]
-    if any(ranking.refused for ranking in found.rankings.values()):
-        make_console().print("", refused_layouts_table(found), sep="\n")
+    if any(ranking.refused for ranking in recommendation.rankings.values()):
+        make_console().print("", refused_layouts_table(recommendation), sep="\n")
     if text and out is None:
         print_text(f"\n# a sweep that measures the best that can be run (--out FILE writes it)\n{text}")
 

@@ -35,16 +35,16 @@ def check_files(files: tuple[str, ...], overrides: tuple[str, ...], as_json: boo
     problems: list[HpcbenchError] = []
     documents = []
     for name in files:
-        found: list[HpcbenchError] = []
+        file_problems: list[HpcbenchError] = []
         try:
             print_message(f"{name}: {_check_file(_find_file(name), overrides)}")
         except ConfigErrors as error:
-            found = error.problems
+            file_problems = error.problems
         except HpcbenchError as error:
-            found = [error]
-        errors = [{"message": error.message, "where": error.where, "hint": error.hint} for error in found]
-        documents.append({"file": name, "valid": not found, "errors": errors})
-        problems += found
+            file_problems = [error]
+        errors = [{"message": error.message, "where": error.where, "hint": error.hint} for error in file_problems]
+        documents.append({"file": name, "valid": not file_problems, "errors": errors})
+        problems += file_problems
     if as_json:
         print_json({"files": documents})
     if problems:

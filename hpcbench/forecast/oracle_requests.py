@@ -92,10 +92,10 @@ def check_request(
     problems = [*_request_problems(wish, profile, model_folder, needs_batch)]
     if problems:
         raise ConfigErrors(problems)
-    one = single_device_run(wish.model, wish.dataset, wish.input_size)
-    if isinstance(one, InfeasiblePoint):
-        raise ConfigError(one.reason)
-    return one
+    single_run = single_device_run(wish.model, wish.dataset, wish.input_size)
+    if isinstance(single_run, InfeasiblePoint):
+        raise ConfigError(single_run.reason)
+    return single_run
 
 
 def default_tasks_per_node(profile: ClusterProfile, partition: str | None) -> int:
@@ -108,14 +108,14 @@ def default_tasks_per_node(profile: ClusterProfile, partition: str | None) -> in
 def _request_problems(
     wish: RecommendRequest, profile: ClusterProfile, model_folder: Path, needs_batch: bool
 ) -> list[HpcbenchError]:
-    found: list[HpcbenchError] = []
+    problems: list[HpcbenchError] = []
     if is_custom_model(wish.model):
-        found += [problem] if (problem := check_custom_model(wish.model, model_folder.resolve(), "--model")) else []
+        problems += [problem] if (problem := check_custom_model(wish.model, model_folder.resolve(), "--model")) else []
     else:
         try:
             catalog_model(wish.model)
         except ConfigError as error:
-            found.append(error)
+            problems.append(error)
     hints = get_type_hints(RunSpec)
     choices: dict[str, Any] = {
         "dataset": DATASETS, "precision": get_args(hints["precision"]), "optimizer": get_args(hints["optimizer"]),
@@ -124,13 +124,13 @@ def _request_problems(
     for name, known in choices.items():
         value = getattr(wish, name)
         if value is not None and value not in known:
-            found.append(ConfigError(f"unknown {name} {value!r}", hint=did_you_mean(value, known)))
+            problems.append(ConfigError(f"unknown {name} {value!r}", hint=did_you_mean(value, known)))
     is_without = wish.batch_size is None and wish.global_batch_size is None
     if (wish.batch_size is None) == (wish.global_batch_size is None) and (needs_batch or not is_without):
         said = "both are given" if wish.batch_size else "neither is given"
         hint = "--batch-size is per replica, --global-batch-size of all replicas; the latter keeps the training equal"
-        found.append(ConfigError(f"--batch-size or --global-batch-size: {said}", hint=hint))
-    return found
+        problems.append(ConfigError(f"--batch-size or --global-batch-size: {said}", hint=hint))
+    return problems
 
 
 def count_calibrations(tree: ClusterTree, profile: ClusterProfile, partition: str | None) -> int:
@@ -139,8 +139,8 @@ def count_calibrations(tree: ClusterTree, profile: ClusterProfile, partition: st
     An interrupted calibration is not counted, so that it is continued.
     """
     wanted = partition or profile.default_partition
-    found, _ = read_calibrations(tree, profile.name)
-    whole = [one.calibration for one in found if not one.calibration.extends]
+    stored, _ = read_calibrations(tree, profile.name)
+    whole = [entry.calibration for entry in stored if not entry.calibration.extends]
     return sum(calibration.partition == wanted and bool(calibration.run_ids) for calibration in whole)
 
 
@@ -161,7 +161,7 @@ def plan_calibration(
     Those can whose runs are missing, or have ended, are in no calibration of the whole machine, and were not all
     disturbed, unless ``takes_disturbed``.
     """
-    known = [one.calibration for one in read_calibrations(tree, profile.name)[0]]
+    known = [entry.calibration for entry in read_calibrations(tree, profile.name)[0]]
     used = {run_id for calibration in known if not calibration.extends for run_id in calibration.run_ids}
     for path, text in sweeps:
         write_file(path, text.encode())
@@ -178,7 +178,7 @@ def collect_evidence(
     trees: Iterable[tuple[ClusterTree, Iterable[str]]], forecast: Forecast
 ) -> tuple[list[CalibrationRun], list[str]]:
     """Return the usable runs of each tree with the layer tables of ``forecast``, and for the others the reason."""
-    found: list[CalibrationRun] = []
+    evidence: list[CalibrationRun] = []
     problems: list[str] = []
     for tree, run_ids in trees:
         for run_id in run_ids:
@@ -193,8 +193,8 @@ def collect_evidence(
             if isinstance(table, NotPredicted):
                 problems.append(f"run {run_id} is left out: {table.reason}")
             else:
-                found.append(CalibrationRun(result, table))
-    return found, problems
+                evidence.append(CalibrationRun(result, table))
+    return evidence, problems
 
 
 DEFAULT_TOKENS_PER_GPU = 16_384
@@ -232,8 +232,8 @@ def recommend_layouts(
             f"no published run of {name} was learned from (the profile has no devices.{name}.fitted): {wish.model} is "
             "priced by the profile's figures, without context parallelism and mixed layouts"
         ]
-    one = check_request(wish, profile, model_folder, needs_batch=False)
-    shape, sequence = named_shape(wish.model), one.input_size or default_input_size(wish.dataset)
+    single_run = check_request(wish, profile, model_folder, needs_batch=False)
+    shape, sequence = named_shape(wish.model), single_run.input_size or default_input_size(wish.dataset)
     per_node = wish.tasks_per_node or default_tasks_per_node(profile, wish.partition)
     machine = machine_of_profile(profile, wish.partition, per_node)
     limits = partition_limits(profile, wish.partition or profile.default_partition)

@@ -64,9 +64,9 @@ def model_parallel_sizes(world: DeviceAllocation, most: int = MAX_MODEL_PARALLEL
     >>> model_parallel_sizes(DeviceAllocation(4, 4, {}), 8)
     [2, 4, 8]
     """
-    inside = [one for one in divisors(world.tasks_per_node) if one > 1]
+    inside = [size for size in divisors(world.tasks_per_node) if size > 1]
     beyond = [nodes * world.tasks_per_node for nodes in divisors(world.nodes) if nodes > 1]
-    return inside + [one for one in beyond if one <= most]
+    return inside + [size for size in beyond if size <= most]
 
 
 def non_pipeline_points(base: SweepPoint, world: DeviceAllocation) -> Iterator[SweepPoint]:
@@ -91,9 +91,9 @@ def leading_pipeline_points(base: SweepPoint, world: DeviceAllocation, shared: b
     """The pipeline ``LEADING_SCHEDULE`` at every length, in micro-batches; ``shared``: also with layers that ranks
     share.
     """
-    shares = [one for one in divisors(world.tasks_per_node) if one & (one - 1) == 0] if shared else [1]
-    for stages in [one for one in divisors(world.devices) if 1 < one <= MAX_STAGES]:
-        for share in [one for one in shares if (world.devices // stages) % one == 0]:
+    shares = [degree for degree in divisors(world.tasks_per_node) if degree & (degree - 1) == 0] if shared else [1]
+    for stages in [count for count in divisors(world.devices) if 1 < count <= MAX_STAGES]:
+        for share in [degree for degree in shares if (world.devices // stages) % degree == 0]:
             replicas = world.devices // (stages * share)
             degrees = {"strategy": LEADING_SCHEDULE, "pp_degree": stages, "tp_degree": share, "dp_degree": replicas}
             for micro_batches in micro_batch_choices(world.samples(stages * share), stages):
@@ -112,7 +112,7 @@ def micro_batch_choices(samples: int, stages: int) -> list[int]:
     ([8, 32], [6], [])
     """
     parts = divisors(samples) if samples else []
-    return sorted({max(one for one in parts if one <= times * stages) for times in (2, 8) if parts})
+    return sorted({max(count for count in parts if count <= times * stages) for times in (2, 8) if parts})
 
 
 def reduced_memory_points(point: SweepPoint, samples: int) -> Iterator[SweepPoint]:

@@ -67,7 +67,7 @@ def _distance_below(
 
 def is_smaller_run(values: list[float], others: list[float]) -> bool:
     """Whether ``values`` are in no parameter larger than ``others``, and in one smaller."""
-    return values != others and all(one <= other for one, other in zip(values, others, strict=True))
+    return values != others and all(value <= other for value, other in zip(values, others, strict=True))
 
 
 def format_stop_reason(group: StopGroup, run_id: str, values: list[float], status: str | None) -> str:

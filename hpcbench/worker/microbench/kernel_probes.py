@@ -72,13 +72,13 @@ class _ModuleCapture:
             return None
         is_leaf = next(module.children(), None) is None
         kind = type(module).__name__ + ("" if is_leaf else ".other")
-        key = (kind, repr(module), *(tuple(one.shape) for one in args if isinstance(one, Tensor)))
+        key = (kind, repr(module), *(tuple(arg.shape) for arg in args if isinstance(arg, Tensor)))
         if key in self._known:
             return None
         self._known.add(key)
-        flows_back = [isinstance(one, Tensor) and one.requires_grad for one in args]
+        flows_back = [isinstance(arg, Tensor) and arg.requires_grad for arg in args]
         # What runs next may write over it.
-        kept = [one.detach().clone() if isinstance(one, Tensor) else one for one in args]
+        kept = [arg.detach().clone() if isinstance(arg, Tensor) else arg for arg in args]
         captured = CapturedModule(name, kind, module, kept, flows_back)
         self.captured.append(captured)
         return captured
@@ -95,14 +95,16 @@ class _ReplayedTensor(torch.autograd.Function):
         # The gradients belong to the call, not to the graph.
         ctx.flowing = flowing
         if len(flowing) < len(inputs):
-            flowing += [torch.randn_like(one) if one.is_floating_point() else one for one in inputs[len(flowing) :]]
+            flowing += [
+                torch.randn_like(value) if value.is_floating_point() else value for value in inputs[len(flowing) :]
+            ]
         return holder[0].detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _gradient: Tensor) -> tuple[Tensor | None, ...]:
         wanted = ctx.needs_input_grad[3:]
-        return (None, None, None, *(one if needs else None for one, needs in zip(ctx.flowing, wanted, strict=True)))
+        return (None, None, None, *(grad if needs else None for grad, needs in zip(ctx.flowing, wanted, strict=True)))
 
 
 def replay_tensor(tensor: Tensor) -> Callable[..., Tensor]:
@@ -133,7 +135,7 @@ def _replay_child(child: nn.Module, outputs: list[Tensor]) -> nn.Module:
     def forward(*args: Any, **_kwargs: Any) -> Tensor:
         nonlocal calls
         calls += 1
-        return sources[(calls - 1) % len(sources)](*(one for one in args if isinstance(one, Tensor)))
+        return sources[(calls - 1) % len(sources)](*(arg for arg in args if isinstance(arg, Tensor)))
 
     clone = copy.copy(child)
     clone.forward = forward
