@@ -67,13 +67,16 @@ def test_a_killed_maker_leaves_no_process_and_the_next_resumes(tmp_path: Path, w
     assert {path: (tmp_path / path).stat().st_mtime_ns for path in first} == stamps, "what was whole was left alone"
 
 
-def test_an_interrupted_sample_maker_ends_without_a_message(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lines", [1, 2])
+def test_an_interrupted_sample_maker_ends_without_a_message(tmp_path: Path, lines: int) -> None:
+    """Interrupted while its processes start, and while they make samples."""
     process = maker(tmp_path)
     assert process.stdout is not None
-    assert json.loads(process.stdout.readline())["done"] == 0
+    for _ in range(lines):
+        json.loads(process.stdout.readline())
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert (process.returncode, said) == (130, "")
+    _, messages = process.communicate(timeout=60)
+    assert (process.returncode, messages) == (130, "")
 
 
 def test_two_makers_at_once_make_one_set(tmp_path: Path, whole: dict[str, bytes]) -> None:

@@ -18,7 +18,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
@@ -62,7 +62,7 @@ def _sample_bytes(dataset: str, size: int) -> int:
     return {"images": size * size + 1024, "volumes": volume_bytes, "tokens": 2 * size}[DATASETS[dataset].kind]
 
 
-def make_samples(folder: Path, dataset: str, size: int, samples: int, workers: int) -> Iterator[int]:
+def make_samples(folder: Path, dataset: str, size: int, samples: int, workers: int) -> Generator[int, None, None]:
     """Write a pool of synthetic samples. Complete parts are kept, and so is a larger pool.
 
     Every file appears complete, the manifest last. Two makers may work on one pool.
@@ -140,9 +140,15 @@ def _make_parts(pool: Path, dataset: str, size: int, parts: list[tuple[int, int]
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, context, _exit_with_parent, (os.getpid(),)) as processes:
         try:
+            # Processes start here and inherit the mask: an interrupt from the terminal reaches the maker alone.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             futures = [processes.submit(make, number, count) for number, count in parts]
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             yield from (future.result() for future in concurrent.futures.as_completed(futures))
         except BaseException:
+            # A process that is just starting would print a traceback if the maker ended before it.
+            for process in multiprocessing.active_children():
+                process.kill()
             processes.shutdown(wait=False, cancel_futures=True)
             raise
 
@@ -281,12 +287,16 @@ def main(words: list[str]) -> int:
     size = arguments.size or DATASETS[arguments.dataset].shape[-1]
     samples = arguments.samples or default_sample_count(arguments.dataset, size)
     workers = arguments.workers or len(cpu_mask())
-    # Unfinished parts are made again by the next maker, so the process ends at once.
-    signal.signal(signal.SIGINT, lambda *_: os._exit(_INTERRUPTED_EXIT_CODE))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        for complete in make_samples(arguments.folder.absolute(), arguments.dataset, size, samples, workers):
-            progress = {"done": min(complete, samples), "samples": max(samples, complete)}
-            print(json.dumps(progress), flush=True)  # noqa: T201 - the caller reads it
+        complete_counts = make_samples(arguments.folder.absolute(), arguments.dataset, size, samples, workers)
+        with contextlib.closing(complete_counts) as counts:
+            for complete in counts:
+                progress = {"done": min(complete, samples), "samples": max(samples, complete)}
+                print(json.dumps(progress), flush=True)  # noqa: T201 - the caller reads it
+    except KeyboardInterrupt:
+        # The next maker makes unfinished parts again.
+        return _INTERRUPTED_EXIT_CODE
     except BrokenPipeError:
         # The caller has ended.
         os._exit(_INTERRUPTED_EXIT_CODE)
