@@ -263,7 +263,7 @@ def make_steadiness_warnings(times_s: Sequence[float], spread: StepTimeStatistic
 def make_warmup_warning(slow_steps: int, timed: int, warmup_steps: int) -> str:
     """Return the warning with the warm-up that makes all timed steps of the next run steady."""
     return (
-        f"the first {slow_steps} of {timed} timed steps were still slower than the later ones and are in no figure: "
+        f"the first {slow_steps} of {timed} timed steps were still slower than the later ones and are excluded: "
         f"set warmup_steps = {warmup_steps + slow_steps} or more"
     )
 

@@ -139,6 +139,6 @@ def test_steadiness_warnings_follow_from_step_times(times: list[float], expected
 
 def test_the_warning_names_the_warm_up_to_set() -> None:
     assert make_warmup_warning(4, 20, 5) == (
-        "the first 4 of 20 timed steps were still slower than the later ones and are in no figure: "
+        "the first 4 of 20 timed steps were still slower than the later ones and are excluded: "
         "set warmup_steps = 9 or more"
     )
