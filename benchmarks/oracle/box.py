@@ -19,9 +19,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import polars
@@ -54,11 +54,13 @@ from hpcbench.submit.plan import SweepPlan, make_plan
 CALIBRATED_MBIT, SCORED_MBIT = 200, 100
 """With the scored rate the links of four nodes carry 0.4 Gbit/s in all."""
 _CALIBRATING_JOBS, _SCORED_JOBS = 2, 1
-"""At once: more would be in each other's way more than the ranks of one are."""
+"""At once: two probes of one node are in each other's way as the ranks of a scored job on two nodes are."""
 _SOME_FAILED = 1
 """How ``hpcbench run`` ends where runs did: they are cases, too."""
 _BUSY = 0.3
 """Load of the machine above which nothing is measured."""
+LAUNCHES = "oracle-score-launches"
+"""The sweep of the measured launches, which is made from box.toml."""
 _MORE_LAUNCHES = 5
 """Of data parallelism and of recommended configurations: small differences between these matter."""
 
@@ -111,44 +113,49 @@ def predict(bed: Testbed, path: Path) -> int:
         forecasts.predict(CLUSTER, spec)
     sources = sorted({machine.source for machine in forecasts.machines()})
     registered.write(path, CLUSTER, specs, predictors, sources)
+    _keep_calibrations(bed)
     print(f"{path}: {len(specs)} configurations, from {'; '.join(sources)}")
     return 0
 
 
+def _keep_calibrations(bed: Testbed) -> None:
+    """Copy the calibrations of these predictions into the tree, to be committed with them."""
+    shutil.rmtree(registered.CALIBRATIONS, ignore_errors=True)
+    make_folder(registered.CALIBRATIONS)
+    stored, _ = read_calibrations(ResultsTree(bed.results).cluster(CLUSTER), CLUSTER)
+    for entry in stored:
+        shutil.copy(entry.path, registered.CALIBRATIONS)
+
+
 def measure(bed: Testbed, path: Path, minutes: float) -> int:
-    """Measure the missing launches in shuffled order: all configurations, then some of them more often.
-
-    Stops after ``minutes``; the same command continues.
-    """
+    """Measure the missing launches in shuffled order. Stops after ``minutes``; the same command continues."""
     bed.at(SCORED_MBIT, _SCORED_JOBS)
-    end = time.monotonic() + minutes * 60
-    code = 0
-    for sweep in (SWEEP, _sweep_of_more_launches(bed, path)):
-        command = bed.start("run", str(sweep), "--cluster", CLUSTER)
-        try:
-            code = max(code, command.wait(end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            command.send_signal(signal.SIGINT)
-            command.wait()
-            bed.hpcbench("cancel", load_sweep(sweep).name, "--cluster", CLUSTER, "--wait")
-            print(f"stopped after {minutes:g} minutes; the same command continues", file=sys.stderr)
-            return _SOME_FAILED
-    return code
+    sweep = _sweep_of_launches(bed, path)
+    command = bed.start("run", str(sweep), "--cluster", CLUSTER)
+    try:
+        return command.wait(minutes * 60)
+    except subprocess.TimeoutExpired:
+        command.send_signal(signal.SIGINT)
+        command.wait()
+        bed.hpcbench("cancel", load_sweep(sweep).name, "--cluster", CLUSTER, "--wait")
+        print(f"stopped after {minutes:g} minutes; the same command continues", file=sys.stderr)
+        return _SOME_FAILED
 
 
-def _sweep_of_more_launches(bed: Testbed, path: Path) -> Path:
-    """Write the sweep of the configurations that are launched more often, the first times as runs of box.toml."""
+def _sweep_of_launches(bed: Testbed, path: Path) -> Path:
+    """Write the sweep with a point per launch, whose seed is its number: some points are launched more often."""
     document = tomli.loads(SWEEP.read_text(encoding="utf-8"))
-    settings = {"name": f"{document['name']}-more", "model_folder": str(SWEEP.parent), "repeats": _MORE_LAUNCHES}
-    wanted = _more_often(registered.read(path).configurations)
-    target = bed.work / "box_more.toml"
+    settings = {"name": LAUNCHES, "model_folder": str(SWEEP.parent)}
+    more_often = _more_often(registered.read(path).configurations)
+    target = bed.work / "box_launches.toml"
 
-    chosen = []
+    launches: list[dict[str, Any]] = []
     for point in document["include"]:
         write_atomic(target, sweep_toml(settings, document["fixed"], [point]).encode())
-        if {config_id(spec) for spec in _plan(bed, target).runs.values()} & wanted:
-            chosen.append(point)
-    write_atomic(target, sweep_toml(settings | {"submit": document["submit"]}, document["fixed"], chosen).encode())
+        own_ids = {config_id(spec) for spec in _plan(bed, target).runs.values()}
+        count = _MORE_LAUNCHES if own_ids & more_often else document["repeats"]
+        launches += [point | {"seed": number} for number in range(count)]
+    write_atomic(target, sweep_toml(settings | {"submit": document["submit"]}, document["fixed"], launches).encode())
     return target
 
 
@@ -171,10 +178,8 @@ def write_cases(bed: Testbed, path: Path, target: Path) -> int:
     """Write what was measured beside what was predicted; the machine's drift is removed."""
     os.chdir(bed.work)
     results = ResultsTree(bed.results)
-    name = load_sweep(SWEEP).name
     columns = tuple(dict.fromkeys((*VALIDATION_COLUMNS, *DRIFT_COLUMNS)))
-    sweeps = [name, f"{name}-more"] if (bed.work / "box_more.toml").exists() else [name]
-    frame = load_frame(results, sweeps, [CLUSTER], columns)
+    frame = load_frame(results, [LAUNCHES], [CLUSTER], columns)
     for note in drift_notes(list(reference_drifts(frame)), removed=True):
         print(note)
     # The drift is computed from the reference's launches: once it is removed, they hardly differ.
@@ -184,7 +189,7 @@ def write_cases(bed: Testbed, path: Path, target: Path) -> int:
         print("nothing that was predicted has been measured yet", file=sys.stderr)
         return 2
     document = cases.RerunCases(
-        sweep=name, sources=registered.read(path).sources, cases=[cases.RerunCase.of(case) for case in found]
+        sweep=LAUNCHES, sources=registered.read(path).sources, cases=[cases.RerunCase.of(case) for case in found]
     )
     write_atomic(target, msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
     print(f"{target}: {len(found)} configurations, {sum(len(case.measured.launches_s) for case in found)} launches")

@@ -20,6 +20,8 @@ HERE = Path(__file__).parent
 SWEEP = HERE / "box.toml"
 PREDICTIONS = HERE / "box_predictions.json"
 LOOKS = HERE / "box_looks.json"
+CALIBRATIONS = HERE / "calibrations" / "box"
+"""Of the predictions: a calibration without and one with the shapes of the sweep."""
 
 
 class Foretold(msgspec.Struct, kw_only=True):

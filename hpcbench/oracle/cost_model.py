@@ -11,6 +11,8 @@ from operator import attrgetter
 from statistics import NormalDist
 from typing import NamedTuple
 
+import msgspec
+
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle import stream_simulator
 from hpcbench.oracle.collective_formulas import GroupLinks, HockneyLink, collective_s
@@ -92,18 +94,17 @@ def update_kernels(spec: RunSpec, parameter_bytes: Iterable[float]) -> Iterator[
             yield Kernel(spec.optimizer, UPDATE, spec.compute_precision, 0.0, moved * size, size, 0.0, 0.0)
 
 
-def apply_measured_collectives(
+def measured_collective(
     span: GroupLinks, operation: str, samples: Sequence[CollectiveSample], payload_bytes: float = float("inf")
-) -> GroupLinks:
-    """Return ``span`` with the latency and the time per byte measured for ``operation`` on links of that kind.
+) -> CollectiveSample | None:
+    """Return the correction that was measured for ``operation`` on links of that kind; ``None`` without any.
 
     Of several measured for the same ranks, each for its own sizes, the one for ``payload_bytes`` counts.
 
-    Between two measured numbers of ranks both go in proportion to the logarithms; beyond them the nearest holds. An
+    Between two measured numbers of ranks all go in proportion to the logarithms; beyond them the nearest holds. An
     operation that was not measured is taken to be as all_reduce.
     """
-    crosses = span.nodes > 1
-    on_link = [sample for sample in samples if (sample.nodes > 1) == crosses]
+    on_link = [sample for sample in samples if (sample.nodes > 1) == (span.nodes > 1)]
     measured = [sample for sample in on_link if sample.operation == operation]
     by_ranks: dict[int, CollectiveSample] = {}
     for sample in sorted(
@@ -112,18 +113,40 @@ def apply_measured_collectives(
         if sample.from_bytes <= payload_bytes or sample.ranks not in by_ranks:
             by_ranks[sample.ranks] = sample
     if not by_ranks:
-        return span
+        return None
     low = by_ranks[max((ranks for ranks in by_ranks if ranks <= span.ranks), default=min(by_ranks))]
     high = by_ranks[min((ranks for ranks in by_ranks if ranks >= span.ranks), default=max(by_ranks))]
-    latency_s, ratio = low.latency_s, low.beta_ratio
-    if low.ranks != high.ranks:
-        part = log(span.ranks / low.ranks) / log(high.ranks / low.ranks)
-        latency_s += (high.latency_s - low.latency_s) * part
-        ratio = exp(log(low.beta_ratio) * (1 - part) + log(high.beta_ratio) * part)
+    if low.ranks == high.ranks:
+        return low
+    part = log(span.ranks / low.ranks) / log(high.ranks / low.ranks)
+
+    def between(name: str) -> float:
+        return float(getattr(low, name) * (1 - part) + getattr(high, name) * part)
+
+    return msgspec.structs.replace(
+        low,
+        ranks=span.ranks,
+        latency_s=between("latency_s"),
+        beta_ratio=exp(log(low.beta_ratio) * (1 - part) + log(high.beta_ratio) * part),
+        cpu_latency_s=between("cpu_latency_s"),
+        cpu_s_per_byte=between("cpu_s_per_byte"),
+    )
+
+
+def measured_collective_s(
+    span: GroupLinks, operation: str, sample: CollectiveSample | None, payload_bytes: float
+) -> float:
+    """Return the time of one call, corrected by ``sample``: that of the links or, if longer, of the processor."""
+    if sample is None:
+        return collective_s(operation, span, payload_bytes)
+    crosses = span.nodes > 1
     wire = span.inter_node if crosses else span.intra_node
-    link = HockneyLink(latency_s, wire.beta_s_per_byte * ratio)
+    link = HockneyLink(sample.latency_s, wire.beta_s_per_byte * sample.beta_ratio)
     # What was measured is a step's latency, whichever link it crosses.
-    return span._replace(inter_node=link, by_hop=False) if crosses else span._replace(intra_node=link)
+    links = span._replace(inter_node=link, by_hop=False) if crosses else span._replace(intra_node=link)
+    processor = HockneyLink(sample.cpu_latency_s, sample.cpu_s_per_byte)
+    own = links._replace(intra_node=processor, inter_node=processor)
+    return max(collective_s(operation, links, payload_bytes), collective_s(operation, own, payload_bytes))
 
 
 class UnmeasuredShapes(NamedTuple):
@@ -255,9 +278,12 @@ class CostModel:
     def _priced(self, operation: str, payload_bytes: float, group: GroupPlacement) -> tuple[float, float]:
         if group.ranks < 2:
             return 0.0, 0.0
-        span = apply_measured_collectives(self._span(group), operation, self.machine.comm.collectives, payload_bytes)
-        issue_s = self.machine.comm.call_s
-        seconds, latency_s = (collective_s(operation, span, size) + issue_s for size in (payload_bytes, 0.0))
+        span = self._span(group)
+        sample = measured_collective(span, operation, self.machine.comm.collectives, payload_bytes)
+        seconds, latency_s = (
+            measured_collective_s(span, operation, sample, size) + self.machine.comm.call_s
+            for size in (payload_bytes, 0.0)
+        )
         shape = group_message(operation, payload_bytes, group)
         if self._measured is not None and self.spec.devices_per_task == 1:
             measured_s = self._measured.message_s(shape, self.spec.tasks_per_node)

@@ -49,6 +49,8 @@ class MeasuredMessage(msgspec.Struct, frozen=True, kw_only=True):
     shape: MessageShape
     tasks_per_node: int
     seconds: float
+    cpu_s: float = 0.0
+    """Processor seconds of the rank that worked longest; 0 where they were not measured."""
 
 
 class MeasuredShapes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -77,6 +77,8 @@ class CollectiveProbe(_ProbeRecord, kw_only=True):
     groups: int = 1
     """That did the same at the same time."""
     seconds: float
+    cpu_s: float | None = None
+    """Processor seconds of the rank that worked longest; ``None`` on an accelerator and in older results."""
     spread: float
     repeats: int
 

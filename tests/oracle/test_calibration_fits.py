@@ -24,7 +24,14 @@ from hpcbench.oracle.calibration.fit_kernels import fit_kind_factors, fit_roofli
 from hpcbench.oracle.calibration.fit_machine import fit_calibration
 from hpcbench.oracle.calibration.fit_overheads import fit_contention, fit_crowding, fit_lone_ranks, fit_overlap
 from hpcbench.oracle.collective_formulas import GroupLinks, HockneyLink, collective_s
-from hpcbench.oracle.cost_model import CostModel, RowShare, expected_normal_maximum, row_kernels, update_kernels
+from hpcbench.oracle.cost_model import (
+    CostModel,
+    RowShare,
+    expected_normal_maximum,
+    measured_collective_s,
+    row_kernels,
+    update_kernels,
+)
 from hpcbench.oracle.machine import Machine, nominal_machine
 from hpcbench.oracle.prediction import predict
 from hpcbench.oracle.strategies.base import resolve_cost
@@ -334,6 +341,26 @@ def test_a_ratio_is_over_the_links_nominal_time_per_byte() -> None:
     assert [one.beta_ratio for one in samples] == [pytest.approx(1.2, rel=1e-6)] * 3
     assert [one.r2 for one in residuals] == [pytest.approx(1.0)] * 3
     assert residuals[0].what == "all_gather, 2 ranks on 2 nodes, 1 KiB to 16 MiB"
+
+
+def test_processor_seconds_of_collectives_are_fitted_apart_from_the_link() -> None:
+    processor, span = HockneyLink(4e-5, 3e-9), GroupLinks(2, 2, HockneyLink(1e-6, 1e-10), TRUE, trees=False)
+    probes = [
+        CollectiveProbe(operation="all_reduce", ranks=2, nodes=2, payload_bytes=size, spread=0.01, repeats=9,
+                        seconds=collective_s("all_reduce", span, size),
+                        cpu_s=collective_s("all_reduce", span._replace(inter_node=processor), size))
+        for size in SIZES
+    ]  # fmt: skip
+    (sample,), _, _ = fit_collectives(NOMINAL.comm, probes, 0.0, trees=False)
+    assert [sample.cpu_latency_s, sample.cpu_s_per_byte] == pytest.approx([4e-5, 3e-9])
+    # On the calibrated link the wire takes longer, on one of 100 times its rate the processor.
+    slow = span._replace(inter_node=NOMINAL.comm.inter_node)
+    fast = span._replace(inter_node=slow.inter_node._replace(beta_s_per_byte=slow.inter_node.beta_s_per_byte / 100))
+    size = 16 * 2**20
+    wire_s = collective_s("all_reduce", span, size)
+    assert measured_collective_s(slow, "all_reduce", sample, size) == pytest.approx(wire_s, rel=1e-3)
+    cpu_s = collective_s("all_reduce", span._replace(inter_node=processor), size)
+    assert measured_collective_s(fast, "all_reduce", sample, size) == pytest.approx(cpu_s, rel=1e-3)
 
 
 def test_contention_is_relative_to_one_group_of_large_messages() -> None:

@@ -52,7 +52,8 @@ def fit_shapes(machine: Machine, runs: Sequence[CalibrationRun], sweep: str, *, 
         for call in run.result.probe.collectives if run.result.probe else ():
             rivals = call.groups if call.nodes > 1 else 1
             shape = MessageShape(call.operation, call.ranks, call.ranks // call.nodes, rivals, call.payload_bytes)
-            messages.append(MeasuredMessage(shape=shape, tasks_per_node=run.spec.tasks_per_node, seconds=call.seconds))
+            tasks, cpu_s = run.spec.tasks_per_node, call.cpu_s or 0.0
+            messages.append(MeasuredMessage(shape=shape, tasks_per_node=tasks, seconds=call.seconds, cpu_s=cpu_s))
             scatters.append(call.spread)
     # The 90 % interval then includes a machine that is as busy.
     outside = log(max(median(other_work or [1.0]), 1.0)) / _NORMAL_90 if is_disturbed else 0.0

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -69,6 +69,14 @@ class ProbeGroup(NamedTuple):
     def barrier(self) -> None:
         """Wait for all ranks."""
         self.maximum([0.0])
+
+
+class CallReadings(NamedTuple):
+    """Seconds of one call in each repeat, of the slowest rank; empty where a size was left out."""
+
+    seconds: list[float]
+    cpu_s: list[float]
+    """Seconds that the processors worked for the rank's process, the library's own threads included."""
 
 
 class _OverlapReading(NamedTuple):
@@ -147,9 +155,9 @@ def measure_collectives(
             check()
             call = make_collective_call(team, operation, payload_bytes)
             readings = time_collective(team, call, point_s, halves=operation == "send")
-            if not readings:
+            if not readings.seconds:
                 break
-            probes.append(collective_probe(operation, team.size, spec.nodes, payload_bytes, 1, readings))
+            probes.append(collective_probe(operation, team, spec.nodes, payload_bytes, 1, readings))
     check()
     # A message that takes long enough to compute beside it, and not too long.
     fitting = [probe.payload_bytes for probe in probes if probe.operation == "all_reduce" and probe.seconds <= 0.1]
@@ -213,39 +221,49 @@ def time_collective(
     halves: bool = False,
     is_active: bool = True,
     is_required: bool = False,
-) -> list[float]:
-    """Seconds of one call in each repeat, of the slowest rank; empty where it takes far longer than ``point_s``.
+) -> CallReadings:
+    """Time one call in each repeat; no repeat where it takes far longer than ``point_s``.
 
     ``halves``: a call is two messages, one after the other. A rank that is not active waits for the others. A size that
     is required is repeated as few times as any, however long it takes.
     """
 
-    def repeat(calls: int, first: int) -> float:
+    def repeat(calls: int, first: int) -> tuple[float, float]:
         synchronize(team.device)
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         for number in range(first, first + calls):
             call(number)
         synchronize(team.device)
-        return (time.perf_counter() - began) / calls
+        return (time.perf_counter() - began) / calls, (time.process_time() - cpu_began) / calls
 
     if is_active:
         repeat(1, 0)
     team.barrier()
-    alone_s = team.maximum([repeat(2, 1) if is_active else 0.0])[0]
+    alone_s = team.maximum([repeat(2, 1)[0] if is_active else 0.0])[0]
     if alone_s * MIN_REPEATS > point_s * _MAX_BUDGET_FACTOR and not is_required:
-        return []
+        return CallReadings([], [])
     calls = max(1, min(50, round(_BURST_S / alone_s)))
     repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(point_s / (calls * alone_s))))
-    own_s = [repeat(calls, 3 + calls * number) if is_active else 0.0 for number in range(repeats)]
-    return [seconds / (2 if halves else 1) for seconds in team.maximum(own_s)]
+    own = [repeat(calls, 3 + calls * number) if is_active else (0.0, 0.0) for number in range(repeats)]
+    parts = 2 if halves else 1
+    wall_s, cpu_s = (team.maximum(list(values)) for values in zip(*own, strict=True))
+    return CallReadings([seconds / parts for seconds in wall_s], [seconds / parts for seconds in cpu_s])
 
 
 def collective_probe(
-    operation: str, ranks: int, nodes: int, payload_bytes: int, groups: int, readings: list[float]
+    operation: str, team: ProbeGroup, nodes: int, payload_bytes: int, groups: int, readings: CallReadings
 ) -> CollectiveProbe:
-    """Return the record of one size, from the seconds of its repeats."""
-    values: dict[str, Any] = {"operation": operation, "payload_bytes": payload_bytes, **reading_statistics(readings)}
-    return CollectiveProbe(ranks=ranks, nodes=nodes, groups=groups, **values)
+    """Return the record of one size, from the readings of its repeats."""
+    return CollectiveProbe(
+        operation=operation,
+        ranks=team.size,
+        nodes=nodes,
+        payload_bytes=payload_bytes,
+        groups=groups,
+        # The host waits for an accelerator by asking it again and again.
+        cpu_s=median(readings.cpu_s) if team.device.type == "cpu" else None,
+        **reading_statistics(readings.seconds),
+    )
 
 
 def _measure_contention(
@@ -267,8 +285,8 @@ def _measure_contention(
             # Groups whose turn it is not wait for those whose it is.
             team.barrier()
             readings = time_collective(team, call, budget_s / (len(counts) * len(sizes)), is_active=local_rank < count)
-            if readings:
-                probes.append(collective_probe("all_reduce", spec.nodes, spec.nodes, payload_bytes, count, readings))
+            if readings.seconds:
+                probes.append(collective_probe("all_reduce", mine, spec.nodes, payload_bytes, count, readings))
     return probes
 
 
@@ -302,7 +320,7 @@ def measure_messages(
             is_active=number < active,
             is_required=True,
         )
-        probes.append(collective_probe(shape.operation, shape.ranks, spec.nodes, shape.payload_bytes, active, readings))
+        probes.append(collective_probe(shape.operation, mine, spec.nodes, shape.payload_bytes, active, readings))
     return probes
 
 
