@@ -53,6 +53,9 @@ bandwidth_bytes_per_s = "{rate} Mbit/s"
 class Testbed:
     """A project folder with the profile, a results tree, and the box that both are about."""
 
+    __test__ = False
+    """No test class, in spite of its name."""
+
     def __init__(self, work: Path, shape: Shape = EIGHT_NODES) -> None:
         self.shape = shape
         self.work = work.resolve()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -21,21 +22,23 @@ from typing import Any
 import msgspec
 import polars
 
+from benchmarks.oracle.registered import HERE, Score
 from benchmarks.rerun import fits
 from benchmarks.testbed import CLUSTER, RATE_MBIT, Testbed
 from hpcbench.config.run_spec import RunSpec, config_id
-from hpcbench.fileio import write_atomic
+from hpcbench.errors import ConfigError
+from hpcbench.fileio import make_folder, write_atomic
 from hpcbench.oracle.baselines import BASELINES, choice_results
+from hpcbench.oracle.calibration.calibration_store import read_calibrations
 from hpcbench.oracle.scoring import MeasuredConfiguration, PredictorResult, ValidationCase
 from hpcbench.report.oracle_validation import ORACLE_NAME, ClusterForecasts, baseline_predictor, oracle_predictor
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import STATUS_OK
 
-HERE = Path(__file__).parent
 RERUNS = HERE.parents[1] / "docs" / "reruns"
 SWEEPS = ("paradl-small", "ddlbench-small")
-BOX = HERE / "box_cases.json"
-"""Of the oracle's score on the SLURM box (``benchmarks.oracle.box``)."""
+BLIND, CALIBRATED = "blind", "calibrated"
+"""The oracle from the profile alone, and from a calibration without any shape of the sweep."""
 _SAME = 0.002
 """Relative difference up to which two predictions are the same one on another processor."""
 _SHARED = ("precision", "optimizer", "momentum", "weight_decay", "warmup_steps", "steps", "profile_steps", "data",
@@ -52,6 +55,8 @@ class RerunCase(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The oracle's, from the calibration alone."""
     measured_step_times_s: list[float]
     """Median step time of every launch."""
+    run_ids: list[str] = []
+    """Of the launches, where slices of a score add some to those of earlier slices."""
     status: str = STATUS_OK
     figures: dict[str, float] = {}
     """Measured parts of the step and memory, as ``MeasuredConfiguration``."""
@@ -66,9 +71,8 @@ class RerunCase(msgspec.Struct, kw_only=True, omit_defaults=True):
         known = {name: result for name, result in said.items() if name == ORACLE_NAME or result.step_time_s is not None}
         return cls(
             config_id=measured.config_id, spec=measured.spec, predicted_step_time_s=said[ORACLE_NAME].step_time_s,
-            measured_step_times_s=measured.launches_s, status=measured.status, figures=measured.figures,
-            figures_noise=measured.figures_noise,
-            said=known,
+            measured_step_times_s=measured.launches_s, run_ids=measured.run_ids, status=measured.status,
+            figures=measured.figures, figures_noise=measured.figures_noise, said=known,
         )  # fmt: skip
 
 
@@ -87,6 +91,32 @@ class RerunCases(msgspec.Struct, kw_only=True):
             choices = choice_results(case.spec.strategy, case.said[ORACLE_NAME].fits)
             cases.append(ValidationCase(_measured(case), {**case.said, **choices}))
         return cases
+
+
+def with_earlier_launches(now: RerunCases, before: RerunCases) -> RerunCases:
+    """Return ``now`` with the launches of ``before`` that it lacks. Parts of a step stay those of the later slice.
+
+    Raises:
+        ConfigError: The predictions are others than those of ``before``.
+    """
+    if now.sources != before.sources:
+        raise ConfigError(
+            f"earlier launches were predicted from {'; '.join(before.sources)}, these from {'; '.join(now.sources)}",
+            hint="remove the file of the earlier cases, or measure with their predictions",
+        )
+    merged = {case.config_id: case for case in before.cases}
+    for later in now.cases:
+        earlier = merged.get(later.config_id)
+        launches: dict[str, float] = {}
+        for case in (earlier, later):
+            if case is not None and case.status == STATUS_OK:
+                launches |= zip(case.run_ids, case.measured_step_times_s, strict=True)
+        merged[later.config_id] = msgspec.structs.replace(
+            later if later.status == STATUS_OK or earlier is None else earlier,
+            run_ids=[*launches] or later.run_ids,
+            measured_step_times_s=[*launches.values()],
+        )
+    return msgspec.structs.replace(now, cases=[*merged.values()])
 
 
 def path_of(sweep: str, folder: Path = HERE) -> Path:
@@ -163,6 +193,46 @@ def write(sweep: str) -> Path:
     found, path = predicted_cases(sweep, measured_cases(sweep), baselines=True), path_of(sweep)
     write_atomic(path, msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
     return path
+
+
+def forecasts_by_kind(score: Score, work: Path) -> dict[str, ClusterForecasts]:
+    """Return the oracle's forecasts from all calibrations of a score, from those without its shapes, and from none.
+
+    Their trees are made in ``work``; they need the box's profile in the current folder.
+    """
+    kinds: dict[str, ClusterForecasts] = {}
+    for name in (ORACLE_NAME, CALIBRATED, BLIND):
+        shutil.rmtree(work / name, ignore_errors=True)
+        tree = ResultsTree(work / name)
+        target = tree.cluster(CLUSTER).path("calibrations")
+        make_folder(target)
+        for path in score.calibrations.glob("*.json"):
+            shutil.copy(path, target)
+        for stored in read_calibrations(tree.cluster(CLUSTER), CLUSTER)[0]:
+            if name == BLIND or (name == CALIBRATED and stored.calibration.machine.measured is not None):
+                stored.path.unlink()
+        kinds[name] = ClusterForecasts(tree, score.sweep.parent)
+    return kinds
+
+
+def with_present_predictions(score: Score, cases: Sequence[ValidationCase]) -> list[ValidationCase]:
+    """Return ``cases`` with the oracle's predictions as it makes them now from the score's calibrations."""
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder:
+        bed = Testbed(Path(folder), score.shape)
+        bed.describe(score.scored_mbit)
+        os.chdir(folder)
+        try:
+            kinds = forecasts_by_kind(score, Path(folder))
+            predictors = {name: oracle_predictor(own, learns=False) for name, own in kinds.items()}
+            return [
+                ValidationCase(
+                    case.measured, case.said | {name: predict(case.measured) for name, predict in predictors.items()}
+                )
+                for case in cases
+            ]
+        finally:
+            os.chdir(before)
 
 
 def differences(sweep: str, stored: RerunCases, folder: Path = RERUNS) -> Iterator[str]:

@@ -23,6 +23,7 @@ import polars
 from benchmarks.oracle import abci, ablation, cases, gpu
 from benchmarks.oracle.neighbours import SMALL, held_out_cases, neighbours_rows, regret_rows
 from benchmarks.oracle.printed import printed_document
+from benchmarks.oracle.registered import BOX, HERE, Score
 from benchmarks.oracle.tables import box_rows
 from benchmarks.rerun import figures as rerun_figures
 from benchmarks.rerun import pages
@@ -95,7 +96,7 @@ def _printed_pairs(text: str, alone: Sequence[ValidationCase]) -> dict[str, Any]
     return pairs
 
 
-def blocks(docs: Path = DOCS, folder: Path = cases.HERE) -> dict[str, dict[str, str]]:
+def blocks(docs: Path = DOCS, folder: Path = HERE) -> dict[str, dict[str, str]]:
     """Return by page and name the tables."""
     reruns = docs / "reruns"
     tables: dict[str, str] = {}
@@ -106,7 +107,7 @@ def blocks(docs: Path = DOCS, folder: Path = cases.HERE) -> dict[str, dict[str, 
         held_out = held_out_cases(alone)
         tables |= pages.blocks_of(sweep, rows, documents(sweep, reruns, alone, held_out))
         regrets[sweep], neighbours[sweep] = regret_rows(held_out), neighbours_rows(alone, held_out)
-    box = tables_of_box(folder / cases.BOX.name)
+    box = tables_of_box(BOX._replace(folder=folder))
     return {
         "reruns.md": tables,
         "oracle-figures.md": box
@@ -119,16 +120,17 @@ def blocks(docs: Path = DOCS, folder: Path = cases.HERE) -> dict[str, dict[str, 
     }
 
 
-def tables_of_box(path: Path) -> dict[str, str]:
+def tables_of_box(score: Score) -> dict[str, str]:
     """Return by name the tables of the score on the SLURM box; none where its cases are not in the tree."""
-    if not path.exists():
+    if not score.cases.exists():
         return {}
-    found = cases.read(path).validation_cases()
-    head = ["", "the profile alone", "calibrated", "calibrated for the sweep", "with one pilot", "noise"]
-    held_out = held_out_cases(found)
-    regrets = {"box": regret_rows(held_out)}
+    registered = cases.read(score.cases).validation_cases()
+    present = cases.with_present_predictions(score, registered)
+    head = ["", "the profile alone", "calibrated", "calibrated for the sweep", "the same by the present version",
+            "with one pilot", "noise"]  # fmt: skip
+    regrets = {"box": regret_rows(held_out_cases(registered))}
     return {
-        "oracle-box": rerun_figures.table(head, [[name, *cells] for name, cells in box_rows(found).items()]),
+        "oracle-box": rerun_figures.table(head, [[name, *row] for name, row in box_rows(registered, present).items()]),
         "oracle-box-regret": _side_by_side(regrets, ("accuracy", "regret", "every difference counted")),
     }
 
@@ -155,7 +157,7 @@ def page_differences(found: dict[str, dict[str, str]], docs: Path = DOCS) -> Ite
             yield f"{name}: a table has other rows than the page"
 
 
-def differences(docs: Path = DOCS, folder: Path = cases.HERE) -> Iterator[str]:
+def differences(docs: Path = DOCS, folder: Path = HERE) -> Iterator[str]:
     """Yield everything that differs."""
     yield from page_differences(blocks(docs, folder), docs)
     for sweep in cases.SWEEPS:

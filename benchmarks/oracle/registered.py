@@ -1,4 +1,4 @@
-"""Predictions that are written down, and committed, before the first run that they are scored on."""
+"""The scores on the SLURM box, and their predictions, which are committed before the first scored run."""
 
 from __future__ import annotations
 
@@ -11,17 +11,62 @@ from typing import NamedTuple
 
 import msgspec
 
+from benchmarks.testbed import EIGHT_NODES, FOUR_NODES, RATE_MBIT, Shape
 from hpcbench.config.run_spec import RunSpec, config_id
 from hpcbench.fileio import write_atomic
 from hpcbench.oracle.scoring import MeasuredConfiguration, PredictorResult
 from hpcbench.report.oracle_validation import CasePredictor
 
 HERE = Path(__file__).parent
-SWEEP = HERE / "box.toml"
-PREDICTIONS = HERE / "box_predictions.json"
-LOOKS = HERE / "box_looks.json"
-CALIBRATIONS = HERE / "calibrations" / "box"
-"""Of the predictions: a calibration without and one with the shapes of the sweep."""
+SWEEPS = HERE.parents[1] / "sweeps"
+
+
+class Score(NamedTuple):
+    """A sweep on the SLURM box that predictors are scored on, and its files in the tree."""
+
+    name: str
+    sweep: Path
+    shape: Shape
+    calibrated_mbit: int
+    """Rate of the links during the plain calibration."""
+    scored_mbit: int
+    """Rate during the probes of the sweep's own shapes and the scored runs."""
+    launches: int = 0
+    """Of data parallelism and of recommended configurations, where small differences matter; 0: those of the sweep."""
+    folder: Path = HERE
+    """Of its files."""
+
+    @property
+    def predictions(self) -> Path:
+        """Return the path of the registered predictions."""
+        return self.folder / f"{self.name}_predictions.json"
+
+    @property
+    def calibrations(self) -> Path:
+        """Return the folder of the calibrations that the predictions follow from: without and with its own shapes."""
+        return self.folder / "calibrations" / self.name
+
+    @property
+    def looks(self) -> Path:
+        """Return the path of the sets of predictions that were compared with measurements."""
+        return self.folder / f"{self.name}_looks.json"
+
+    @property
+    def cases(self) -> Path:
+        """Return the path of the measured launches beside the registered predictions."""
+        return self.folder / f"{self.name}_cases.json"
+
+
+BOX = Score("box", HERE / "box.toml", FOUR_NODES, calibrated_mbit=200, scored_mbit=100, launches=5)
+"""With the scored rate the links of four nodes carry 0.4 Gbit/s in all."""
+SCORES = {
+    score.name: score
+    for score in (
+        BOX,
+        Score("paradl", SWEEPS / "paradl-small.toml", EIGHT_NODES, RATE_MBIT, RATE_MBIT),
+        Score("ddlbench", SWEEPS / "ddlbench-small.toml", EIGHT_NODES, RATE_MBIT, RATE_MBIT),
+    )
+}
 
 
 class Foretold(msgspec.Struct, kw_only=True):
@@ -85,13 +130,13 @@ def commit(path: Path) -> Commit | None:
     return Commit(name, float(unix_s))
 
 
-def looks(path: Path) -> list[Look]:
+def looks(path: Path, looks_path: Path) -> list[Look]:
     """Every set of predictions that was compared with measurements, in order, this one included from now on."""
-    before = msgspec.json.decode(LOOKS.read_bytes(), type=list[Look]) if LOOKS.exists() else []
+    before = msgspec.json.decode(looks_path.read_bytes(), type=list[Look]) if looks_path.exists() else []
     now = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
     if all(one.predictions != now for one in before):
         before.append(Look(predictions=now, unix_s=time.time()))
-        write_atomic(LOOKS, msgspec.json.format(msgspec.json.encode(before), indent=1) + b"\n")
+        write_atomic(looks_path, msgspec.json.format(msgspec.json.encode(before), indent=1) + b"\n")
     return before
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from benchmarks.oracle.cases import BLIND, CALIBRATED
 from benchmarks.oracle.neighbours import cases_after_pilots, held_out_cases
-from benchmarks.oracle.registered import SWEEP, Commit, Look, Register
+from benchmarks.oracle.registered import Commit, Look, Register
 from hpcbench.config.run_spec import strategy_label
 from hpcbench.oracle.baselines import BASELINES
 from hpcbench.oracle.scoring import AccuracySummary, PredictorScore, ValidationCase, score_predictor
@@ -33,8 +35,6 @@ _DATA_GOAL, _GOAL, _REGRET_GOAL, _MEMORY_GOAL = 0.024, 0.05, 0.02, 0.10
 DATA_PARALLEL = ("ddp", "horovod")
 MOVED = "moved"
 """The oracle's predictions, each moved by the measurements of all other configurations of the grid."""
-BLIND, CALIBRATED = "blind", "calibrated"
-"""The oracle from the profile alone, and from a calibration without any shape of the sweep."""
 _SMALLER = ("flat", "perfect", "log_p")
 """Baselines that look at measured runs on fewer ranks: said when there are some."""
 
@@ -57,11 +57,13 @@ def show(cases: Sequence[ValidationCase], register: Register, commit: Commit | N
         console.print("", render_view(view, console.width), sep="\n")
 
 
-def measured_cases(frame: polars.DataFrame, results: ResultsTree, register: Register) -> list[ValidationCase]:
+def measured_cases(
+    frame: polars.DataFrame, results: ResultsTree, register: Register, model_folder: Path
+) -> list[ValidationCase]:
     """Return measurements with their registered predictions; a configuration without one is not scored."""
     foretold = {one.config_id: one for one in register.configurations}
     measured = [one for one in measured_configurations(frame) if one.config_id in foretold]
-    forecasts = ClusterForecasts(results, SWEEP.parent)
+    forecasts = ClusterForecasts(results, model_folder)
     later = {name: baseline_predictor(forecasts, BASELINES[name], measured) for name in _SMALLER}
     return [
         ValidationCase(one, {**foretold[one.config_id].said, **{name: say(one) for name, say in later.items()}})
@@ -69,13 +71,19 @@ def measured_cases(frame: polars.DataFrame, results: ResultsTree, register: Regi
     ]
 
 
-def box_rows(cases: Sequence[ValidationCase]) -> dict[str, list[str]]:
+def box_rows(cases: Sequence[ValidationCase], present: Sequence[ValidationCase]) -> dict[str, list[str]]:
     """Return by strategy the mean accuracy of each kind of prediction, and the noise, as cells of a table.
 
-    The kinds: from the profile alone, calibrated, calibrated for the sweep, and then with one pilot per model and
-    strategy, of which the others are predicted.
+    The kinds: from the profile alone, calibrated, calibrated for the sweep, the same as ``present`` cases have it, and
+    then with one pilot per model and strategy, of which the others are predicted.
     """
-    kinds = [(cases, BLIND), (cases, CALIBRATED), (cases, ORACLE_NAME), (cases_after_pilots(cases), ORACLE_NAME)]
+    kinds = [
+        (cases, BLIND),
+        (cases, CALIBRATED),
+        (cases, ORACLE_NAME),
+        (present, ORACLE_NAME),
+        (cases_after_pilots(cases), ORACLE_NAME),
+    ]
     scores = [score_predictor(own, name) for own, name in kinds]
     data = {case.measured.config_id for case in cases if case.measured.spec.strategy in DATA_PARALLEL}
     of_data = [
@@ -160,15 +168,15 @@ def _error(cases: Sequence[ValidationCase]) -> tuple[float, float]:
 
 
 def _terms(cases: Sequence[ValidationCase]) -> View:
-    """Which term is wrong: computation and exposed communication, measured and predicted."""
+    """Return the term that is most wrong: computation or communication, measured and predicted, or the rest."""
     columns = [
         Column("strategy", "strategy", is_key=True, is_number=False),
         Column("model", "model", is_key=True, is_number=False),
         Column("ranks", "ranks", is_key=True),
         Column("compute", "computes"),
         Column("compute_said", "said"),
-        Column("exposed", "waits"),
-        Column("exposed_said", "said"),
+        Column("comm", "sends"),
+        Column("comm_said", "said"),
         Column("rest", "rest"),
         Column("wrong", "most wrong", is_number=False),
     ]
@@ -177,8 +185,8 @@ def _terms(cases: Sequence[ValidationCase]) -> View:
         spec, there, said = one.measured.spec, one.measured.step_time_s, one.said[ORACLE_NAME]
         if not there or not said.step_time_s:
             continue
-        measured = [one.measured.figures.get(name, 0.0) for name in ("compute_s", "exposed_comm_s")]
-        told = [said.figures.get(name, 0.0) for name in ("compute_s", "exposed_comm_s")]
+        measured = [one.measured.figures.get(name, 0.0) for name in ("compute_s", "comm_s")]
+        told = [said.figures.get(name, 0.0) for name in ("compute_s", "comm_s")]
         off = {
             "computation": told[0] - measured[0],
             "communication": told[1] - measured[1],
@@ -193,7 +201,7 @@ def _terms(cases: Sequence[ValidationCase]) -> View:
             f"{wrong} {off[wrong] / there:+.0%}",
         ])  # fmt: skip
     view.notes = [
-        "computes, waits: of profiled steps, the rank that computes longest; rest: bubbles, waiting for others, what "
-        "lies between; percent of the measured step"
+        "computes, sends: of profiled steps, the rank that computes longest; rest: bubbles and waits for others, less "
+        "what overlaps; percent of the measured step"
     ]
     return view

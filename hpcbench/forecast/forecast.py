@@ -8,12 +8,12 @@ import contextlib
 import os
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import psutil
@@ -22,8 +22,13 @@ from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.run_spec import RunSpec, config_id, run_id, run_label
 from hpcbench.errors import HpcbenchError, StorageError
 from hpcbench.forecast.layer_table_cache import load_layer_table
-from hpcbench.oracle.calibration.calibration_store import machine_for, read_calibrations
-from hpcbench.oracle.machine import Machine, emulating_machine
+from hpcbench.oracle.calibration.calibration_store import (
+    StoredCalibration,
+    calibration_of_partition,
+    machine_for,
+    read_calibrations,
+)
+from hpcbench.oracle.machine import Machine, assumed_link_notes, emulating_machine
 from hpcbench.oracle.measured_factors import MeasuredFactors, MeasuredRatio
 from hpcbench.oracle.peak_memory import MemoryBreakdown
 from hpcbench.oracle.prediction import (
@@ -35,10 +40,10 @@ from hpcbench.oracle.prediction import (
     peak_rank_memory,
     predict,
 )
-from hpcbench.oracle.strategies.base import resolve_cost
-from hpcbench.parallel.catalog import STRATEGIES, options_with_defaults, shipped_model_entries
+from hpcbench.oracle.strategies.base import count_operators
+from hpcbench.parallel.catalog import STRATEGIES, shipped_model_entries
 from hpcbench.parallel.check_names import custom_model_folder
-from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest, cached_by_identity
+from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point, table_exclusion_reason
 from hpcbench.parallel.workloads import DATASETS, is_custom_model
 from hpcbench.results.results_tree import ClusterTree
@@ -107,6 +112,7 @@ class Forecast:
         self._memory: dict[Any, MemoryBreakdown | NotPredicted] = {}
         self._predictions: dict[Any, Prediction | NotPredicted] = {}
         self._factors: dict[str | None, MeasuredFactors] = {}
+        self._environment_notes: list[str] = []
 
     def predict(
         self, spec: RunSpec, *, quick: bool = False, limit: int | None = None, held_out: bool = False
@@ -134,8 +140,12 @@ class Forecast:
             )  # fmt: skip
             tree = self._tree
             assert tree is not None, "only a tree has results"
+            stored, _ = read_calibrations(tree, self.profile.name)
+            results = _results_of_partition(tree, self.profile, partition)
+            calibration = calibration_of_partition(stored, self.profile, partition)
+            self._environment_notes += environment_notes(calibration, results)
             self._factors[partition] = learn_factors(
-                tree, self.profile, partition, lambda spec: alone.predict_alone(spec, quick=True)
+                stored, results, lambda spec: alone.predict_alone(spec, quick=True)
             )
         return self._factors[partition]
 
@@ -184,8 +194,12 @@ class Forecast:
         return self._machines[key]
 
     def machines(self) -> list[Machine]:
-        """The machines of all predictions so far."""
-        return list(self._machines.values())
+        """The machines of all predictions so far, with a note if the cluster's newest results are of another one."""
+        more = self._environment_notes
+        return [
+            msgspec.structs.replace(machine, notes=[*machine.notes, *more]) if more else machine
+            for machine in self._machines.values()
+        ]
 
     def table(self, spec: RunSpec) -> LayerTable | NotPredicted:
         """The layer table of the run's model, or the reason why there is none."""
@@ -348,6 +362,8 @@ class PlanForecast:
                 f"launches about {count:,} operators in {format_seconds(count * LAUNCH_S)}, its step is predicted to "
                 f"take {format_seconds(step_s)} (a larger batch_size, or compile)"
             )
+        if any(machine.depth == "nominal" for machine in self.forecast.machines()):
+            lines += used_link_notes(self.forecast.profile, runs.values())
         # Counted over all runs of the sweep, those with a result among them.
         total = sum(self.unpriced.values())
         if total:
@@ -357,46 +373,14 @@ class PlanForecast:
         return lines
 
 
-class _PassOperators(NamedTuple):
-    """Operators of the passes of one micro-batch through the whole model."""
-
-    forward: int
-    backward: int
-    casts: int
-    """Number of casts of weights, of their gradients and around norms, with autocast."""
-
-
-@cached_by_identity(64)
-def _operators_of_table(table: LayerTable) -> _PassOperators:
-    rows = [row for row in table.layers if row.forward_flops or row.forward_moved_bytes]
-    # BatchNorm counts its batches.
-    return _PassOperators(
-        forward=sum(2 if row.kind.startswith("BatchNorm") else 1 for row in rows),
-        backward=sum(2 if row.parameters else 1 for row in rows),
-        # autocast computes LayerNorm in fp32, forward and backward.
-        casts=4 * sum(row.kind == "LayerNorm" for row in rows)
-        + 2 * sum(bool(row.parameters and row.forward_flops) for row in rows),
-    )
-
-
-def count_operators(spec: RunSpec, table: LayerTable) -> int:
-    """Estimate the operators that the host of a rank launches in one step.
-
-    Each row of the table is one operator forward and, with weights, two backward. Beside the passes there are: sums of
-    the gradients of micro-batches, copies of gradients into buckets and back (DDP's unless gradients are views),
-    operators around communication calls by the factor of the strategy's cost, and a fused update.
-    ``tests/distributed/test_dry_run_operators.py`` compares it with dry runs.
-    """
-    forward, backward, casts = _operators_of_table(table)
-    operators = forward * (2 if spec.activation_checkpointing else 1) + backward
-    operators += casts if spec.precision in ("bf16", "fp16") else 0
-    stages = 1 if STRATEGIES[spec.strategy].drives_several_devices else spec.pp_degree
-    cost, tensors = resolve_cost(spec.strategy), len(table.parameter_tensors)
-    fills_buckets = options_with_defaults(spec).get("gradient_as_bucket_view") is False
-    copies = (2 if fills_buckets else cost.copies_per_gradient) * tensors if spec.dp_degree > 1 else 0
-    sums = (spec.micro_batches - 1) * tensors
-    calls = max(sum(call.count for call in cost.traffic(spec, table, rank)) for rank in cost.ranks_that_differ(spec))
-    return (spec.micro_batches * operators + sums + copies) // stages + calls * cost.operators_per_call + 1
+def used_link_notes(profile: ClusterProfile, specs: Iterable[RunSpec]) -> list[str]:
+    """Return notes with the assumed values of the links that the runs use and the profile does not define."""
+    runs = list(specs)
+    is_used = {
+        "intra_node": any(spec.tasks_per_node > 1 for spec in runs),
+        "inter_node": any(spec.nodes > 1 for spec in runs),
+    }
+    return [note for key, note in assumed_link_notes(profile).items() if is_used[key]]
 
 
 def forecast_plan(plan: SweepPlan, tree: ClusterTree) -> PlanForecast:
@@ -424,33 +408,50 @@ _MAX_DATED = 20_000
 _IMPLAUSIBLE_S = 1e9
 
 
+def _results_of_partition(tree: ClusterTree, profile: ClusterProfile, partition: str | None) -> list[RunResult]:
+    """Return the newest measured results of a partition, ``None`` being the default, the newest first."""
+    default = profile.default_partition
+    return [
+        result
+        for result in _newest_results(tree)
+        if (result.spec.partition or default) == (partition or default) and result.spec.rehearse is None
+    ]
+
+
+def environment_notes(stored: StoredCalibration | None, results: Sequence[RunResult]) -> list[str]:
+    """Return a note if the newest of ``results`` is of another environment than the runs of the calibration."""
+    known = set() if stored is None else set(stored.calibration.environment_digests)
+    # A model of the user's own is a part of its environment.
+    newest = next((result for result in results if not is_custom_model(result.spec.model)), None)
+    if stored is None or not known or newest is None or newest.environment_digest in {None, *known}:
+        return []
+    return [
+        f"calibration {stored.digest} is of another machine or software ({', '.join(sorted(known))}) than the newest "
+        f"results ({newest.environment_digest}), and predictions rest on it: hpcbench cluster calibrate "
+        f"{stored.calibration.cluster} measures again"
+    ]
+
+
 def learn_factors(
-    tree: ClusterTree,
-    profile: ClusterProfile,
-    partition: str | None,
+    stored: Sequence[StoredCalibration],
+    results: Sequence[RunResult],
     predict: Callable[[RunSpec], Prediction | NotPredicted],
 ) -> MeasuredFactors:
-    """Learn factors on the predictions by ``predict`` from the newest results of a partition.
+    """Learn factors on the predictions by ``predict`` from the results of a partition.
 
-    Left out: runs that a calibration was fitted to, rehearsed ones, probes, results whose spec is not that of their
-    id, and all that did not end well.
+    Left out: runs that a calibration was fitted to, probes, and results whose spec is not that of their id.
 
     Args:
-        tree: of the cluster.
-        profile: its profile.
-        partition: of the runs; ``None`` is the profile's default.
+        stored: the calibrations of the cluster.
+        results: of measured runs that ended well, the newest first.
         predict: the prediction of a run by the machine's numbers alone.
     """
-    stored, _ = read_calibrations(tree, profile.name)
     fitted = {key for entry in stored for key in entry.calibration.run_ids}
-    default = profile.default_partition
     launches: dict[str, list[float]] = defaultdict(list)
     specs: dict[str, RunSpec] = {}
-    for result in _newest_results(tree):
+    for result in results:
         spec, times = result.spec, result.metrics.step_time_s
-        if times is None or spec.rehearse is not None or result.run_id in fitted or result.run_id != run_id(spec):
-            continue
-        if (spec.partition or default) != (partition or default):
+        if times is None or result.run_id in fitted or result.run_id != run_id(spec):
             continue
         if spec.strategy not in STRATEGIES or STRATEGIES[spec.strategy].cost is None:
             continue

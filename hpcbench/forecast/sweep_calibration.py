@@ -11,10 +11,9 @@ from math import ceil
 
 import msgspec
 
-from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.run_spec import RunSpec, config_id, strategy_label
 from hpcbench.errors import ConfigError, did_you_mean
-from hpcbench.forecast.forecast import STARTUP_S, Forecast, forecast_plan
+from hpcbench.forecast.forecast import STARTUP_S, Forecast, forecast_plan, used_link_notes
 from hpcbench.forecast.oracle_requests import plan_calibration
 from hpcbench.oracle.calibration.calibration_runs import (
     PROBE_STEPS,
@@ -30,7 +29,14 @@ from hpcbench.oracle.calibration.calibration_store import (
     read_calibrations,
 )
 from hpcbench.oracle.calibration.fit_shapes import busy_notes, fit_shapes
-from hpcbench.oracle.calibration.sweep_needs import PricedRun, SweepProbe, block_probes, message_probes, price_run
+from hpcbench.oracle.calibration.sweep_needs import (
+    PricedRun,
+    SweepProbe,
+    block_probes,
+    message_probes,
+    overlap_probes,
+    price_run,
+)
 from hpcbench.oracle.cost_model import CostModel, is_eager_run
 from hpcbench.oracle.machine import nominal_machine
 from hpcbench.oracle.measured_shapes import MeasuredShapes
@@ -120,7 +126,7 @@ def prepare_sweep_calibration(
     if not priced:
         reason = next(iter(reasons), "no run")
         raise ConfigError(f"nothing of sweep {plan.sweep.name!r} can be probed on {profile.name}: {reason}")
-    notes = [*problems, *notes, *_link_notes(profile, partition, runs.values())]
+    notes = [*problems, *notes, *used_link_notes(profile, runs.values())]
     notes += [f"{count} configurations are not probed: {reason}" for reason, count in reasons.most_common()]
     if base is None:
         notes.append(
@@ -129,7 +135,8 @@ def prepare_sweep_calibration(
         )
     sweep_hours = forecast_plan(plan, tree).node_hours(runs)
     limit = max(SWEEP_SHARE * (sweep_hours or 0.0), MIN_LIMIT_H * max(spec.nodes for spec in runs.values()))
-    fitting, oversized = _without_oversized(block_probes(priced, budget_s), forecast)
+    by_blocks = [*block_probes(priced, budget_s), *overlap_probes(priced, budget_s)]
+    fitting, oversized = _without_oversized(by_blocks, forecast)
     probes = [*fitting, *message_probes(priced, budget_s)]
     affordable, left_out, hours = _within_limit(probes, limit, STARTUP_S[profile.device])
     left_out = [*oversized, *left_out]
@@ -204,30 +211,12 @@ def _price_runs(
     return priced, reasons
 
 
-def _link_notes(profile: ClusterProfile, partition: str | None, specs: Iterable[RunSpec]) -> list[str]:
-    """Return notes on the links that the profile does not describe, with the assumed values."""
-    runs = list(specs)
-    uses = {
-        "intra_node": ("inside nodes", any(spec.tasks_per_node > 1 for spec in runs)),
-        "inter_node": ("between nodes", any(spec.nodes > 1 for spec in runs)),
-    }
-    comm, notes = nominal_machine(profile, partition).comm, []
-    for name, (where, is_used) in uses.items():
-        link = getattr(comm, name)
-        if is_used and getattr(profile.links, name) is None:
-            notes.append(
-                f"the profile {profile.name} defines no links {where}: {link.latency_s * 1e6:g} us and "
-                f"{1e-9 / link.beta_s_per_byte:g} GB/s are assumed for messages that are not measured"
-            )
-    return notes
-
-
 def _without_oversized(probes: Sequence[SweepProbe], forecast: Forecast) -> tuple[list[SweepProbe], list[str]]:
     """Return the probes of blocks whose whole model fits on a device, and why others are left out."""
     usable: list[SweepProbe] = []
     left_out: list[str] = []
     for probe in probes:
-        point = {key: value for key, value in probe.point.items() if key not in ("options", "tasks_per_node")}
+        point = {key: value for key, value in probe.point.items() if key not in ("options", "nodes", "tasks_per_node")}
         single = resolve_point(point | {"strategy": SINGLE_DEVICE}, PartitionLimits("any"))
         fit = single if isinstance(single, InfeasiblePoint) else forecast.memory_fit(single)
         limit = fit.memory_limit_bytes if isinstance(fit, MemoryFit) else None
@@ -244,11 +233,14 @@ def _without_oversized(probes: Sequence[SweepProbe], forecast: Forecast) -> tupl
 def _within_limit(
     probes: Sequence[SweepProbe], limit: float, startup_s: float
 ) -> tuple[list[SweepProbe], list[str], float]:
-    """Return the probes that fit into ``limit`` node-hours, those for most of the sweep's time first."""
+    """Return the probes that fit into ``limit`` node-hours.
+
+    Those for most of the sweep's time come first; overlap, which the calibration has a value for, comes last.
+    """
     affordable: list[SweepProbe] = []
     left_out: list[str] = []
     total_hours = 0.0
-    for probe in sorted(probes, key=lambda probe: probe.runs * probe.seconds, reverse=True):
+    for probe in sorted(probes, key=lambda probe: ("overlaps" in probe.point["options"], -probe.runs * probe.seconds)):
         hours = probe.nodes * _run_time_s(probe, startup_s) / 3600
         if total_hours + hours > limit:
             left_out.append(f"{LEFT_OUT}{probe.what}: {hours:.3g} node-hours are more than what is left of {limit:.3g}")
@@ -407,7 +399,7 @@ def coverage_lines(specs: Iterable[RunSpec], forecast: Forecast) -> list[str]:
         if cost_model.is_measured:
             measured += 1
             continue
-        kernels, messages = cost_model.unmeasured
+        kernels, messages, _ = cost_model.unmeasured
         kinds = sorted({kernel.kind for kernel in kernels})
         named = f" ({', '.join(kinds[:3])}{', ...' if len(kinds) > 3 else ''})" if kinds else ""
         lines.append(

@@ -23,7 +23,7 @@ from hpcbench.oracle.tensor_sizes import FP32_BYTES, activation_number_bytes, in
 from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.layer_table import LayerRow, LayerTable, cached_by_identity, cached_by_run_fields
 from hpcbench.parallel.roofline import BACKWARD, COPY_KIND, FORWARD, UPDATE, Kernel, RooflineModel
-from hpcbench.parallel.traffic import MessageShape, Traffic
+from hpcbench.parallel.traffic import OVERLAPPED_OPERATIONS, MessageShape, Traffic
 
 
 class RowShare(NamedTuple):
@@ -155,6 +155,8 @@ class UnmeasuredShapes(NamedTuple):
     kernels: dict[Kernel, float]
     """Seconds of the layers' kernels, without updates and copies."""
     messages: dict[MessageShape, float]
+    overlaps: set[Traffic]
+    """The collectives of each simulated step that move most bytes while the rank computes."""
 
 
 def accumulations_per_pass(spec: RunSpec) -> float:
@@ -211,10 +213,12 @@ class CostModel:
         self._roofline = RooflineModel.of(machine.compute)
         compute = machine.compute
         self.overhead = machine.strategies.get(spec.strategy, StrategyOverhead())
-        self.unmeasured = UnmeasuredShapes({}, {})
+        self.unmeasured = UnmeasuredShapes({}, {}, set())
         shapes = machine.measured
         is_alike = shapes is not None and is_eager_run(spec) and spec.environment == shapes.environment
         self._measured = MeasuredTimes.of(shapes) if shapes is not None and is_alike else None
+        side_by_side = {1: 1.0, **(shapes.side_by_side if shapes is not None else {})}
+        self._side_by_side = _interpolated(side_by_side, min(spec.nodes, max(side_by_side)))
         self._conditions = kernel_conditions(spec)
         self._samples = micro_batch_samples(spec)
         self._accumulations = accumulations_per_pass(spec)
@@ -230,7 +234,7 @@ class CostModel:
             measured_s = self._measured.kernel_s(kernel, self._conditions, self._samples)
             if measured_s is not None:
                 # A library's factor was fitted to formulas, which the measurement replaces.
-                return measured_s
+                return measured_s * self._side_by_side
         seconds = self._factor * self._roofline.seconds(kernel)
         if self._accumulations and kernel.direction == BACKWARD and kernel.weight_bytes:
             seconds += self._accumulations * self._factor * self._roofline.seconds(accumulation_kernel(kernel))
@@ -241,7 +245,7 @@ class CostModel:
     @property
     def is_measured(self) -> bool:
         """Whether all layers and messages that were priced so far were measured in their own shapes."""
-        return self._measured is not None and not any(self.unmeasured)
+        return self._measured is not None and not self.unmeasured.kernels and not self.unmeasured.messages
 
     def spreads(self) -> tuple[float, float]:
         """Return the relative uncertainty of computation and of communication, as priced so far."""
@@ -268,8 +272,14 @@ class CostModel:
 
     def run(self, events: Iterable[stream_simulator.StreamEvent]) -> stream_simulator.StreamTimes:
         """Simulate the events of a step."""
-        comm = self.machine.comm
-        return stream_simulator.simulate_streams(events, comm.overlap_slowdown, comm.comm_slowdown)
+        comm, step = self.machine.comm, list(events)
+        slowdowns = None
+        if (overlapped := main_overlapped_call(step)) is not None:
+            if self._measured is not None:
+                slowdowns = self._measured.slowdowns(self.spec, overlapped.operation)
+            if slowdowns is None:
+                self.unmeasured.overlaps.add(overlapped)
+        return stream_simulator.simulate_streams(step, *(slowdowns or (comm.overlap_slowdown, comm.comm_slowdown)))
 
     def overhead_s(self) -> float:
         """Return the seconds of the computing thread in a step beside kernels and calls."""
@@ -310,6 +320,28 @@ class CostModel:
     def longest_delay_s(self) -> float:
         """Return the mean of the longest delay of a node: it lies in the mean of steps, not in their median."""
         return self.machine.delay_s * harmonic_number(self.spec.nodes) if self.spec.ranks > 1 else 0.0
+
+
+def main_overlapped_call(events: Sequence[stream_simulator.StreamEvent]) -> Traffic | None:
+    """Return the call of the operation that moves most bytes while the rank computes, the largest of its calls."""
+    totals, largest = Counter[str](), dict[str, Traffic]()
+    running: list[Traffic] = []
+    for event in events:
+        if isinstance(event, stream_simulator.RepeatEvent):
+            inner = main_overlapped_call(event.events)
+            running += [] if inner is None else [inner]
+        elif isinstance(event, stream_simulator.CommCall):
+            running += [event.traffic] if event.key is not None and event.traffic is not None else []
+            continue
+        elif isinstance(event, stream_simulator.WaitEvent):
+            running = [] if not event.key else running
+            continue
+        for call in running:
+            totals[call.operation] += call.payload_bytes
+            largest[call.operation] = max(largest.get(call.operation, call), call, key=lambda one: one.payload_bytes)
+        running = []
+    overlapping = {operation: total for operation, total in totals.items() if operation in OVERLAPPED_OPERATIONS}
+    return largest[max(overlapping, key=overlapping.__getitem__)] if overlapping else None
 
 
 def expected_normal_maximum(count: int) -> float:

@@ -224,15 +224,7 @@ def _nominal_compute(
 def _nominal_comm(profile: ClusterProfile, notes: list[str]) -> CommParameters:
     intra, inter = profile.links.intra_node, profile.links.inter_node
     guessed_intra, guessed_inter = _DEFAULT_LINKS[profile.device]
-    if intra is None or inter is None:
-        missing = (
-            "inside nodes"
-            if inter is not None
-            else "between nodes"
-            if intra is not None
-            else "inside and between nodes"
-        )
-        notes.append(f"profile {profile.name}: links {missing} are not set; usual values are assumed")
+    notes += assumed_link_notes(profile).values()
     return CommParameters(
         intra_node=nominal_link(intra) if intra else guessed_intra,
         inter_node=nominal_link(inter) if inter else guessed_inter,
@@ -242,6 +234,17 @@ def _nominal_comm(profile: ClusterProfile, notes: list[str]) -> CommParameters:
         by_hop=profile.device == "cuda",
         spread=0.4 if intra and inter else _DEFAULTS_SPREAD,
     )
+
+
+def assumed_link_notes(profile: ClusterProfile) -> dict[str, str]:
+    """Return notes with the assumed values of links that the profile does not define, by their key in ``links``."""
+    places = {"intra_node": "inside nodes", "inter_node": "between nodes"}
+    return {
+        key: f"profile {profile.name} defines no links {places[key]}: {link.latency_s * 1e6:g} us and "
+        f"{1e-9 / link.beta_s_per_byte:g} GB/s are assumed"
+        for key, link in zip(places, _DEFAULT_LINKS[profile.device], strict=True)
+        if getattr(profile.links, key) is None
+    }
 
 
 def nominal_link(link: LinkConfig) -> HockneyLink:

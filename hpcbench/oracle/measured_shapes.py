@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.collective_formulas import HockneyLink
 from hpcbench.parallel.layer_table import cached_by_identity
 from hpcbench.parallel.roofline import UPDATE, Kernel
@@ -53,11 +54,41 @@ class MeasuredMessage(msgspec.Struct, frozen=True, kw_only=True):
     """Processor seconds of the rank that worked longest; 0 where they were not measured."""
 
 
+class MeasuredOverlap(msgspec.Struct, frozen=True, kw_only=True):
+    """The measured slowdowns of a pass through a model and of collectives under each other."""
+
+    workload: str
+    """``workload_key`` of the runs that it is for."""
+    samples: int
+    """Number of samples of the pass."""
+    nodes: int
+    tasks_per_node: int
+    operation: str
+    slowdown: float
+    """Factor on the pass while the collectives run."""
+    comm_slowdown: float
+    """Factor on the collectives while the pass runs."""
+
+    @property
+    def conditions(self) -> tuple[object, ...]:
+        """Return the values of which there is one measurement."""
+        return self.workload, self.samples, self.nodes, self.tasks_per_node, self.operation
+
+
+def workload_key(spec: RunSpec) -> str:
+    """Return a text that is equal for runs whose layers are equal at equal numbers of samples."""
+    parts = (spec.model, spec.model_options, spec.dataset, spec.input_size, spec.compute_precision, spec.channels_last)
+    return msgspec.json.encode(parts).decode()
+
+
 class MeasuredShapes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """All shapes that probes of sweeps measured on one cluster."""
 
     kernels: list[MeasuredKernel] = []
     messages: list[MeasuredMessage] = []
+    overlaps: list[MeasuredOverlap] = []
+    side_by_side: dict[int, float] = {}
+    """Factor on a pass by the number of nodes that compute at the same time, where it was measured."""
     compute_spread: float = 0.0
     """Relative uncertainty of a step's computation where all blocks were measured."""
     comm_spread: float = 0.0
@@ -71,25 +102,26 @@ class MeasuredShapes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Hashes of the software as the submitter saw it."""
 
     def over_links(self, links: tuple[HockneyLink, HockneyLink]) -> MeasuredShapes:
-        """Return the shapes without messages over a link that the profile has changed since."""
+        """Return the shapes without messages and overlaps over a link that the profile has changed since."""
         before = self.links or links
-        messages = [message for message in self.messages if self._link(before, message) == self._link(links, message)]
-        if len(messages) == len(self.messages):
+        is_same = [old == new for old, new in zip(before, links, strict=True)]
+        if all(is_same):
             return self
-        return msgspec.structs.replace(self, messages=messages)
-
-    @staticmethod
-    def _link(links: tuple[HockneyLink, HockneyLink], message: MeasuredMessage) -> HockneyLink:
-        return links[message.shape.nodes > 1]
+        messages = [message for message in self.messages if is_same[message.shape.nodes > 1]]
+        overlaps = [overlap for overlap in self.overlaps if is_same[overlap.nodes > 1]]
+        return msgspec.structs.replace(self, messages=messages, overlaps=overlaps)
 
     def joined(self, later: MeasuredShapes) -> MeasuredShapes:
         """Return both; of equal shapes the later measurement."""
         earlier = self if later.links is None else self.over_links(later.links)
         kernels = {(each.kernel, each.samples, each.conditions): each for each in (*self.kernels, *later.kernels)}
         messages = {(each.shape, each.tasks_per_node): each for each in (*earlier.messages, *later.messages)}
+        overlaps = {each.conditions: each for each in (*earlier.overlaps, *later.overlaps)}
         return MeasuredShapes(
             kernels=list(kernels.values()),
             messages=list(messages.values()),
+            overlaps=list(overlaps.values()),
+            side_by_side=self.side_by_side | later.side_by_side,
             compute_spread=max(self.compute_spread, later.compute_spread),
             comm_spread=max(self.comm_spread, later.comm_spread),
             sweeps=list(dict.fromkeys([*self.sweeps, *later.sweeps])),
@@ -153,6 +185,7 @@ class MeasuredTimes:
     """The index of ``MeasuredShapes``."""
 
     def __init__(self, shapes: MeasuredShapes) -> None:
+        self._overlaps = shapes.overlaps
         by_samples: dict[object, list[tuple[float, float]]] = defaultdict(list)
         by_bytes: dict[object, list[tuple[float, float]]] = defaultdict(list)
         by_payload: dict[object, list[tuple[float, float]]] = defaultdict(list)
@@ -183,6 +216,23 @@ class MeasuredTimes:
         plain = _per_byte_sizes(kernel)
         curve = None if plain is None else self._by_bytes.get((conditions, plain))
         return None if curve is None else curve.at(kernel.output_bytes)
+
+    def slowdowns(self, spec: RunSpec, operation: str) -> tuple[float, float] | None:
+        """Return the slowdowns of computation and of ``operation`` under each other in a run; ``None`` without any.
+
+        Of several measurements of the run's model that of the nearest number of nodes, then of samples, counts.
+        """
+        key, samples = workload_key(spec), spec.batch_size / spec.micro_batches
+        alike = [
+            overlap
+            for overlap in self._overlaps
+            if (overlap.workload, overlap.operation, overlap.tasks_per_node) == (key, operation, spec.tasks_per_node)
+            and (overlap.nodes > 1) == (spec.nodes > 1)
+        ]
+        if not alike:
+            return None
+        nearest = min(alike, key=lambda one: (abs(log(one.nodes / spec.nodes)), abs(log(one.samples / samples))))
+        return nearest.slowdown, nearest.comm_slowdown
 
     def message_s(self, shape: MessageShape, tasks_per_node: int) -> float | None:
         """Return the measured seconds of a call, the time to issue it included."""

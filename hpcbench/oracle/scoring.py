@@ -22,8 +22,8 @@ from hpcbench.results.timing_statistics import quantile
 
 COUNTED_FAILURES = frozenset({"oom", "failed", "timeout"})
 """Ends that count as an error of a prediction that the run succeeds; no predictor covers the others."""
-SCORED_PARTS = ("compute_s", "comm_s", "exposed_comm_s", "peak_memory_bytes")
-"""Figures that are scored in addition to the step time."""
+SCORED_PARTS = ("compute_s", "comm_s", "peak_memory_bytes")
+"""Figures that are scored in addition to the step time; ``comm_s`` without waits for late ranks."""
 _BOOTSTRAP_RESAMPLES = 1000
 _BOOTSTRAP_SEED = 8
 _NORMAL_95 = 1.96
@@ -393,7 +393,7 @@ def _compared_pair(case: ValidationCase, predictor: str, part: str | None) -> tu
     predicted, figure = result.figures.get(part), measured.figures.get(part)
     if predicted is None or not figure or not step_time_s:
         return None
-    if part in ("comm_s", "exposed_comm_s") and measured.spec.pp_degree > 1:
+    if part == "comm_s" and measured.spec.pp_degree > 1:
         # A stage's is mostly the wait for its neighbour, which is predicted as the bubble.
         return None
     return None if part.endswith("_s") and figure < MIN_STEP_FRACTION * step_time_s else (predicted, figure)

@@ -52,6 +52,10 @@ def total_payload_bytes(calls: Iterable[Traffic]) -> int:
     return sum(call.payload_bytes * call.count for call in calls)
 
 
+OVERLAPPED_OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
+"""Operations that libraries begin and wait for later, to compute meanwhile."""
+
+
 class MessageShape(NamedTuple):
     """The shape of a call of a group: ``all_reduce:4:2:1:65536`` in the option ``messages``."""
 

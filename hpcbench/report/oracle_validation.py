@@ -27,7 +27,8 @@ from hpcbench.results.schema import STATUS_OK
 ORACLE_NAME, MACHINE_ONLY = "hpcbench", "machine_only"
 """The oracle's name among the predictors, and that of the oracle as if nothing else had been measured."""
 _WIRE = "wire_s"
-"""Measured part that the oracle's communication is compared with: the oracle predicts no wait for late ranks."""
+"""Measured part that the oracle's communication is compared with: the oracle predicts no wait for late ranks, which
+``comm_s`` and ``exposed_comm_s`` contain."""
 VALIDATION_COLUMNS = (
     "cluster", "run_id", "config_id", "environment_digest", "status", STEP_TIME,
     *(f"metrics.{part}" for part in (*scoring.SCORED_PARTS, _WIRE)),
@@ -108,8 +109,8 @@ def measured_configurations(frame: pl.DataFrame) -> list[scoring.MeasuredConfigu
 
 
 def _measured_part(row: dict[str, Any], part: str) -> float | None:
-    wire_s: float | None = row.get(f"metrics.{_WIRE}") if part == "comm_s" else None
-    return row[f"metrics.{part}"] if wire_s is None else wire_s
+    value: float | None = row.get(f"metrics.{_WIRE if part == 'comm_s' else part}")
+    return value
 
 
 def _measured_configuration(rows: Sequence[dict[str, Any]]) -> scoring.MeasuredConfiguration:

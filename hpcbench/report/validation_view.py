@@ -18,7 +18,7 @@ from hpcbench.report.table_files import view_json
 from hpcbench.report.table_model import Column, View, text_column
 
 _PART_HEADINGS = {
-    "compute_s": "computation", "comm_s": "communication", "exposed_comm_s": "exposed communication",
+    "compute_s": "computation", "comm_s": "communication",
     "peak_memory_bytes": "memory",
 }  # fmt: skip
 

@@ -84,19 +84,23 @@ class CollectiveProbe(_ProbeRecord, kw_only=True):
 
 
 class OverlapProbe(_ProbeRecord, kw_only=True):
-    """Computation and an all_reduce, each alone and both together, in seconds; medians of the slowest rank."""
+    """Computation and collectives, each alone and both together, in seconds; medians of the slowest rank."""
 
+    operation: str = "all_reduce"
+    calls: int = 1
+    """Collectives that were begun one after another, before the computation."""
     ranks: int
     nodes: int
     payload_bytes: int
+    """Payload of one call."""
     compute_s: float
     comm_s: float
     compute_under_comm_s: float
-    """The same computation while the all_reduce was running."""
+    """The same computation while the collectives were running."""
     both_s: float
     """Time until both had ended."""
     issue_s: float
-    """Time until the call that begins the all_reduce returned."""
+    """Time until the calls that begin the collectives returned."""
     repeats: int
 
 

@@ -96,13 +96,14 @@ def calibrations(tmp_path: Path) -> list[Path]:
 def test_the_cost_is_stated_and_the_probes_can_be_had_without_running_them(call: Call, tmp_path: Path) -> None:
     done = call(*CALIBRATE, "--out", "probes.toml")
     assert done.exit_code == 0, done.output
-    assert "calibration for mine: 3 probe runs" in done.stderr
+    assert "calibration for mine: 4 probe runs" in done.stderr
     assert "15 minutes of 2 nodes" in done.stderr
     assert "blocks of vgg11, 2 samples, 1 rank a node, gradients accumulated: for 1 configurations" in done.stderr
     assert not (tmp_path / "results").exists()
     plan = make_plan(load_sweep(tmp_path / "probes.toml"), PROFILE, tree_of(tmp_path))
     found = sorted((spec.strategy, spec.batch_size, spec.nodes) for spec in plan.runs.values())
-    assert found == [("probe_blocks", 2, 1), ("probe_blocks", 8, 1), ("probe_messages", 4, 2)]
+    assert found == [("probe_blocks", 2, 1), ("probe_blocks", 8, 1), ("probe_blocks", 8, 2), ("probe_messages", 4, 2)]
+    assert "blocks of vgg11, 8 samples, beside all_reduce, 2 nodes x 1: for 1 configurations" in done.stderr
 
 
 def test_probes_beyond_the_limit_are_left_out_and_listed(call: Call) -> None:
@@ -238,7 +239,7 @@ def test_a_calibration_of_other_software_is_named(call: Call, tmp_path: Path) ->
         msgspec.structs.replace(newest.calibration, machine=changed, made_at="2999-01-01T00:00:00Z"), tree
     )
     again = call(*CALIBRATE, "--out", "probes.toml")
-    assert "3 probe runs" in again.stderr
+    assert "4 probe runs" in again.stderr
     assert "are of another environment (older, now " in again.stderr
 
 
@@ -250,7 +251,7 @@ def test_disturbed_probes_are_refused_unless_busy(call: Call, tmp_path: Path) ->
     probes = make_probe_plan(prepared, tree, takes_disturbed=True)
     runs, _ = collect_evidence([(tree, probes.runs)], Forecast(PROFILE))
     with pytest.raises(
-        HpcbenchError, match="all 3 probes of sweep 'mine' on slurmbox are marked as disturbed"
+        HpcbenchError, match="all 4 probes of sweep 'mine' on slurmbox are marked as disturbed"
     ) as error:
         extend_calibration(prepared, runs, takes_disturbed=False)
     assert "other processes used the cores" in str(error.value)
@@ -258,10 +259,10 @@ def test_disturbed_probes_are_refused_unless_busy(call: Call, tmp_path: Path) ->
     # The next try has runs of its own.
     anew = make_probe_plan(prepared, tree, takes_disturbed=False)
     assert not set(anew.runs) & set(probes.runs)
-    assert len(anew.missing) == 3
+    assert len(anew.missing) == 4
     taken = call(*CALIBRATE, "--busy")
     assert taken.exit_code == 0, (taken.output, taken.exception)
-    assert "3 of 3 probes are marked as disturbed" in taken.stderr
+    assert "4 of 4 probes are marked as disturbed" in taken.stderr
     assert len(calibrations(tmp_path)) == 1
 
 
@@ -326,7 +327,7 @@ def test_a_profile_without_links_prints_the_assumed_links(call: Call, tmp_path: 
     (tmp_path / "bare.toml").write_text('name = "bare"\n[scheduler]\nkind = "slurm"\n[node]\ncores = 4\n')
     done = call("cluster", "calibrate", "bare.toml", "--for", "mine.toml", "--out", "probes.toml")
     assert done.exit_code == 0, (done.output, done.exception)
-    note = "defines no links between nodes: 100 us and 1.25 GB/s are assumed for messages that are not measured"
+    note = "defines no links between nodes: 100 us and 1.25 GB/s are assumed"
     assert note in done.stderr
     assert "inside nodes" not in done.stderr
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.forecast.forecast import count_operators
+from hpcbench.oracle.strategies.base import count_operators
 from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.parallel.layer_table import read_shipped_table
 from hpcbench.results.probe_records import DryRunTask

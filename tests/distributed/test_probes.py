@@ -15,7 +15,13 @@ from hpcbench.errors import WorkerError
 from hpcbench.parallel.catalog import exclusion_reason
 from hpcbench.parallel.gradient_buckets import MIB
 from hpcbench.parallel.layer_table import read_shipped_table
-from hpcbench.parallel.traffic import COMM_OPERATIONS, MessageShape, format_messages, parse_messages
+from hpcbench.parallel.traffic import (
+    COMM_OPERATIONS,
+    OVERLAPPED_OPERATIONS,
+    MessageShape,
+    format_messages,
+    parse_messages,
+)
 from hpcbench.results.probe_records import CollectiveProbe, OverlapProbe, ProbeResults
 from hpcbench.results.timing_statistics import quantile
 from hpcbench.worker.data.feeds import make_feed
@@ -199,6 +205,29 @@ def test_messages_are_timed_in_their_groups(pool: Pool, nodes: int, tasks: int) 
     groups = [tasks // shape.ranks_per_node for shape in shapes]
     expected = groups if nodes == 1 else [min(count, shape.rivals) for count, shape in zip(groups, shapes, strict=True)]
     assert [one.groups for one in found] == expected
+
+
+def pass_overlaps(spec: RunSpec, group: Any) -> Any:
+    strategy = ProbeBlocksStrategy()
+    strategy.setup(build_model(spec), spec, RankContext(torch.distributed.get_rank(), spec.ranks, CPU, group))
+    return strategy.measure(make_feed(spec, CPU), lambda: None)
+
+
+@pytest.mark.slow
+def test_a_pass_is_timed_beside_collectives(pool: Pool) -> None:
+    shapes = [MessageShape(operation, 2, 2, 1, 2**18) for operation in OVERLAPPED_OPERATIONS]
+    options = {"overlaps": format_messages(shapes), "budget_s": 1e-9}
+    spec = spec_of("probe_blocks", tasks_per_node=2, dp_degree=2, options=options)
+    found: list[ProbeResults] = pool.call(2, pass_overlaps, spec)
+    assert found[0].overlaps == found[1].overlaps
+    assert found[0].blocks == []
+    assert [(one.operation, one.payload_bytes) for one in found[0].overlaps] == [
+        (operation, 2**18) for operation in OVERLAPPED_OPERATIONS
+    ]
+    for one in found[0].overlaps:
+        assert one.both_s >= one.compute_under_comm_s > 0
+        assert one.comm_s >= one.issue_s > 0
+        assert one.calls >= 1
 
 
 def collectives(spec: RunSpec, largest_bytes: int, budget_s: float, group: Any) -> Any:

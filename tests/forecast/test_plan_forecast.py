@@ -13,8 +13,8 @@ from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.forecast import forecast as module
-from hpcbench.forecast.forecast import STARTUP_S, Forecast, PlanForecast, count_operators, forecast_plan
-from hpcbench.oracle.strategies.base import resolve_cost
+from hpcbench.forecast.forecast import STARTUP_S, Forecast, PlanForecast, forecast_plan
+from hpcbench.oracle.strategies.base import count_operators, resolve_cost
 from hpcbench.parallel.layer_table import LayerTable
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.submit.plan import make_plan

@@ -14,7 +14,7 @@ from hpcbench.oracle.machine import nominal_machine
 from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
 from hpcbench.parallel.roofline import RooflineModel
 from hpcbench.parallel.traffic import parse_messages
-from hpcbench.results.probe_records import BlockProbe, CollectiveProbe, KernelProbe, ProbeResults
+from hpcbench.results.probe_records import BlockProbe, CollectiveProbe, KernelProbe, OverlapProbe, ProbeResults
 from hpcbench.results.schema import RunMetrics, RunResult, StepTimeStatistics
 
 MESSAGE_S_PER_BYTE = 3e-9
@@ -75,6 +75,24 @@ def messages_probe(spec: RunSpec) -> ProbeResults:
     return ProbeResults(collectives=collectives)
 
 
+SLOWDOWN, COMM_SLOWDOWN, SIDE_BY_SIDE = 1.25, 2.0, 1.1
+"""Of a pass under collectives, of collectives under a pass, and of a pass on several nodes at once."""
+
+
+def overlaps_probe(profile: ClusterProfile, spec: RunSpec, slower: float) -> ProbeResults:
+    """What ``probe_blocks`` with ``overlaps`` finds."""
+    pass_s = SIDE_BY_SIDE * (blocks_probe(profile, spec, slower).pass_s or 0.0)
+    comm_s = 2 * pass_s
+    under_s = SLOWDOWN * pass_s
+    overlaps = [
+        OverlapProbe(operation=shape.operation, calls=2, ranks=shape.ranks, nodes=shape.nodes,
+                     payload_bytes=shape.payload_bytes, compute_s=pass_s, comm_s=comm_s, compute_under_comm_s=under_s,
+                     both_s=under_s + comm_s - under_s / COMM_SLOWDOWN, issue_s=1e-5, repeats=5)
+        for shape in parse_messages(str(spec.options["overlaps"]))
+    ]  # fmt: skip
+    return ProbeResults(overlaps=overlaps)
+
+
 def probe_run(
     profile: ClusterProfile, spec: RunSpec, slower: float = 3.0, table: LayerTable | None = None, **more: Any
 ) -> CalibrationRun:
@@ -83,9 +101,12 @@ def probe_run(
     times = StepTimeStatistics(
         median=0.1, mean=0.1, std=0.0, p10=0.1, p90=0.1, min=0.1, max=0.1, ci95_low=0.1, ci95_high=0.1
     )
-    probe = (
-        messages_probe(spec) if spec.strategy == "probe_messages" else blocks_probe(profile, spec, slower, table=table)
-    )
+    if spec.strategy == "probe_messages":
+        probe = messages_probe(spec)
+    elif spec.options.get("overlaps"):
+        probe = overlaps_probe(profile, spec, slower)
+    else:
+        probe = blocks_probe(profile, spec, slower, table=table)
     fields: dict[str, Any] = {
         "sweep": "s",
         "cluster": profile.name,

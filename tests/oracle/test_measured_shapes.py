@@ -10,16 +10,32 @@ import pytest
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.calibration.fit_shapes import busy_notes, fit_shapes
-from hpcbench.oracle.calibration.sweep_needs import MAX_SIZES_PER_GROUP, block_probes, message_probes, price_run
+from hpcbench.oracle.calibration.sweep_needs import (
+    MAX_SIZES_PER_GROUP,
+    block_probes,
+    message_probes,
+    overlap_probes,
+    price_run,
+)
 from hpcbench.oracle.collective_formulas import HockneyLink
-from hpcbench.oracle.cost_model import CostModel, row_kernels
+from hpcbench.oracle.cost_model import CostModel, main_overlapped_call, row_kernels
 from hpcbench.oracle.machine import Machine, nominal_machine
 from hpcbench.oracle.measured_shapes import MeasuredShapes, SizeCurve
 from hpcbench.oracle.prediction import predict
 from hpcbench.oracle.strategies.base import resolve_cost
+from hpcbench.oracle.stream_simulator import CommCall, ComputeEvent, StreamEvent, WaitEvent
 from hpcbench.parallel.resolve import PartitionLimits, resolve_point
-from hpcbench.parallel.traffic import MessageShape, format_messages, parse_messages
-from tests.oracle.planted_probes import CUT_PENALTY, blocks_probe, message_s, probe_run, table_of
+from hpcbench.parallel.traffic import MessageShape, Traffic, format_messages, parse_messages
+from tests.oracle.planted_probes import (
+    COMM_SLOWDOWN,
+    CUT_PENALTY,
+    SIDE_BY_SIDE,
+    SLOWDOWN,
+    blocks_probe,
+    message_s,
+    probe_run,
+    table_of,
+)
 
 PROFILE, _ = load_cluster("slurmbox")
 NOMINAL = nominal_machine(PROFILE)
@@ -36,7 +52,7 @@ def spec_of(strategy: str, **more: Any) -> RunSpec:
 def measured(specs: list[RunSpec], machine: Machine = NOMINAL) -> Machine:
     """``machine`` with what the probes for ``specs`` find."""
     priced = [price_run(spec, table_of(spec), machine) for spec in specs]
-    probes = [*block_probes(priced, 1.0), *message_probes(priced, 1.0)]
+    probes = [*block_probes(priced, 1.0), *overlap_probes(priced, 1.0), *message_probes(priced, 1.0)]
     runs = [probe_run(PROFILE, spec_of(**probe.point), SLOWER) for probe in probes]
     return msgspec.structs.replace(machine, measured=fit_shapes(NOMINAL, runs, "s", is_disturbed=False))
 
@@ -150,7 +166,8 @@ def test_messages_take_what_was_measured_and_only_their_own_links() -> None:
     assert machine.measured is not None
     (shape, *_) = [message.shape for message in machine.measured.messages]
     assert shape[:-1] == ("all_reduce", 2, 1, 1)
-    step = resolve_cost("ddp").step(spec, table_of(spec), CostModel(machine, spec))
+    alone = msgspec.structs.replace(machine, measured=msgspec.structs.replace(machine.measured, overlaps=[]))
+    step = resolve_cost("ddp").step(spec, table_of(spec), CostModel(alone, spec))
     sizes = [message.shape.payload_bytes for message in machine.measured.messages]
     assert step.comm_s == pytest.approx(sum(map(message_s, sizes)))
     links = machine.comm.intra_node, HockneyLink(1e-3, 1e-9)
@@ -160,6 +177,76 @@ def test_messages_take_what_was_measured_and_only_their_own_links() -> None:
     assert predict(
         spec, table_of(spec), msgspec.structs.replace(machine, measured=changed)
     ).rests_on.kind == "profile"  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        # The computation between the call and the wait overlaps with it.
+        ("reduce@8 compute wait", "all_reduce@8"),
+        ("reduce@8 wait compute", None),
+        ("reduce@8 wait", None),
+        # Of one operation the largest call, of several the one that moves most.
+        ("reduce@8 compute reduce@9 compute gather@10 compute wait", "all_reduce@9"),
+        ("reduce@8 compute gather@10 compute wait", "all_gather@10"),
+        ("send@99 compute wait", None),
+    ],
+)
+def test_the_main_overlapped_call_moves_most_bytes_beside_computation(events: str, expected: str | None) -> None:
+    def event_of(word: str) -> StreamEvent:
+        if word in ("compute", "wait"):
+            return ComputeEvent(1.0) if word == "compute" else WaitEvent()
+        name, size = word.split("@")
+        operation = name if name == "send" else f"all_{name}"
+        return CommCall(1.0, key=word, traffic=Traffic(operation=operation, group_size=2, payload_bytes=int(size)))
+
+    call = main_overlapped_call([event_of(word) for word in events.split()])
+    assert (None if call is None else f"{call.operation}@{call.payload_bytes}") == expected
+
+
+def test_a_run_overlaps_as_its_own_blocks_and_collectives_did() -> None:
+    spec = spec_of("ddp", nodes=4)
+    priced = price_run(spec, table_of(spec), NOMINAL)
+    (probe,) = overlap_probes([priced], 1.0)
+    assert (probe.point["nodes"], probe.point["batch_size"]) == (4, 8)
+    (shape,) = parse_messages(probe.point["options"]["overlaps"])
+    assert (shape.operation, shape.ranks, shape.ranks_per_node) == ("all_reduce", 4, 1)
+    machine = measured([spec])
+    assert machine.measured is not None
+    (overlap,) = machine.measured.overlaps
+    assert [overlap.slowdown, overlap.comm_slowdown] == pytest.approx([SLOWDOWN, COMM_SLOWDOWN])
+    assert machine.measured.side_by_side == {4: pytest.approx(SIDE_BY_SIDE)}
+    # Nothing is left to measure, and another number of nodes takes the nearest.
+    assert overlap_probes([price_run(spec, table_of(spec), machine)], 1.0) == []
+    assert overlap_probes([price_run(spec_of("ddp", nodes=2), table_of(spec), machine)], 1.0) == []
+    # Ranks of one node send inside it; another model computes otherwise.
+    assert len(overlap_probes([price_run(spec_of("ddp", tasks_per_node=2), table_of(spec), machine)], 1.0)) == 1
+    other = spec_of("ddp", nodes=4, model="resnet18")
+    assert len(overlap_probes([price_run(other, table_of(other), machine)], 1.0)) == 1
+    # Without computation beside collectives there is nothing to measure.
+    alone = spec_of("filter", nodes=2, tp_degree=2)
+    assert overlap_probes([price_run(alone, table_of(alone), NOMINAL)], 1.0) == []
+
+
+def test_nodes_that_compute_at_the_same_time_slow_each_other_down_as_measured() -> None:
+    specs = [spec_of("single"), spec_of("ddp", nodes=4)]
+    machine = measured(specs)
+    alone_s, together_s = (compute_s(spec, machine) for spec in specs)
+    assert together_s == pytest.approx(SIDE_BY_SIDE * alone_s)
+    # Between one and the measured number linear, beyond it constant.
+    assert compute_s(spec_of("ddp", nodes=8), machine) == pytest.approx(together_s)
+    half = 1 + (SIDE_BY_SIDE - 1) / 3
+    assert compute_s(spec_of("ddp", nodes=2), machine) == pytest.approx(half * alone_s)
+
+
+def test_overlaps_of_other_links_are_not_used() -> None:
+    spec = spec_of("ddp", nodes=4)
+    shapes = measured([spec]).measured
+    assert shapes is not None
+    assert shapes.overlaps
+    assert shapes.links is not None
+    slower = (shapes.links[0], HockneyLink(1e-3, 1e-7))
+    assert shapes.over_links(slower).overlaps == []
 
 
 def test_later_measurements_of_a_shape_replace_earlier_ones() -> None:

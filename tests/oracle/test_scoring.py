@@ -89,10 +89,8 @@ def test_failures_count_unless_they_were_foretold() -> None:
 
 
 def test_waiting_for_neighbours_is_not_compared_with_communication() -> None:
-    stage = case(
-        "gpipe", (1.0,), says(1.0, figures={"exposed_comm_s": 0.1, "compute_s": 0.5}), exposed_comm_s=0.4, compute_s=0.5
-    )
-    assert set(score_predictor([stage], NAME).parts) == {"compute_s", "exposed_comm_s"}
+    stage = case("gpipe", (1.0,), says(1.0, figures={"comm_s": 0.1, "compute_s": 0.5}), comm_s=0.4, compute_s=0.5)
+    assert set(score_predictor([stage], NAME).parts) == {"compute_s", "comm_s"}
     stage.measured.spec = msgspec.structs.replace(stage.measured.spec, dp_degree=1, pp_degree=2)
     assert set(score_predictor([stage], NAME).parts) == {"compute_s"}
 
@@ -103,12 +101,12 @@ def test_parts_are_scored_where_both_are_there() -> None:
         case("fsdp", (1.0,), says(1.0, figures={"compute_s": 0.5}), compute_s=0.5, comm_s=0.0),
     ]
     # A hundredth of the step is not worth comparing; nothing was said of something is an error of all of it.
-    cases.append(
-        case("ddp", (1.0,), says(1.0, figures={"comm_s": 0.0, "exposed_comm_s": 0.0}), comm_s=0.009, exposed_comm_s=0.1)
-    )
+    cases.append(case("ddp", (1.0,), says(1.0, figures={"comm_s": 0.0}), comm_s=0.009))
+    silent = case("ddp", (1.0,), says(1.0, figures={"comm_s": 0.0}), comm_s=0.1)
+    alone = score_predictor([silent], NAME).parts["comm_s"]
+    assert (alone.mean, alone.abs_log) == (0.0, None)
     parts = score_predictor(cases, NAME).parts
-    assert set(parts) == {"compute_s", "comm_s", "exposed_comm_s"}
-    assert (parts["exposed_comm_s"].mean, parts["exposed_comm_s"].abs_log) == (0.0, None)
+    assert set(parts) == {"compute_s", "comm_s"}
     assert (parts["compute_s"].count, parts["compute_s"].mean) == pytest.approx((2, 0.75))
     assert (parts["comm_s"].count, parts["comm_s"].signed) == pytest.approx((1, -0.25))
 

@@ -10,9 +10,16 @@ from typing import Any
 
 from hpcbench.oracle.calibration.calibration_runs import CalibrationRun, runs_of_strategy
 from hpcbench.oracle.calibration.fit_kernels import MIN_COMPUTE_SPREAD, part_share
+from hpcbench.oracle.calibration.fit_overheads import fit_comm_slowdown, fit_overlap
 from hpcbench.oracle.cost_model import kernel_conditions, row_kernels, update_kernels
 from hpcbench.oracle.machine import Machine
-from hpcbench.oracle.measured_shapes import MeasuredKernel, MeasuredMessage, MeasuredShapes
+from hpcbench.oracle.measured_shapes import (
+    MeasuredKernel,
+    MeasuredMessage,
+    MeasuredOverlap,
+    MeasuredShapes,
+    workload_key,
+)
 from hpcbench.parallel.layer_table import LayerRow
 from hpcbench.parallel.roofline import Kernel, RooflineModel
 from hpcbench.parallel.strategies.probes import PROBE_BLOCKS, PROBE_MESSAGES
@@ -55,11 +62,14 @@ def fit_shapes(machine: Machine, runs: Sequence[CalibrationRun], sweep: str, *, 
             tasks, cpu_s = run.spec.tasks_per_node, call.cpu_s or 0.0
             messages.append(MeasuredMessage(shape=shape, tasks_per_node=tasks, seconds=call.seconds, cpu_s=cpu_s))
             scatters.append(call.spread)
+    overlaps, side_by_side = _fit_overlaps(runs)
     # The 90 % interval then includes a machine that is as busy.
     outside = log(max(median(other_work or [1.0]), 1.0)) / _NORMAL_90 if is_disturbed else 0.0
     return MeasuredShapes(
         kernels=kernels,
         messages=messages,
+        overlaps=overlaps,
+        side_by_side=side_by_side,
         compute_spread=max(MIN_COMPUTE_SPREAD, hypot(median(spreads or [0.0]), outside)),
         comm_spread=max(MIN_COMPUTE_SPREAD, hypot(median(scatters or [0.0]), outside)),
         sweeps=[sweep],
@@ -69,6 +79,31 @@ def fit_shapes(machine: Machine, runs: Sequence[CalibrationRun], sweep: str, *, 
             {run.result.environment_digest or "" for run in runs if not is_custom_model(run.result.spec.model)} - {""}
         ),
     )
+
+
+def _fit_overlaps(runs: Sequence[CalibrationRun]) -> tuple[list[MeasuredOverlap], dict[int, float]]:
+    """Return the slowdowns of passes and collectives under each other, and of passes on several nodes at once."""
+    passes_s: dict[tuple[str, int, int], float] = {}
+    for run in runs_of_strategy(runs, PROBE_BLOCKS):
+        probe, spec = run.result.probe, run.spec
+        if probe is not None and probe.pass_s is not None and not any(block.accumulates for block in probe.blocks):
+            passes_s[workload_key(spec), spec.batch_size, spec.tasks_per_node] = probe.pass_s
+    overlaps: list[MeasuredOverlap] = []
+    ratios: dict[int, list[float]] = defaultdict(list)
+    for run in runs_of_strategy(runs, PROBE_BLOCKS):
+        spec = run.spec
+        for overlap in run.result.probe.overlaps if run.result.probe else ():
+            key = workload_key(spec)
+            overlaps.append(
+                MeasuredOverlap(
+                    workload=key, samples=spec.batch_size, nodes=spec.nodes, tasks_per_node=spec.tasks_per_node,
+                    operation=overlap.operation, slowdown=fit_overlap([overlap]),
+                    comm_slowdown=fit_comm_slowdown([overlap]),
+                )
+            )  # fmt: skip
+            if alone_s := passes_s.get((key, spec.batch_size, spec.tasks_per_node)):
+                ratios[spec.nodes].append(overlap.compute_s / alone_s)
+    return overlaps, {nodes: max(1.0, median(own)) for nodes, own in sorted(ratios.items())}
 
 
 def wall_ratio(probe: ProbeResults) -> float:

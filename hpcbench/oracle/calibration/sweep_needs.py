@@ -13,7 +13,7 @@ from hpcbench.config.run_spec import PARAMETER_DEFAULTS, RunSpec
 from hpcbench.oracle.calibration.fit_kernels import part_share
 from hpcbench.oracle.cost_model import CostModel, UnmeasuredShapes, kernel_conditions, row_kernels
 from hpcbench.oracle.machine import Machine
-from hpcbench.oracle.measured_shapes import KernelConditions, per_sample_sizes
+from hpcbench.oracle.measured_shapes import KernelConditions, per_sample_sizes, workload_key
 from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.parallel.layer_table import LayerTable
 from hpcbench.parallel.strategies.probes import PROBE_BLOCKS, PROBE_MESSAGES
@@ -129,6 +129,42 @@ def _block_probe(point: dict[str, Any], shares: set[int], users: int, seconds: f
     if shares:
         what += f", layers in {' and '.join(map(str, sorted(shares)))} parts"
     return SweepProbe(point | {"options": options}, what, users, seconds)
+
+
+def overlap_probes(runs: Sequence[PricedRun], budget_s: float) -> list[SweepProbe]:
+    """Return a probe for every model, number of samples and placement whose overlap was not measured."""
+    payloads: dict[tuple[Any, ...], dict[str, int]] = defaultdict(dict)
+    users: dict[tuple[Any, ...], int] = defaultdict(int)
+    seconds: dict[tuple[Any, ...], float] = {}
+    points: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for run in runs:
+        spec, samples = run.spec, run.spec.batch_size // run.spec.micro_batches
+        # Blocks beside collectives of a group that is not all ranks, or of one process, cannot be built.
+        calls = [call for call in run.unmeasured.overlaps if call.group_size == spec.ranks]
+        if not calls or spec.devices_per_task > 1 or samples < 1:
+            continue
+        key = (workload_key(spec), samples, spec.nodes, spec.tasks_per_node, spec.partition, spec.environment)
+        for call in calls:
+            payloads[key][call.operation] = max(call.payload_bytes, payloads[key].get(call.operation, 0))
+        users[key] += 1
+        seconds[key] = max(seconds.get(key, 0.0), run.pass_s)
+        conditions = KernelConditions(spec.tasks_per_node, False, spec.channels_last, spec.cudnn_benchmark)
+        points[key] = _block_point(spec, samples, conditions) | ({"nodes": spec.nodes} if spec.nodes > 1 else {})
+    return [_overlap_probe(point, payloads[key], users[key], seconds[key], budget_s) for key, point in points.items()]
+
+
+def _overlap_probe(
+    point: dict[str, Any], payloads: Mapping[str, int], users: int, seconds: float, budget_s: float
+) -> SweepProbe:
+    nodes, tasks, samples = point.get("nodes", 1), point.get("tasks_per_node", 1), point["batch_size"]
+    shapes = [MessageShape(name, nodes * tasks, tasks, 1, payloads[name]) for name in sorted(payloads)]
+    options = {"overlaps": format_messages(shapes), "budget_s": budget_s}
+    what = (
+        f"blocks of {point['model']}, {samples} sample{'s' * (samples > 1)}, beside {' and '.join(sorted(payloads))}, "
+        f"{nodes} node{'s' * (nodes > 1)} x {tasks}"
+    )
+    # Each of the three readings takes about a pass and its collectives.
+    return SweepProbe(point | {"options": options}, what, users, 4 * seconds * len(shapes))
 
 
 def message_probes(runs: Sequence[PricedRun], budget_s: float) -> list[SweepProbe]:

@@ -1,15 +1,15 @@
-"""The base class of every strategy's cost."""
+"""The base class of every strategy's cost, and an estimate of the operators of its step."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.cost_model import CostModel, StepBreakdown
 from hpcbench.oracle.peak_memory import MemoryBreakdown
-from hpcbench.parallel.catalog import get_strategy, load_object
-from hpcbench.parallel.layer_table import LayerTable
+from hpcbench.parallel.catalog import STRATEGIES, get_strategy, load_object, options_with_defaults
+from hpcbench.parallel.layer_table import LayerTable, cached_by_identity
 from hpcbench.parallel.mesh import RankMesh
 from hpcbench.parallel.traffic import Traffic
 
@@ -80,3 +80,45 @@ def resolve_cost(key: str) -> Cost:
     assert isinstance(cost, type), f"{reference} is no class"
     assert issubclass(cost, Cost), f"{reference} is no Cost"
     return cost()
+
+
+class _PassOperators(NamedTuple):
+    """Operators of the passes of one micro-batch through the whole model."""
+
+    forward: int
+    backward: int
+    casts: int
+    """Number of casts of weights, of their gradients and around norms, with autocast."""
+
+
+@cached_by_identity(64)
+def _operators_of_table(table: LayerTable) -> _PassOperators:
+    rows = [row for row in table.layers if row.forward_flops or row.forward_moved_bytes]
+    # BatchNorm counts its batches.
+    return _PassOperators(
+        forward=sum(2 if row.kind.startswith("BatchNorm") else 1 for row in rows),
+        backward=sum(2 if row.parameters else 1 for row in rows),
+        # autocast computes LayerNorm in fp32, forward and backward.
+        casts=4 * sum(row.kind == "LayerNorm" for row in rows)
+        + 2 * sum(bool(row.parameters and row.forward_flops) for row in rows),
+    )
+
+
+def count_operators(spec: RunSpec, table: LayerTable) -> int:
+    """Estimate the operators that the host of a rank launches in one step.
+
+    Each row of the table is one operator forward and, with weights, two backward. Beside the passes there are: sums of
+    the gradients of micro-batches, copies of gradients into buckets and back (DDP's unless gradients are views),
+    operators around communication calls by the factor of the strategy's cost, and a fused update.
+    ``tests/distributed/test_dry_run_operators.py`` compares it with dry runs.
+    """
+    forward, backward, casts = _operators_of_table(table)
+    operators = forward * (2 if spec.activation_checkpointing else 1) + backward
+    operators += casts if spec.precision in ("bf16", "fp16") else 0
+    stages = 1 if STRATEGIES[spec.strategy].drives_several_devices else spec.pp_degree
+    cost, tensors = resolve_cost(spec.strategy), len(table.parameter_tensors)
+    fills_buckets = options_with_defaults(spec).get("gradient_as_bucket_view") is False
+    copies = (2 if fills_buckets else cost.copies_per_gradient) * tensors if spec.dp_degree > 1 else 0
+    sums = (spec.micro_batches - 1) * tensors
+    calls = max(sum(call.count for call in cost.traffic(spec, table, rank)) for rank in cost.ranks_that_differ(spec))
+    return (spec.micro_batches * operators + sums + copies) // stages + calls * cost.operators_per_call + 1

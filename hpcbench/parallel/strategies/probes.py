@@ -8,7 +8,7 @@ from functools import partial
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError
 from hpcbench.parallel.strategy_entry import Option, StrategyEntry
-from hpcbench.parallel.traffic import parse_messages
+from hpcbench.parallel.traffic import OVERLAPPED_OPERATIONS, parse_messages
 
 PROBE_LAYERS, PROBE_COLLECTIVES = "probe_layers", "probe_collectives"
 PROBE_BLOCKS, PROBE_MESSAGES = "probe_blocks", "probe_messages"
@@ -28,6 +28,20 @@ def probe_pieces_exclusion(spec: RunSpec, called: str) -> str | None:
     if not all(share.strip().isdecimal() and int(share) >= 1 for share in shares.split(",")):
         return f'{name} with shares {shares!r}: whole numbers between commas are right, "1,2,4" for instance'
     return _probe_exclusion(spec)
+
+
+def probe_blocks_exclusion(spec: RunSpec) -> str | None:
+    """Collectives beside the blocks are begun by all ranks, and waited for later."""
+    try:
+        shapes = parse_messages(str(spec.options.get("overlaps", "")))
+    except ConfigError as error:
+        return f"probe_blocks, overlaps: {error.message}"
+    for shape in shapes:
+        if (shape.nodes, shape.ranks_per_node) != (spec.nodes, spec.tasks_per_node):
+            return f"probe_blocks overlaps collectives of all {spec.ranks} ranks, not of {shape.ranks}"
+        if shape.operation not in OVERLAPPED_OPERATIONS:
+            return f"probe_blocks overlaps {', '.join(OVERLAPPED_OPERATIONS)}, not {shape.operation}"
+    return probe_pieces_exclusion(spec, called="blocks")
 
 
 def probe_messages_exclusion(spec: RunSpec) -> str | None:
@@ -97,9 +111,10 @@ PROBES = {
         options={
             "shares": Option("1", "layers are also cut into so many parts, by what ranks share"),
             "accumulates": Option(False, "gradients are added to those of an earlier micro-batch"),
+            "overlaps": Option("", "instead: a pass beside collectives of all ranks, each as in messages"),
             "budget_s": _BUDGET_OPTION,
         },
-        exclusion=partial(probe_pieces_exclusion, called="blocks"),
+        exclusion=probe_blocks_exclusion,
     ),
     PROBE_COLLECTIVES: _probe_entry(
         own_degree="dp_degree",

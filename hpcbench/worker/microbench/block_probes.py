@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from math import ceil
 from statistics import median
 from typing import NamedTuple
 
@@ -15,9 +16,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpcbench.errors import unsupported
-from hpcbench.results.probe_records import BlockProbe
+from hpcbench.parallel.traffic import MessageShape
+from hpcbench.results.probe_records import BlockProbe, OverlapProbe
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.measure.clocks import CallTimer, relative_spread, synchronize
+from hpcbench.worker.microbench.collective_probes import (
+    CollectiveCall,
+    ProbeGroup,
+    make_collective_call,
+    overlap_record,
+    read_overlap,
+)
 from hpcbench.worker.microbench.kernel_probes import (
     MAX_ROUNDS,
     MIN_ROUNDS,
@@ -88,6 +97,53 @@ def measure_blocks(
     return BlockReadings(blocks, means[-1])
 
 
+_HIDING_RATIO = 1.4
+"""Duration of the collectives over that of a pass, so that all of the pass overlaps with them."""
+_MIN_OVERLAP_ROUNDS, _MAX_OVERLAP_ROUNDS, _MAX_CALLS = 3, 15, 64
+
+
+def measure_pass_overlaps(
+    strategy: DataParallelStrategy,
+    batch: tuple[Tensor, Tensor],
+    shapes: Sequence[MessageShape],
+    budget_s: float,
+    check: Callable[[], None],
+) -> list[OverlapProbe]:
+    """Time a pass through all blocks, forward and backward, beside collectives of each of ``shapes``.
+
+    Args:
+        batch: inputs [n, *sample shape] and targets of one micro-batch.
+        shapes: of operations in ``OVERLAPPED_OPERATIONS``, among all ranks.
+        budget_s: for all shapes, about.
+        check: called before each shape by all ranks, which wait for each other in it.
+    """
+    calls, group = _capture_blocks(strategy, batch), strategy.context.members()
+    team = ProbeGroup(group, dist.get_process_group_ranks(group), strategy.context.rank, batch[0].device)
+
+    def compute() -> None:
+        _clear(calls, accumulates=False)
+        _run_pass(calls)
+
+    probes = []
+    for shape in shapes:
+        check()
+        # Two calls may run at the same time.
+        begins = [make_collective_call(team, shape.operation, shape.payload_bytes, is_async=True) for _ in range(2)]
+
+        def begin(number: int, begins: Sequence[CollectiveCall] = begins) -> object:
+            return begins[number % len(begins)](number)
+
+        # In the first round memory is taken.
+        for _ in range(2):
+            pass_s, call_s = read_overlap(team, compute, begin, 0).ended_s, read_overlap(team, None, begin, 1).ended_s
+        count = max(1, min(_MAX_CALLS, ceil(_HIDING_RATIO * pass_s / call_s)))
+        round_s = 2 * pass_s + 2 * count * call_s
+        rounds = max(_MIN_OVERLAP_ROUNDS, min(_MAX_OVERLAP_ROUNDS, int(budget_s / len(shapes) / round_s)))
+        message = (shape.operation, shape.payload_bytes, count)
+        probes.append(overlap_record(team, strategy.spec, message, compute, begin, rounds))
+    return probes
+
+
 def _capture_blocks(strategy: DataParallelStrategy, batch: tuple[Tensor, Tensor]) -> list[LayerCall]:
     """Return a call of every block on what the one before gives, and of the loss."""
     model, samples = strategy.module, len(batch[0])
@@ -118,14 +174,18 @@ def _whole_pass_s(calls: Sequence[LayerCall], device: torch.device) -> float:
     """Run forward and backward without a clock in between; return the seconds that passed."""
     synchronize(device)
     began = time.perf_counter()
+    _run_pass(calls)
+    synchronize(device)
+    return time.perf_counter() - began
+
+
+def _run_pass(calls: Sequence[LayerCall]) -> None:
     for call in calls:
         call.forward()
     for call in reversed(calls):
         if call.prepare_backward():
             call.backward()
         call.output = None
-    synchronize(device)
-    return time.perf_counter() - began
 
 
 def _means_over_ranks(values: list[float], context: RankContext) -> list[float]:

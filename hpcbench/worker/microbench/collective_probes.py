@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -79,8 +79,8 @@ class CallReadings(NamedTuple):
     """Seconds that the processors worked for the rank's process, the library's own threads included."""
 
 
-class _OverlapReading(NamedTuple):
-    """Seconds from the beginning: the all_reduce was begun, the computation done, both done."""
+class OverlapReading(NamedTuple):
+    """Seconds from the beginning: the collectives were begun, the computation done, both done."""
 
     issued_s: float
     computed_s: float
@@ -94,35 +94,76 @@ def measure_overlap(group: ProbeGroup, spec: RunSpec, payload_bytes: int, budget
     layer = torch.nn.Conv2d(64, 64, 3, padding=1, device=device).requires_grad_(False)
     images = torch.zeros(8, 64, 32, 32, device=device)
 
-    def read(times: int, sends: bool) -> _OverlapReading:
-        group.barrier()
-        synchronize(device)
-        began = time.perf_counter()
-        work = dist.all_reduce(buffer, group=group.group, async_op=True) if sends else None
-        issued_s = time.perf_counter() - began
+    def compute(times: int) -> None:
         for _ in range(times):
             layer(images)
-        # The stream that computes, not the library's: its end is that of the computation alone.
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-        computed_s = time.perf_counter() - began
-        if work is not None:
-            work.wait()
-        synchronize(device)
-        return _OverlapReading(*group.maximum([issued_s, computed_s, time.perf_counter() - began]))
 
-    read(1, True)
+    def begin(_number: int) -> Any:
+        return dist.all_reduce(buffer, group=group.group, async_op=True)
+
+    read_overlap(group, partial(compute, 1), begin, 1)
     # All ranks read the same maxima, so all of them enlarge the batch as often.
-    while (once_s := read(10, False).computed_s / 10) < _SHORTEST_KERNEL_S and len(images) < _MAX_IMAGES:
+    while (once_s := read_overlap(group, partial(compute, 10), begin, 0).computed_s / 10) < _SHORTEST_KERNEL_S and len(
+        images
+    ) < _MAX_IMAGES:
         images = torch.zeros(2 * len(images), 64, 32, 32, device=device)
-    comm_s = read(0, True).ended_s
+    comm_s = read_overlap(group, None, begin, 1).ended_s
     times = max(1, int(_COMPUTE_SHARE * comm_s / once_s))
     repeats = max(3, min(_OVERLAP_REPEATS, int(budget_s / max(3 * comm_s, 1e-6))))
-    readings = [(read(times, False), read(0, True), read(times, True)) for _ in range(repeats)]
+    return overlap_record(group, spec, ("all_reduce", payload_bytes, 1), partial(compute, times), begin, repeats)
+
+
+def read_overlap(
+    group: ProbeGroup, compute: Callable[[], None] | None, begin: CollectiveCall, calls: int
+) -> OverlapReading:
+    """Begin ``calls`` collectives, compute, and wait for all; the maxima over ranks."""
+    group.barrier()
+    synchronize(group.device)
+    began = time.perf_counter()
+    works: list[Any] = [begin(number) for number in range(calls)]
+    issued_s = time.perf_counter() - began
+    if compute is not None:
+        compute()
+    # The stream that computes, not the library's: its end is that of the computation alone.
+    if group.device.type == "cuda":
+        torch.cuda.current_stream(group.device).synchronize()
+    computed_s = time.perf_counter() - began
+    for work in works:
+        work.wait()
+    synchronize(group.device)
+    return OverlapReading(*group.maximum([issued_s, computed_s, time.perf_counter() - began]))
+
+
+def overlap_record(
+    group: ProbeGroup,
+    spec: RunSpec,
+    message: tuple[str, int, int],
+    compute: Callable[[], None],
+    begin: CollectiveCall,
+    repeats: int,
+) -> OverlapProbe:
+    """Read computation, collectives and both together in turns.
+
+    Args:
+        group: of the collectives, all ranks of the run.
+        spec: the run.
+        message: operation, payload in bytes, and the number of calls.
+        compute: the computation.
+        begin: begins a call and returns the handle to wait for.
+        repeats: of each of the three.
+    """
+    operation, payload_bytes, calls = message
+    readings = [
+        (read_overlap(group, compute, begin, 0), read_overlap(group, None, begin, calls),
+         read_overlap(group, compute, begin, calls))
+        for _ in range(repeats)
+    ]  # fmt: skip
     alone, sent, both = (
-        _OverlapReading(*(median(values) for values in zip(*kind, strict=True))) for kind in zip(*readings, strict=True)
+        OverlapReading(*(median(values) for values in zip(*kind, strict=True))) for kind in zip(*readings, strict=True)
     )
     return OverlapProbe(
+        operation=operation,
+        calls=calls,
         ranks=spec.ranks,
         nodes=spec.nodes,
         payload_bytes=payload_bytes,
@@ -172,18 +213,23 @@ def message_sizes(largest_bytes: int) -> list[int]:
     return sorted({round(ratio**number) * unit for number in range(SIZE_COUNT)})
 
 
-def make_collective_call(team: ProbeGroup, operation: str, payload_bytes: int) -> CollectiveCall:
-    """Makes one call of ``operation``; payloads as ``parallel.traffic.Traffic`` counts them."""
+def make_collective_call(
+    team: ProbeGroup, operation: str, payload_bytes: int, *, is_async: bool = False
+) -> CollectiveCall:
+    """Makes one call of ``operation``; payloads as ``parallel.traffic.Traffic`` counts them.
+
+    With ``is_async`` a call of an operation of ``OVERLAPPED_OPERATIONS`` returns the handle to wait for.
+    """
     count, size, group, device = payload_bytes // 4, team.size, team.group, team.device
     tensor = torch.zeros(-(-count // size) * size, device=device)
     if operation == "all_reduce":
-        return lambda _: dist.all_reduce(tensor, group=group)
+        return lambda _: dist.all_reduce(tensor, group=group, async_op=is_async)
     if operation == "reduce_scatter":
         part = torch.zeros(len(tensor) // size, device=device)
-        return lambda _: dist.reduce_scatter_tensor(part, tensor, group=group)
+        return lambda _: dist.reduce_scatter_tensor(part, tensor, group=group, async_op=is_async)
     if operation == "all_gather":
         whole = torch.zeros(count * size, device=device)
-        return lambda _: dist.all_gather_into_tensor(whole, tensor[:count], group=group)
+        return lambda _: dist.all_gather_into_tensor(whole, tensor[:count], group=group, async_op=is_async)
     if operation == "all_to_all":
         received = torch.zeros_like(tensor)
         return lambda _: dist.all_to_all_single(received, tensor, group=group)

@@ -18,7 +18,7 @@ from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.distributed.world import any_rank
 from hpcbench.worker.measure.host import peak_resident_bytes, throttled_s
 from hpcbench.worker.microbench import kernel_probes
-from hpcbench.worker.microbench.block_probes import measure_blocks
+from hpcbench.worker.microbench.block_probes import measure_blocks, measure_pass_overlaps
 from hpcbench.worker.microbench.collective_probes import measure_collectives, measure_messages
 from hpcbench.worker.microbench.plain_loops import measure_loops
 from hpcbench.worker.strategies.base import DataParallelStrategy
@@ -72,9 +72,13 @@ def _numbers_of_parts(shares: object) -> list[int]:
 
 
 class ProbeBlocksStrategy(_IndependentReplicasStrategy):
-    """Ranks side by side, without communication: blocks as wholes, layers in parts, and updates are timed."""
+    """Ranks side by side: blocks as wholes, layers in parts, and updates are timed; or a pass beside collectives."""
 
     def measure(self, feed: DataFeed, check: Callable[[], None]) -> ProbeResults:
+        if overlaps := parse_messages(str(self.options["overlaps"])):
+            budget_s = float(self.options["budget_s"])
+            probes = measure_pass_overlaps(self, feed.batch(0, self.replica), overlaps, budget_s, check)
+            return ProbeResults(base_memory_bytes=self.base_memory_bytes, overlaps=probes)
         shares = _numbers_of_parts(self.options["shares"])
         parts = [share for share in shares if share > 1]
         budget_s = float(self.options["budget_s"]) / (2 if parts else 1)

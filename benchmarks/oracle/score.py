@@ -1,0 +1,256 @@
+"""Scores of the oracle on the SLURM box: calibrate, write predictions down, measure, and compare.
+
+    python -m benchmarks.oracle.score box calibrate    measure kernels and collectives
+    python -m benchmarks.oracle.score box probe        measure the blocks and messages of box.toml (calibrate --for)
+    python -m benchmarks.oracle.score box predict      write box_predictions.json and calibrations/box; commit both
+    python -m benchmarks.oracle.score box measure      box.toml, in slices of --minutes; measured launches stay
+    python -m benchmarks.oracle.score box cases        add the measured launches to box_cases.json; commit it
+    python -m benchmarks.oracle.score box table        compare; counts as a look
+    python -m benchmarks.oracle.score box all          all missing parts, in this order, with predictions of its own
+
+Instead of ``box``, ``paradl`` and ``ddlbench`` are the papers' matrices. Needs the SLURM box, so root. The results tree
+lies under ``--work``: slices of one score need the same one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import polars
+import tomli
+
+from benchmarks.oracle import cases, registered, tables
+from benchmarks.oracle.registered import SCORES, Score
+from benchmarks.testbed import CLUSTER, Testbed
+from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.config.run_spec import REFERENCE_REPEAT, config_id
+from hpcbench.config.sweep_file import sweep_toml
+from hpcbench.config.sweep_loader import load_sweep
+from hpcbench.errors import HpcbenchError
+from hpcbench.fileio import make_folder, write_atomic
+from hpcbench.oracle.baselines import BASELINES
+from hpcbench.oracle.calibration.calibration_store import StoredCalibration, read_calibrations
+from hpcbench.report.load_results import load_frame
+from hpcbench.report.oracle_validation import (
+    ORACLE_NAME,
+    VALIDATION_COLUMNS,
+    CasePredictor,
+    baseline_predictor,
+    oracle_predictor,
+)
+from hpcbench.report.reference_drift import DRIFT_COLUMNS, drift_notes, reference_drifts, remove_drift
+from hpcbench.results.results_tree import ResultsTree
+from hpcbench.submit.plan import SweepPlan, make_plan
+
+_CALIBRATING_JOBS, _SCORED_JOBS = 2, 1
+"""At once: two probes of one node are in each other's way as the ranks of a scored job on two nodes are."""
+_SOME_FAILED = 1
+"""How ``hpcbench run`` ends where runs did: they are cases, too."""
+_BUSY = 0.3
+"""Load of the machine above which nothing is measured."""
+
+
+def calibrate(bed: Testbed, score: Score) -> int:
+    """Calibrate without any shape of the sweep."""
+    bed.at(score.calibrated_mbit, _CALIBRATING_JOBS)
+    # The virtual nodes share two cores: ranks of other nodes may mark every run.
+    return bed.hpcbench("cluster", "calibrate", CLUSTER, "--busy")
+
+
+def probe(bed: Testbed, score: Score) -> int:
+    """Measure the blocks and messages of the sweep."""
+    bed.at(score.scored_mbit, _CALIBRATING_JOBS)
+    return bed.hpcbench("cluster", "calibrate", CLUSTER, "--for", str(score.sweep), "--busy")
+
+
+def _plan(bed: Testbed, sweep: Path) -> SweepPlan:
+    """Plan a sweep on the box, in the folder of the work."""
+    os.chdir(bed.work)
+    profile, _ = load_cluster(CLUSTER)
+    return make_plan(load_sweep(sweep), profile, ResultsTree(bed.results).cluster(CLUSTER))
+
+
+def _calibrations(bed: Testbed) -> list[StoredCalibration]:
+    """Return those of the tree itself, not of the user's own folder."""
+    tree = ResultsTree(bed.results).cluster(CLUSTER)
+    return [stored for stored in read_calibrations(tree, CLUSTER)[0] if stored.path.is_relative_to(tree.root)]
+
+
+def predict(bed: Testbed, score: Score) -> int:
+    """Predict every configuration of the sweep by every predictor that needs no measured runs of it."""
+    bed.describe(score.scored_mbit, _SCORED_JOBS)
+    specs = list({config_id(spec): spec for spec in _plan(bed, score.sweep).runs.values()}.values())
+    shutil.rmtree(score.calibrations, ignore_errors=True)
+    make_folder(score.calibrations)
+    for stored in _calibrations(bed):
+        shutil.copy(stored.path, score.calibrations)
+    forecasts = cases.forecasts_by_kind(score, bed.work / "predicted")
+    predictors: dict[str, CasePredictor] = {
+        name: oracle_predictor(own, learns=False) for name, own in forecasts.items()
+    }
+    ours = forecasts[ORACLE_NAME]
+    predictors |= {name: baseline_predictor(ours, rule, ()) for name, rule in BASELINES.items()}
+    for spec in specs:
+        ours.predict(CLUSTER, spec)
+    sources = sorted({machine.source for machine in ours.machines()})
+    registered.write(score.predictions, CLUSTER, specs, predictors, sources)
+    print(f"{score.predictions}: {len(specs)} configurations, from {'; '.join(sources)}")
+    return 0
+
+
+def measure(bed: Testbed, score: Score, minutes: float) -> int:
+    """Measure the launches that neither the results tree nor the file of cases has, in shuffled order.
+
+    Stops after ``minutes``; the same command continues.
+    """
+    bed.at(score.scored_mbit, _SCORED_JOBS)
+    sweep = _sweep_of_launches(bed, score) if score.launches else score.sweep
+    command = bed.start("run", str(sweep), "--cluster", CLUSTER)
+    try:
+        return command.wait(minutes * 60)
+    except subprocess.TimeoutExpired:
+        command.send_signal(signal.SIGINT)
+        command.wait()
+        bed.hpcbench("cancel", load_sweep(sweep).name, "--cluster", CLUSTER, "--wait")
+        print(f"stopped after {minutes:g} minutes; the same command continues", file=sys.stderr)
+        return _SOME_FAILED
+
+
+def _launches_name(score: Score) -> str:
+    """Return the name of the sweep of the measured launches."""
+    name = load_sweep(score.sweep).name
+    return f"{name}-launches" if score.launches else name
+
+
+def _sweep_of_launches(bed: Testbed, score: Score) -> Path:
+    """Write the sweep with a point per launch, whose seed is its number: some points are launched more often."""
+    document = tomli.loads(score.sweep.read_text(encoding="utf-8"))
+    settings = {"name": _launches_name(score), "model_folder": str(score.sweep.parent)}
+    more_often = _more_often(registered.read(score.predictions).configurations)
+    stored = cases.read(score.cases).cases if score.cases.exists() else []
+    known = {run_id for case in stored for run_id in case.run_ids}
+    target = bed.work / f"{score.name}_launches.toml"
+    launches: list[dict[str, Any]] = []
+    for point in document["include"]:
+        own = [point | {"seed": number} for number in range(score.launches)]
+        write_atomic(target, sweep_toml(settings, document["fixed"], own).encode())
+        runs = _plan(bed, target).runs
+        is_frequent = any(config_id(spec) in more_often for spec in runs.values())
+        missing = {spec.seed for run_id, spec in runs.items() if run_id not in known}
+        launches += [own[seed] for seed in sorted(missing) if is_frequent or seed < document["repeats"]]
+    write_atomic(target, sweep_toml(settings | {"submit": document["submit"]}, document["fixed"], launches).encode())
+    return target
+
+
+def _more_often(configurations: Iterable[registered.Foretold]) -> set[str]:
+    """Return the ``config_id`` of data parallelism, and of the predicted best of each model and number of devices."""
+    fastest: dict[tuple[object, ...], tuple[float, str]] = {}
+    ids = set()
+    for one in configurations:
+        spec, step_s = one.spec, one.said[ORACLE_NAME].step_time_s
+        if spec.strategy in tables.DATA_PARALLEL:
+            ids.add(one.config_id)
+        if step_s is not None:
+            key = (spec.model, spec.dataset, spec.devices)
+            candidate = (step_s / (spec.batch_size * spec.dp_degree), one.config_id)
+            fastest[key] = min(fastest.get(key, candidate), candidate)
+    return ids | {name for _, name in fastest.values()}
+
+
+def write_cases(bed: Testbed, score: Score) -> int:
+    """Add what was measured, beside what was predicted, to the file of cases; the machine's drift is removed."""
+    bed.describe(score.scored_mbit, _SCORED_JOBS)
+    os.chdir(bed.work)
+    results = ResultsTree(bed.results)
+    columns = tuple(dict.fromkeys((*VALIDATION_COLUMNS, *DRIFT_COLUMNS)))
+    frame = load_frame(results, [_launches_name(score)], [CLUSTER], columns)
+    for note in drift_notes(list(reference_drifts(frame)), removed=True):
+        print(note)
+    # The drift is computed from the reference's launches: once it is removed, they hardly differ.
+    launches = remove_drift(frame).filter(polars.col("spec.repeat") < REFERENCE_REPEAT)
+    register = registered.read(score.predictions)
+    measured = tables.measured_cases(launches, results, register, score.sweep.parent)
+    if not measured:
+        print("nothing that was predicted has been measured yet", file=sys.stderr)
+        return 2
+    document = cases.RerunCases(
+        sweep=_launches_name(score), sources=register.sources, cases=[cases.RerunCase.of(case) for case in measured]
+    )
+    if score.cases.exists():
+        document = cases.with_earlier_launches(document, cases.read(score.cases))
+    write_atomic(score.cases, msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
+    count = sum(len(case.run_ids) for case in document.cases)
+    print(f"{score.cases}: {len(document.cases)} configurations, {count} launches")
+    return 0
+
+
+def table(score: Score) -> int:
+    """Print the scores."""
+    path = score.predictions
+    looks = registered.looks(path, score.looks)
+    tables.show(cases.read(score.cases).validation_cases(), registered.read(path), registered.commit(path), looks)
+    return 0
+
+
+def _all(bed: Testbed, score: Score, minutes: float) -> int:
+    """Run all parts, or continue an interrupted score. These predictions are in no commit, and the table states so."""
+    own = score._replace(folder=bed.work)
+    stored = _calibrations(bed)
+    if not stored and (code := calibrate(bed, own)):
+        return code
+    if all(one.calibration.machine.measured is None for one in stored) and (code := probe(bed, own)):
+        return code
+    if not own.predictions.exists() and (code := predict(bed, own)):
+        return code
+    code = measure(bed, own, minutes)
+    if code in (0, _SOME_FAILED):
+        code = write_cases(bed, own) or table(own)
+    return code
+
+
+def main() -> int:
+    """Do one step, or all."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.oracle.score", description=__doc__)
+    parser.add_argument("score", choices=SCORES)
+    parser.add_argument("step", choices=("calibrate", "probe", "predict", "measure", "cases", "table", "all"))
+    parser.add_argument("--work", type=Path, help="folder of profile and results (default: .oracle-SCORE)")
+    parser.add_argument("--minutes", type=float, default=120.0, help="of a slice of measure (default: %(default)g)")
+    parser.add_argument("--unregistered", action="store_true", help="measure without committed predictions")
+    parser.add_argument("--busy", action="store_true", help="on a machine that has other work, too")
+    arguments = parser.parse_args()
+    score = SCORES[arguments.score]
+    load = os.getloadavg()[0]
+    if arguments.step in ("calibrate", "probe", "measure", "all") and load > _BUSY and not arguments.busy:
+        print(f"the machine is busy (load {load:.2f}, at most {_BUSY}): wait, or give --busy", file=sys.stderr)
+        return 2
+    if arguments.step == "measure" and registered.commit(score.predictions) is None and not arguments.unregistered:
+        print(f"commit {score.predictions.name} first, or give --unregistered", file=sys.stderr)
+        return 2
+    bed = Testbed(arguments.work or Path(f".oracle-{score.name}"), score.shape)
+    steps: dict[str, Callable[[], int]] = {
+        "calibrate": lambda: calibrate(bed, score),
+        "probe": lambda: probe(bed, score),
+        "predict": lambda: predict(bed, score),
+        "measure": lambda: measure(bed, score, arguments.minutes),
+        "cases": lambda: write_cases(bed, score),
+        "table": lambda: table(score),
+        "all": lambda: _all(bed, score, arguments.minutes),
+    }
+    try:
+        return steps[arguments.step]()
+    except HpcbenchError as error:
+        print(error.message, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""Scores on the SLURM box: what is predicted, launched and kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from benchmarks.oracle import cases, registered, score
+from benchmarks.oracle.cases import BLIND, CALIBRATED, RerunCase, RerunCases, with_earlier_launches
+from benchmarks.testbed import Testbed
+from hpcbench.config.run_spec import RunSpec, config_id
+from hpcbench.config.sweep_loader import load_sweep
+from hpcbench.errors import ConfigError
+from hpcbench.oracle.scoring import PredictorResult
+from hpcbench.report.oracle_validation import ORACLE_NAME
+
+SWEEP = """\
+name = "small"
+repeats = 3
+[fixed]
+model = "vit"
+dataset = "digits"
+batch_size = 8
+[submit]
+order = "shuffled"
+reference = { strategy = "ddp", nodes = 2 }
+every = 4
+[[include]]
+strategy = "single"
+[[include]]
+strategy = "fsdp"
+nodes = 2
+[[include]]
+strategy = "ddp"
+nodes = 2
+"""
+
+
+@pytest.fixture
+def bed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Testbed:
+    (tmp_path / "small.toml").write_text(SWEEP)
+    # The score works in the folder of its profile.
+    monkeypatch.chdir(tmp_path)
+    return Testbed(tmp_path / "work", registered.BOX.shape)
+
+
+def small_score(folder: Path) -> registered.Score:
+    return registered.BOX._replace(sweep=folder / "small.toml", folder=folder)
+
+
+def seeds(path: Path) -> dict[str, list[int]]:
+    """The launches of a sweep by strategy."""
+    by_strategy: dict[str, list[int]] = {}
+    for settings in load_sweep(path).includes:
+        parameters = {name: value for (name, *_), value in settings.items()}
+        by_strategy.setdefault(parameters["strategy"], []).append(parameters["seed"])
+    return by_strategy
+
+
+def case(spec: RunSpec, run_ids: list[str], times_s: list[float]) -> RerunCase:
+    return RerunCase(
+        config_id=config_id(spec), spec=spec, predicted_step_time_s=1.0, measured_step_times_s=times_s, run_ids=run_ids,
+        said={ORACLE_NAME: PredictorResult(step_time_s=1.0)},
+    )  # fmt: skip
+
+
+def test_data_parallelism_is_launched_more_often_and_known_launches_never_again(bed: Testbed, tmp_path: Path) -> None:
+    own = small_score(tmp_path)
+    assert score.predict(bed, own) == 0
+    register = registered.read(own.predictions)
+    assert len(register.configurations) == 3
+    for configuration in register.configurations:
+        assert {ORACLE_NAME, BLIND, CALIBRATED, "paradl"} <= configuration.said.keys()
+    path = score._sweep_of_launches(bed, own)
+    # The only one of its model on one device, and data parallelism: five; the other one three.
+    assert seeds(path) == {"single": [0, 1, 2, 3, 4], "fsdp": [0, 1, 2], "ddp": [0, 1, 2, 3, 4]}
+    plan = score._plan(bed, path)
+    assert len(plan.runs) == 13 + len(plan.reference_ids)
+    ddp = {
+        spec.seed: key for key, spec in plan.runs.items() if spec.strategy == "ddp" and key not in plan.reference_ids
+    }
+    spec = plan.runs[ddp[1]]
+    document = RerunCases(sweep="s", sources=[], cases=[case(spec, [ddp[1], ddp[3]], [1.0, 1.1])])
+    own.cases.write_bytes(msgspec.json.encode(document))
+    assert seeds(score._sweep_of_launches(bed, own))["ddp"] == [0, 2, 4]
+
+
+def test_a_later_slice_adds_its_launches() -> None:
+    specs = [
+        RunSpec(model="vit", dataset="digits", strategy=strategy, batch_size=8)
+        for strategy in ("single", "ddp", "fsdp")
+    ]
+    before = RerunCases(
+        sweep="s", sources=["a"], cases=[case(specs[0], ["x", "y"], [1.0, 2.0]), case(specs[1], ["z"], [3.0])]
+    )
+    now = RerunCases(
+        sweep="s", sources=["a"], cases=[case(specs[0], ["y", "w"], [2.5, 4.0]), case(specs[2], ["v"], [5.0])]
+    )
+    merged = with_earlier_launches(now, before)
+    assert [(one.spec.strategy, one.run_ids, one.measured_step_times_s) for one in merged.cases] == [
+        ("single", ["x", "y", "w"], [1.0, 2.5, 4.0]),
+        ("ddp", ["z"], [3.0]),
+        ("fsdp", ["v"], [5.0]),
+    ]
+    with pytest.raises(ConfigError, match="earlier launches were predicted from b"):
+        with_earlier_launches(now, RerunCases(sweep="s", sources=["b"], cases=[]))
+
+
+def test_a_failed_launch_is_replaced_by_one_that_ended_well() -> None:
+    spec = RunSpec(model="vit", dataset="digits", strategy="single", batch_size=8)
+    failed = msgspec.structs.replace(case(spec, ["x"], []), status="failed")
+    fine = case(spec, ["y"], [1.0])
+    for before, now in ((failed, fine), (fine, failed)):
+        (merged,) = with_earlier_launches(
+            RerunCases(sweep="s", sources=[], cases=[now]), RerunCases(sweep="s", sources=[], cases=[before])
+        ).cases
+        assert (merged.status, merged.run_ids, merged.measured_step_times_s) == ("ok", ["y"], [1.0])
+
+
+def test_present_predictions_follow_from_the_committed_calibrations(bed: Testbed, tmp_path: Path) -> None:
+    own = small_score(tmp_path)
+    assert score.predict(bed, own) == 0
+    register = registered.read(own.predictions)
+    document = RerunCases(
+        sweep="s", sources=register.sources,
+        cases=[
+            RerunCase(
+                config_id=one.config_id, spec=one.spec, predicted_step_time_s=one.said[ORACLE_NAME].step_time_s,
+                measured_step_times_s=[1.0], run_ids=["x"], said=one.said,
+            )
+            for one in register.configurations
+        ],
+    )  # fmt: skip
+    registered_cases = document.validation_cases()
+    for before, now in zip(registered_cases, cases.with_present_predictions(own, registered_cases), strict=True):
+        assert now.said[ORACLE_NAME].step_time_s == before.said[ORACLE_NAME].step_time_s
+        assert now.said[BLIND].step_time_s == before.said[BLIND].step_time_s
