@@ -161,7 +161,7 @@ gpu-check: $(VENV)/.worker ## run every strategy on the GPUs of one node and wri
 oracle-score: $(VENV)/.dev ## score the oracle on the SLURM box: calibrate, predict, measure, compare (root, 2 hours)
 	$(BIN)/python -m benchmarks.oracle.score box all
 
-rerun-ddlbench rerun-paradl: rerun-%: $(VENV)/.dev ## rerun a paper's matrix on the SLURM box, and write its pages (root, 75 min)
+rerun-ddlbench rerun-paradl: rerun-%: $(VENV)/.dev ## rerun a paper's matrix on the SLURM box, score the oracle on it, and write its pages (root, 2 hours)
 	$(BIN)/python -m benchmarks.rerun $*
 
 clean: ## remove the virtual environment and caches; results stay

@@ -1,4 +1,4 @@
-"""The SLURM box as a cluster of slow nodes: for the oracle's score and for the papers' matrices."""
+"""The SLURM box as a cluster of slow nodes, and this machine itself: for scores and the papers' matrices."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ class Testbed:
 
     __test__ = False
     """No test class, in spite of its name."""
+    cluster = CLUSTER
 
     def __init__(self, work: Path, shape: Shape = EIGHT_NODES) -> None:
         self.shape = shape
@@ -94,3 +95,15 @@ class Testbed:
         env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         command = [sys.executable, "-m", "hpcbench", *arguments, "--results", str(self.results)]
         return subprocess.Popen(command, cwd=self.work, env=env, stdout=stdout)
+
+
+class LocalMachine(Testbed):
+    """This machine without SLURM: the cluster ``local``."""
+
+    cluster = "local"
+
+    def at(self, rate_mbit: int, jobs: int | None = None) -> None:
+        """Change nothing: ranks of one machine use no links."""
+
+    def describe(self, rate_mbit: int, jobs: int | None = None) -> None:
+        """Write nothing: the profile is shipped."""

@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
 from benchmarks.rerun.check import Cell, faults
-from benchmarks.rerun.fits import lend
-from benchmarks.testbed import CLUSTER
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.calibration.calibration_store import read_calibrations
-from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import LossSummary, RunMetrics, RunResult
 
 
@@ -53,15 +45,3 @@ def test_every_strategy_runs_and_learns() -> None:
 def test_models_that_ddlbench_could_not_run_must_run() -> None:
     cells = [cell()] * 40 + [cell("gpipe"), cell("gpipe", "resnet152", "oom")]
     assert list(faults(cells)) == ["resnet152: 1 cells are not ok, the first: gpipe, resnet152 on cifar10, 1 devices"]
-
-
-def test_a_tree_without_a_calibration_gets_the_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    tree = ClusterTree(tmp_path / CLUSTER)
-    lend(tree)
-    ((one,), problems) = read_calibrations(tree, CLUSTER)
-    assert (one.calibration.cluster, problems) == (CLUSTER, [])
-    one.path.touch()
-    before = one.path.stat().st_mtime_ns
-    lend(tree)
-    assert one.path.stat().st_mtime_ns == before

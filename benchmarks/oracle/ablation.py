@@ -2,7 +2,7 @@
 
     python -m benchmarks.oracle.ablation    print the table of docs/oracle-figures.md
 
-Every row predicts all committed configurations of both reruns from the committed calibration.
+Every row predicts all committed configurations of a score from its committed calibrations.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from benchmarks.oracle import cases
 from benchmarks.oracle.neighbours import SITUATIONS, held_out_cases, moved_cases, regret_text
+from benchmarks.oracle.registered import BOX, DATA_PARALLEL, RERUNS, SCORES, Score
 from hpcbench.oracle import cost_model
 from hpcbench.oracle.calibration import calibration_store
 from hpcbench.oracle.machine import CommParameters
@@ -84,13 +85,81 @@ VARIANTS: Mapping[str, _Patches] = {
 }
 
 
-def variant_cases(sweep: str, variant: str) -> list[ValidationCase]:
+def _without_processor_s() -> Callable[..., float]:
+    """Collectives that take the time of their links alone."""
+    priced = cost_model.measured_collective_s
+
+    def wire_s(span: Any, operation: str, sample: Any, payload_bytes: float) -> float:
+        own = None if sample is None else replace(sample, cpu_latency_s=0.0, cpu_s_per_byte=0.0)
+        return priced(span, operation, own, payload_bytes)
+
+    return wire_s
+
+
+def _without(**fields: Any) -> Callable[[], Callable[..., Any]]:
+    """Return a maker of calibrations' machines whose measured shapes lack ``fields``."""
+
+    def make() -> Callable[..., Any]:
+        apply = calibration_store.apply_calibration
+
+        def applied(nominal: Any, stored: Any, problems: list[str]) -> Any:
+            machine = apply(nominal, stored, problems)
+            shapes = machine.measured
+            return machine if shapes is None else replace(machine, measured=replace(shapes, **fields))
+
+        return applied
+
+    return make
+
+
+BOX_VARIANTS: Mapping[str, _Patches] = {
+    "all terms": [],
+    "without sums of gradients over micro-batches": _SUMS,
+    "without a shared processor under overlap": _SHARES,
+    "without the bound of a library's overhead": _BOUND,
+    "without processor seconds of collectives": [(cost_model, "measured_collective_s", _without_processor_s)],
+    "without the overlap of own blocks": [(calibration_store, "apply_calibration", _without(overlaps=[]))],
+    "without nodes side by side": [(calibration_store, "apply_calibration", _without(side_by_side={}))],
+    "without a processor quota as a bucket": [(calibration_store, "apply_calibration", _without(quota=None))],
+    "without own blocks": [(calibration_store, "apply_calibration", _without(kernels=[]))],
+    "without own messages": [(calibration_store, "apply_calibration", _without(messages=[]))],
+}
+"""Terms of the score on the SLURM box, whose calibration has the shapes of its sweep."""
+BOX_COLUMNS = ("accuracy", "data parallelism", "signed", "regret")
+
+
+def box_variant_cases(variant: str, score: Score = BOX) -> list[ValidationCase]:
+    """Return the cases of a score as ``variant`` predicts them."""
+    return _varied_cases(score, BOX_VARIANTS[variant])
+
+
+def box_rows(score: Score = BOX) -> dict[str, list[str]]:
+    """Return by variant the cells of ``BOX_COLUMNS``."""
+    rows = {}
+    for name in BOX_VARIANTS:
+        found = box_variant_cases(name, score)
+        whole = score_predictor(found, ORACLE_NAME)
+        data = score_predictor([case for case in found if case.measured.spec.strategy in DATA_PARALLEL], ORACLE_NAME)
+        assert whole.total is not None
+        assert data.total is not None
+        rows[name] = [
+            f"{whole.total.mean:.1%}", f"{data.total.mean:.1%}", f"{whole.total.signed or 0.0:+.1%}",
+            regret_text(whole),
+        ]  # fmt: skip
+    return rows
+
+
+def variant_cases(name: str, variant: str) -> list[ValidationCase]:
     """Return the cases of a rerun as ``variant`` predicts them."""
-    measured = [case.measured for case in cases.read(cases.path_of(sweep)).validation_cases()]
+    return _varied_cases(SCORES[name], VARIANTS[variant])
+
+
+def _varied_cases(score: Score, patches: _Patches) -> list[ValidationCase]:
+    measured = cases.read(score.cases).validation_cases()
     with ExitStack() as stack:
-        for target, name, value in VARIANTS[variant]:
+        for target, name, value in patches:
             stack.enter_context(mock.patch.object(target, name, value()))
-        return cases.predicted_cases(sweep, measured, baselines=False).validation_cases()
+        return cases.with_present_predictions(score, measured)
 
 
 def cells(alone: Sequence[ValidationCase]) -> list[str]:
@@ -116,7 +185,7 @@ def _pairs(found: Sequence[ValidationCase]) -> Iterator[tuple[float, float]]:
 
 def rows() -> dict[str, dict[str, list[str]]]:
     """Return by rerun and variant the cells."""
-    return {sweep: {name: cells(variant_cases(sweep, name)) for name in VARIANTS} for sweep in cases.SWEEPS}
+    return {name: {variant: cells(variant_cases(name, variant)) for variant in VARIANTS} for name in RERUNS}
 
 
 if __name__ == "__main__":

@@ -1,53 +1,38 @@
-"""The measured configurations of both reruns with predictions, so that every score can be recomputed from the tree.
-
-    python -m benchmarks.oracle.cases            write paradl_cases.json and ddlbench_cases.json
-    python -m benchmarks.oracle.cases --check    compare the oracle's predictions with those in the files
-
-Measured times come from ``docs/reruns``: the launches from ``*-oracle.json``, and those of one device,
-which it leaves out, from ``*.parquet``. Predictions are made from the committed calibration alone.
-"""
+"""The measured launches of the scores beside their predictions: every figure can be recomputed from the tree."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import polars
 
-from benchmarks.oracle.registered import HERE, Score
-from benchmarks.rerun import fits
-from benchmarks.testbed import CLUSTER, RATE_MBIT, Testbed
-from hpcbench.config.run_spec import RunSpec, config_id
+from benchmarks.oracle import registered
+from benchmarks.oracle.registered import Score
+from benchmarks.testbed import CLUSTER
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError
-from hpcbench.fileio import make_folder, write_atomic
-from hpcbench.oracle.baselines import BASELINES, choice_results
+from hpcbench.fileio import make_folder
+from hpcbench.oracle.baselines import choice_results
 from hpcbench.oracle.calibration.calibration_store import read_calibrations
 from hpcbench.oracle.scoring import MeasuredConfiguration, PredictorResult, ValidationCase
-from hpcbench.report.oracle_validation import ORACLE_NAME, ClusterForecasts, baseline_predictor, oracle_predictor
+from hpcbench.report.oracle_validation import ORACLE_NAME, ClusterForecasts, oracle_predictor
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import STATUS_OK
 
-RERUNS = HERE.parents[1] / "docs" / "reruns"
-SWEEPS = ("paradl-small", "ddlbench-small")
 BLIND, CALIBRATED = "blind", "calibrated"
 """The oracle from the profile alone, and from a calibration without any shape of the sweep."""
 _SAME = 0.002
 """Relative difference up to which two predictions are the same one on another processor."""
-_SHARED = ("precision", "optimizer", "momentum", "weight_decay", "warmup_steps", "steps", "profile_steps", "data",
-           "time_limit_min")  # fmt: skip
-"""Parameters that the data table leaves out, since all runs of a sweep share them."""
 
 
-class RerunCase(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A measured configuration of a rerun with its predictions."""
+class ScoreCase(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A measured configuration of a score with its predictions."""
 
     config_id: str
     spec: RunSpec
@@ -65,7 +50,7 @@ class RerunCase(msgspec.Struct, kw_only=True, omit_defaults=True):
     """By predictor; where one says nothing it is left out."""
 
     @classmethod
-    def of(cls, case: ValidationCase) -> RerunCase:
+    def of(cls, case: ValidationCase) -> ScoreCase:
         """Return ``case`` as the file has it; constant choices follow from it."""
         measured, said = case.measured, case.said
         known = {name: result for name, result in said.items() if name == ORACLE_NAME or result.step_time_s is not None}
@@ -76,24 +61,25 @@ class RerunCase(msgspec.Struct, kw_only=True, omit_defaults=True):
         )  # fmt: skip
 
 
-class RerunCases(msgspec.Struct, kw_only=True):
-    """The file of one rerun."""
+class ScoreCases(msgspec.Struct, kw_only=True):
+    """The file of one score."""
 
     sweep: str
+    cluster: str = CLUSTER
     sources: list[str]
     """What the predictions were made from."""
-    cases: list[RerunCase]
+    cases: list[ScoreCase]
 
     def validation_cases(self) -> list[ValidationCase]:
         """Return the cases as ``hpcbench.oracle.scoring`` takes them, with the constant choices."""
         cases = []
         for case in self.cases:
             choices = choice_results(case.spec.strategy, case.said[ORACLE_NAME].fits)
-            cases.append(ValidationCase(_measured(case), {**case.said, **choices}))
+            cases.append(ValidationCase(_measured(case, self.cluster), {**case.said, **choices}))
         return cases
 
 
-def with_earlier_launches(now: RerunCases, before: RerunCases) -> RerunCases:
+def with_earlier_launches(now: ScoreCases, before: ScoreCases) -> ScoreCases:
     """Return ``now`` with the launches of ``before`` that it lacks. Parts of a step stay those of the later slice.
 
     Raises:
@@ -119,80 +105,16 @@ def with_earlier_launches(now: RerunCases, before: RerunCases) -> RerunCases:
     return msgspec.structs.replace(now, cases=[*merged.values()])
 
 
-def path_of(sweep: str, folder: Path = HERE) -> Path:
-    """The file of a rerun."""
-    return folder / f"{sweep.removesuffix('-small')}_cases.json"
-
-
-def read(path: Path) -> RerunCases:
+def read(path: Path) -> ScoreCases:
     """Read a file of cases."""
-    return msgspec.json.decode(path.read_bytes(), type=RerunCases)
+    return msgspec.json.decode(path.read_bytes(), type=ScoreCases)
 
 
-def _measured(case: RerunCase) -> MeasuredConfiguration:
+def _measured(case: ScoreCase, cluster: str) -> MeasuredConfiguration:
     return MeasuredConfiguration(
-        cluster=CLUSTER, config_id=case.config_id, spec=case.spec, status=case.status,
+        cluster=cluster, config_id=case.config_id, spec=case.spec, status=case.status, run_ids=case.run_ids,
         launches_s=case.measured_step_times_s, figures=case.figures, figures_noise=case.figures_noise,
     )  # fmt: skip
-
-
-def measured_cases(sweep: str, folder: Path = RERUNS) -> list[MeasuredConfiguration]:
-    """Return the measured configurations of a rerun as the committed files have them."""
-    document = json.loads((folder / f"{sweep}-oracle.json").read_text())
-    fields = MeasuredConfiguration.__struct_fields__
-    known = [
-        msgspec.convert({key: value for key, value in case.items() if key in fields}, MeasuredConfiguration)
-        for case in document["cases"]
-    ]
-    shared = {name: value for name, value in document["cases"][0]["spec"].items() if name in _SHARED}
-    names = {case.config_id for case in known}
-    rows = polars.read_parquet(folder / f"{sweep}.parquet").to_dicts()
-    return [*known, *(_measured_row(row, shared) for row in rows if row["config_id"] not in names)]
-
-
-def _measured_row(row: dict[str, Any], shared: dict[str, Any]) -> MeasuredConfiguration:
-    """A row of the data table, whose one or two launches its bounds name."""
-    own = {name: row[name] for name in RunSpec.__struct_fields__ if row.get(name) is not None}
-    momentum = shared.get("momentum", 0.0)
-    spec = msgspec.convert({**shared, "momentum": momentum, **own, "options": json.loads(row["options"])}, RunSpec)
-    assert config_id(spec) == row["config_id"], f"{row['config_id']}: the table leaves out a parameter"
-    launches = [row["low_s"], row["high_s"]] if row["launches"] == 2 else [row["step_time_s"]]
-    return MeasuredConfiguration(
-        cluster=CLUSTER, config_id=row["config_id"], spec=spec, status=row["status"],
-        launches_s=launches if row["status"] == STATUS_OK else [],
-        figures={"peak_memory_bytes": float(row["peak_memory_bytes"])} if row["status"] == STATUS_OK else {},
-    )  # fmt: skip
-
-
-def predicted_cases(sweep: str, measured: Sequence[MeasuredConfiguration], *, baselines: bool) -> RerunCases:
-    """Predict the configurations of a rerun from the committed calibration, in a folder of its own."""
-    before = Path.cwd()
-    with tempfile.TemporaryDirectory() as folder:
-        bed = Testbed(Path(folder))
-        bed.describe(RATE_MBIT)
-        tree = ResultsTree(bed.results)
-        fits.lend(tree.cluster(CLUSTER))
-        os.chdir(folder)
-        try:
-            forecasts = ClusterForecasts(tree)
-            predictors = {ORACLE_NAME: oracle_predictor(forecasts, learns=False)}
-            if baselines:
-                predictors |= {name: baseline_predictor(forecasts, rule, measured) for name, rule in BASELINES.items()}
-            cases = [
-                RerunCase.of(ValidationCase(case, {name: predict(case) for name, predict in predictors.items()}))
-                for case in measured
-            ]
-            sources = sorted({machine.source for machine in forecasts.machines()})
-        finally:
-            os.chdir(before)
-    return RerunCases(sweep=sweep, sources=sources, cases=cases)
-
-
-def write(sweep: str) -> Path:
-    """Write the file of a rerun."""
-    found, path = predicted_cases(sweep, measured_cases(sweep), baselines=True), path_of(sweep)
-    write_atomic(path, msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
-    return path
 
 
 def forecasts_by_kind(score: Score, work: Path) -> dict[str, ClusterForecasts]:
@@ -201,14 +123,15 @@ def forecasts_by_kind(score: Score, work: Path) -> dict[str, ClusterForecasts]:
     Their trees are made in ``work``; they need the box's profile in the current folder.
     """
     kinds: dict[str, ClusterForecasts] = {}
+    cluster = score.bed(work).cluster
     for name in (ORACLE_NAME, CALIBRATED, BLIND):
         shutil.rmtree(work / name, ignore_errors=True)
         tree = ResultsTree(work / name)
-        target = tree.cluster(CLUSTER).path("calibrations")
-        make_folder(target)
+        own = tree.cluster(cluster)
+        make_folder(own.path("calibrations"))
         for path in score.calibrations.glob("*.json"):
-            shutil.copy(path, target)
-        for stored in read_calibrations(tree.cluster(CLUSTER), CLUSTER)[0]:
+            shutil.copy(path, own.path("calibrations"))
+        for stored in read_calibrations(own, cluster)[0]:
             if name == BLIND or (name == CALIBRATED and stored.calibration.machine.measured is not None):
                 stored.path.unlink()
         kinds[name] = ClusterForecasts(tree, score.sweep.parent)
@@ -219,8 +142,7 @@ def with_present_predictions(score: Score, cases: Sequence[ValidationCase]) -> l
     """Return ``cases`` with the oracle's predictions as it makes them now from the score's calibrations."""
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
-        bed = Testbed(Path(folder), score.shape)
-        bed.describe(score.scored_mbit)
+        score.bed(Path(folder)).describe(score.scored_mbit)
         os.chdir(folder)
         try:
             kinds = forecasts_by_kind(score, Path(folder))
@@ -235,43 +157,38 @@ def with_present_predictions(score: Score, cases: Sequence[ValidationCase]) -> l
             os.chdir(before)
 
 
-def differences(sweep: str, stored: RerunCases, folder: Path = RERUNS) -> Iterator[str]:
-    """Yield where a file differs from the measurements in ``folder`` and from the oracle's predictions."""
-    measured = {case.config_id: case for case in measured_cases(sweep, folder)}
-    if len(measured) != len(stored.cases):
-        yield f"{sweep}: {len(stored.cases)} cases, measured were {len(measured)}"
-    table = {row["config_id"]: row for row in polars.read_parquet(folder / f"{sweep}.parquet").to_dicts()}
+def differences(score: Score, reruns: Path) -> Iterator[str]:
+    """Yield where the cases of a score differ from its registered predictions and from the table of its results.
+
+    Without registered predictions they are those of the oracle as it is.
+    """
+    stored = read(score.cases)
+    table = reruns / f"{stored.sweep}.parquet"
+    if table.exists():
+        yield from _table_differences(stored, {row["config_id"]: row for row in polars.read_parquet(table).to_dicts()})
     for case in stored.cases:
-        there = measured.get(case.config_id)
-        if there is None or there.launches_s != case.measured_step_times_s or there.figures != case.figures:
-            yield f"{sweep}: {case.config_id}: measured {case.measured_step_times_s}, docs/reruns has another value"
-            continue
-        step_s, row_s = there.step_time_s, table[case.config_id]["step_time_s"]
-        if (step_s is None) != (row_s is None) or (step_s and abs(step_s / row_s - 1) > 1e-9):
-            yield f"{sweep}: {case.config_id}: median {step_s} s, {sweep}.parquet has {row_s}"
-    now = {case.config_id: case for case in predicted_cases(sweep, [*measured.values()], baselines=False).cases}
+        if case.predicted_step_time_s != case.said[ORACLE_NAME].step_time_s:
+            yield f"{stored.sweep}: {case.config_id}: predicted_step_time_s is not that of the oracle"
+    if score.predictions.exists():
+        expected = {one.config_id: one.said for one in registered.read(score.predictions).configurations}
+    else:
+        cases = with_present_predictions(score, stored.validation_cases())
+        expected = {case.measured.config_id: case.said for case in cases}
     for case in stored.cases:
-        before, after = case.predicted_step_time_s, now[case.config_id].predicted_step_time_s
-        if before != case.said[ORACLE_NAME].step_time_s or not _is_same(before, after):
-            yield f"{sweep}: {case.config_id}: predicted {before} s, the oracle predicts {after} s"
+        before, after = case.said[ORACLE_NAME].step_time_s, expected[case.config_id][ORACLE_NAME].step_time_s
+        if not _is_same(before, after):
+            yield f"{stored.sweep}: {case.config_id}: predicted {before} s, the oracle predicts {after} s"
+
+
+def _table_differences(stored: ScoreCases, rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    if len(rows) != len(stored.cases):
+        yield f"{stored.sweep}: {len(stored.cases)} cases, the table of results has {len(rows)}"
+    for case in stored.cases:
+        step_s = _measured(case, stored.cluster).step_time_s
+        row_s = rows[case.config_id]["step_time_s"] if case.config_id in rows else None
+        if (step_s is None) != (row_s is None) or (step_s and row_s and abs(step_s / row_s - 1) > 1e-9):
+            yield f"{stored.sweep}: {case.config_id}: median {step_s} s, the table of results has {row_s}"
 
 
 def _is_same(before: float | None, after: float | None) -> bool:
     return before == after or (before is not None and after is not None and abs(after / before - 1) <= _SAME)
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Write the files, or compare."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.oracle.cases", description=__doc__)
-    parser.add_argument("--check", action="store_true")
-    if not parser.parse_args(arguments).check:
-        for sweep in SWEEPS:
-            print(write(sweep))
-        return 0
-    wrong = [line for sweep in SWEEPS for line in differences(sweep, read(path_of(sweep)))]
-    print("\n".join(wrong) or "the same")
-    return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -10,30 +10,34 @@ predictions for the reruns, ABCI and published GPU runs with what the oracle pre
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import polars
 
-from benchmarks.oracle import abci, ablation, cases, gpu
-from benchmarks.oracle.neighbours import SMALL, held_out_cases, neighbours_rows, regret_rows
-from benchmarks.oracle.printed import printed_document
-from benchmarks.oracle.registered import BOX, HERE, Score
-from benchmarks.oracle.tables import box_rows
+from benchmarks.oracle import abci, ablation, cases, gpu, timelines
+from benchmarks.oracle.neighbours import cases_after_pilots, held_out_cases, neighbours_rows, regret_rows
+from benchmarks.oracle.registered import BOX, HERE, RERUNS, SCORES, Score
+from benchmarks.oracle.tables import box_rows, interval_rows
 from benchmarks.rerun import figures as rerun_figures
 from benchmarks.rerun import pages
-from hpcbench.oracle.baselines import CHOICE_BASELINES, choice_results
-from hpcbench.oracle.scoring import MeasuredConfiguration, PredictorResult, ValidationCase, score_predictor
-from hpcbench.report.oracle_validation import MACHINE_ONLY, ORACLE_NAME
+from hpcbench.oracle.baselines import CHOICE_BASELINES
+from hpcbench.oracle.scoring import ValidationCase, score_predictor
+from hpcbench.report.oracle_validation import ORACLE_NAME
 from hpcbench.report.validation_view import validation_json
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-_TITLES = {"paradl-small": "ParaDL's matrix", "ddlbench-small": "DDLBench's matrix", "box": "the box"}
+_TITLES = {
+    "paradl": "ParaDL's matrix", "ddlbench": "DDLBench's matrix", "box": "the test cluster",
+    "local": "one machine", "local_busy": "one machine beside other work",
+}  # fmt: skip
+_BOX_HEAD = (
+    "", "the profile alone", "calibrated", "calibrated for the sweep", "the same by the present version",
+    "with one pilot", "noise",
+)  # fmt: skip
 
 
 def document(found: Sequence[ValidationCase]) -> dict[str, Any]:
@@ -44,56 +48,22 @@ def document(found: Sequence[ValidationCase]) -> dict[str, Any]:
     return validation_json(found, scores, [])
 
 
-def stored_cases(path: Path) -> list[ValidationCase]:
-    """Return the cases in a committed output of ``validate``, with the constant choices.
-
-    The oracle's predictions are those without other measured configurations.
-    """
-    fields = MeasuredConfiguration.__struct_fields__
-    found = []
-    for entry in json.loads(path.read_text())["cases"]:
-        said = msgspec.convert(entry["predicted"], dict[str, PredictorResult])
-        measured = msgspec.convert({name: entry[name] for name in fields if name in entry}, MeasuredConfiguration)
-        said[ORACLE_NAME] = said.pop(MACHINE_ONLY, said[ORACLE_NAME])
-        said |= choice_results(measured.spec.strategy, said[ORACLE_NAME].fits)
-        found.append(ValidationCase(measured, said))
-    return found
-
-
-def documents(
-    sweep: str, reruns: Path, alone: Sequence[ValidationCase], held_out: Sequence[ValidationCase]
-) -> dict[str, Any]:
-    """Return the columns of a rerun's tables.
+def documents(found: Sequence[ValidationCase], held_out: Sequence[ValidationCase]) -> dict[str, Any]:
+    """Return the columns of a rerun's tables, of those kinds of predictions that its cases have.
 
     Args:
-        sweep: its name.
-        reruns: the folder of the rerun's files.
-        alone: its cases, predicted by the calibration.
+        found: the cases of the rerun.
         held_out: the same, each moved by all others.
     """
-    pairs = reruns / f"{sweep}-pairs.json"
-    return {
-        "by the calibration": document(alone),
-        "moved by the runs on one device": document(stored_cases(reruns / f"{sweep}-oracle.json")),
-        "by those on one and two": document(stored_cases(pairs))
-        if pairs.exists()
-        else _printed_pairs((reruns / f"{sweep}-pairs.txt").read_text(), alone),
-        "calibration, moved by all other configurations": document(held_out),
+    kinds = {"the profile alone": cases.BLIND, "calibrated": cases.CALIBRATED, "calibrated for the sweep": ORACLE_NAME}
+    if any(cases.CALIBRATED not in case.said for case in found):
+        kinds = {"calibrated": ORACLE_NAME}
+    columns = {
+        words: document([ValidationCase(case.measured, case.said | {ORACLE_NAME: case.said[name]}) for case in found])
+        for words, name in kinds.items()
     }
-
-
-def _printed_pairs(text: str, alone: Sequence[ValidationCase]) -> dict[str, Any]:
-    """The fit to one and two devices as it was printed, where its predictions are in no file.
-
-    The constant choices need none.
-    """
-    pairs = printed_document(text)
-    larger = document([case for case in alone if case.measured.spec.devices > SMALL])
-    pairs["scores"] += [score for score in larger["scores"] if score["predictor"] in CHOICE_BASELINES]
-    pairs["choices"] += [
-        {"best": row["best"], **{name: row[name] for name in CHOICE_BASELINES}} for row in larger["choices"]
-    ]
-    return pairs
+    columns["with one pilot"] = document(cases_after_pilots(found))
+    return columns | {"moved by all other configurations": document(held_out)}
 
 
 def blocks(docs: Path = DOCS, folder: Path = HERE) -> dict[str, dict[str, str]]:
@@ -101,17 +71,20 @@ def blocks(docs: Path = DOCS, folder: Path = HERE) -> dict[str, dict[str, str]]:
     reruns = docs / "reruns"
     tables: dict[str, str] = {}
     regrets, neighbours = {}, {}
-    for sweep in cases.SWEEPS:
-        rows = polars.read_parquet(reruns / f"{sweep}.parquet").to_dicts()
-        alone = cases.read(cases.path_of(sweep, folder)).validation_cases()
+    for name in RERUNS:
+        stored = cases.read(SCORES[name]._replace(folder=folder).cases)
+        rows = polars.read_parquet(reruns / f"{stored.sweep}.parquet").to_dicts()
+        alone = stored.validation_cases()
         held_out = held_out_cases(alone)
-        tables |= pages.blocks_of(sweep, rows, documents(sweep, reruns, alone, held_out))
-        regrets[sweep], neighbours[sweep] = regret_rows(held_out), neighbours_rows(alone, held_out)
+        tables |= pages.blocks_of(stored.sweep, rows, documents(alone, held_out))
+        regrets[name], neighbours[name] = regret_rows(held_out), neighbours_rows(alone, held_out)
     box = tables_of_box(BOX._replace(folder=folder))
     return {
         "reruns.md": tables,
         "oracle-figures.md": box
+        | tables_of_local(folder)
         | {
+            "oracle-intervals": intervals_table(folder),
             "oracle-regret": _side_by_side(regrets, ("accuracy", "regret", "every difference counted")),
             "oracle-neighbours": _side_by_side(
                 neighbours, ("accuracy", "regret", "90 % interval holds, width", "that of a ratio")
@@ -126,13 +99,41 @@ def tables_of_box(score: Score) -> dict[str, str]:
         return {}
     registered = cases.read(score.cases).validation_cases()
     present = cases.with_present_predictions(score, registered)
-    head = ["", "the profile alone", "calibrated", "calibrated for the sweep", "the same by the present version",
-            "with one pilot", "noise"]  # fmt: skip
     regrets = {"box": regret_rows(held_out_cases(registered))}
+    rows = timelines.rows(score)
     return {
-        "oracle-box": rerun_figures.table(head, [[name, *row] for name, row in box_rows(registered, present).items()]),
+        "oracle-box-timelines": rerun_figures.table(
+            ["", *timelines.COLUMNS], [[name, *row] for name, row in rows.items()]
+        ),
+        "oracle-box": rerun_figures.table(
+            _BOX_HEAD, [[name, *row] for name, row in box_rows(registered, present).items()]
+        ),
         "oracle-box-regret": _side_by_side(regrets, ("accuracy", "regret", "every difference counted")),
     }
+
+
+def tables_of_local(folder: Path) -> dict[str, str]:
+    """Return the tables of the scores on one machine, quiet and busy; none where their cases are not in the tree."""
+    tables: dict[str, str] = {}
+    for name in ("local", "local_busy"):
+        score = SCORES[name]._replace(folder=folder)
+        if score.cases.exists():
+            registered = cases.read(score.cases).validation_cases()
+            rows = box_rows(registered, cases.with_present_predictions(score, registered))
+            tables[f"oracle-{name.replace('_', '-')}"] = rerun_figures.table(
+                _BOX_HEAD, [[label, *row] for label, row in rows.items()]
+            )
+    return tables
+
+
+def intervals_table(folder: Path) -> str:
+    """Return the table of the 90 % intervals of all registered predictions."""
+    stored = {score.name: score._replace(folder=folder).cases for score in SCORES.values()}
+    found = {name: cases.read(path).validation_cases() for name, path in stored.items() if path.exists()}
+    return rerun_figures.table(
+        ["score", "configurations", "90 % interval holds", "median width"],
+        [[_TITLES.get(name, name), *row] for name, row in interval_rows(found).items()],
+    )
 
 
 def _side_by_side(rows: dict[str, dict[str, list[str]]], columns: Sequence[str]) -> str:
@@ -143,7 +144,13 @@ def _side_by_side(rows: dict[str, dict[str, list[str]]], columns: Sequence[str])
 
 def ablation_block() -> dict[str, dict[str, str]]:
     """Return by page and name the table of single terms, which takes as long as all others together."""
-    return {"oracle-figures.md": {"oracle-ablation": _side_by_side(ablation.rows(), ablation.COLUMNS)}}
+    tables = {"oracle-ablation": _side_by_side(ablation.rows(), ablation.COLUMNS)}
+    if BOX.cases.exists():
+        rows = ablation.box_rows()
+        tables["oracle-box-ablation"] = rerun_figures.table(
+            ["", *ablation.BOX_COLUMNS], [[name, *cells] for name, cells in rows.items()]
+        )
+    return {"oracle-figures.md": tables}
 
 
 def page_differences(found: dict[str, dict[str, str]], docs: Path = DOCS) -> Iterator[str]:
@@ -160,8 +167,10 @@ def page_differences(found: dict[str, dict[str, str]], docs: Path = DOCS) -> Ite
 def differences(docs: Path = DOCS, folder: Path = HERE) -> Iterator[str]:
     """Yield everything that differs."""
     yield from page_differences(blocks(docs, folder), docs)
-    for sweep in cases.SWEEPS:
-        yield from cases.differences(sweep, cases.read(cases.path_of(sweep, folder)), docs / "reruns")
+    for score in SCORES.values():
+        own = score._replace(folder=folder)
+        if own.cases.exists():
+            yield from cases.differences(own, docs / "reruns")
 
 
 def other_differences() -> Iterator[str]:

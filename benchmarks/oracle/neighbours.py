@@ -92,7 +92,7 @@ def _moved_result(alone: PredictorResult, step_time_s: float, learned: LearnedFa
     }  # fmt: skip
     return msgspec.structs.replace(
         alone, step_time_s=step_time_s * learned.factor, low_s=interval.low, high_s=interval.high, figures=parts,
-        rests_on=neighbour_basis(learned),
+        rests_on=neighbour_basis(learned, None if alone.rests_on is None else alone.rests_on.kind),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The scores on the SLURM box, and their predictions, which are committed before the first scored run."""
+"""The scores of the oracle, and their predictions, which are committed before the first scored run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from benchmarks.testbed import EIGHT_NODES, FOUR_NODES, RATE_MBIT, Shape
+from benchmarks.testbed import EIGHT_NODES, FOUR_NODES, RATE_MBIT, LocalMachine, Shape, Testbed
 from hpcbench.config.run_spec import RunSpec, config_id
 from hpcbench.fileio import write_atomic
 from hpcbench.oracle.scoring import MeasuredConfiguration, PredictorResult
@@ -19,22 +19,30 @@ from hpcbench.report.oracle_validation import CasePredictor
 
 HERE = Path(__file__).parent
 SWEEPS = HERE.parents[1] / "sweeps"
+DATA_PARALLEL = ("ddp", "horovod")
 
 
 class Score(NamedTuple):
-    """A sweep on the SLURM box that predictors are scored on, and its files in the tree."""
+    """A sweep that predictors are scored on, and its files in the tree."""
 
     name: str
     sweep: Path
-    shape: Shape
-    calibrated_mbit: int
-    """Rate of the links during the plain calibration."""
-    scored_mbit: int
+    shape: Shape | None
+    """Of the SLURM box; without it the runs are on this machine itself."""
+    calibrated_mbit: int = 0
+    """Rate of the box's links during the plain calibration."""
+    scored_mbit: int = 0
     """Rate during the probes of the sweep's own shapes and the scored runs."""
     launches: int = 0
     """Of data parallelism and of recommended configurations, where small differences matter; 0: those of the sweep."""
+    busy_processes: int = 0
+    """Processes of others, each of which uses a core all the time."""
     folder: Path = HERE
     """Of its files."""
+
+    def bed(self, work: Path) -> Testbed:
+        """Return the machine of the score, with its results in ``work``."""
+        return LocalMachine(work) if self.shape is None else Testbed(work, self.shape)
 
     @property
     def predictions(self) -> Path:
@@ -65,8 +73,14 @@ SCORES = {
         BOX,
         Score("paradl", SWEEPS / "paradl-small.toml", EIGHT_NODES, RATE_MBIT, RATE_MBIT),
         Score("ddlbench", SWEEPS / "ddlbench-small.toml", EIGHT_NODES, RATE_MBIT, RATE_MBIT),
+        Score("local", HERE / "local.toml", None),
+        Score("local_busy", HERE / "local.toml", None, busy_processes=1),
     )
 }
+
+
+RERUNS = ("paradl", "ddlbench")
+"""Scores on the papers' matrices."""
 
 
 class Foretold(msgspec.Struct, kw_only=True):

@@ -1,4 +1,4 @@
-"""Scores of the oracle on the SLURM box: calibrate, write predictions down, measure, and compare.
+"""Scores of the oracle: calibrate, write predictions down, measure, and compare.
 
     python -m benchmarks.oracle.score box calibrate    measure kernels and collectives
     python -m benchmarks.oracle.score box probe        measure the blocks and messages of box.toml (calibrate --for)
@@ -8,19 +8,21 @@
     python -m benchmarks.oracle.score box table        compare; counts as a look
     python -m benchmarks.oracle.score box all          all missing parts, in this order, with predictions of its own
 
-Instead of ``box``, ``paradl`` and ``ddlbench`` are the papers' matrices. Needs the SLURM box, so root. The results tree
-lies under ``--work``: slices of one score need the same one.
+``box``, and ``paradl`` and ``ddlbench``, the papers' matrices, need the SLURM box, so root. ``local`` is scored on this
+machine itself, ``local_busy`` on the same beside a process that computes all the time. The results tree lies under
+``--work``: slices of one score need the same one.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,9 @@ import msgspec
 import polars
 import tomli
 
-from benchmarks.oracle import cases, registered, tables
+from benchmarks.oracle import cases, registered, tables, timelines
 from benchmarks.oracle.registered import SCORES, Score
-from benchmarks.testbed import CLUSTER, Testbed
+from benchmarks.testbed import Testbed
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import REFERENCE_REPEAT, config_id
 from hpcbench.config.sweep_file import sweep_toml
@@ -53,8 +55,9 @@ from hpcbench.submit.plan import SweepPlan, make_plan
 
 _CALIBRATING_JOBS, _SCORED_JOBS = 2, 1
 """At once: two probes of one node are in each other's way as the ranks of a scored job on two nodes are."""
-_SOME_FAILED = 1
+SOME_FAILED = 1
 """How ``hpcbench run`` ends where runs did: they are cases, too."""
+_MEASURING = ("calibrate", "probe", "measure", "all")
 _BUSY = 0.3
 """Load of the machine above which nothing is measured."""
 
@@ -62,27 +65,43 @@ _BUSY = 0.3
 def calibrate(bed: Testbed, score: Score) -> int:
     """Calibrate without any shape of the sweep."""
     bed.at(score.calibrated_mbit, _CALIBRATING_JOBS)
-    # The virtual nodes share two cores: ranks of other nodes may mark every run.
-    return bed.hpcbench("cluster", "calibrate", CLUSTER, "--busy")
+    return bed.hpcbench("cluster", "calibrate", bed.cluster, *_busy(score))
 
 
 def probe(bed: Testbed, score: Score) -> int:
     """Measure the blocks and messages of the sweep."""
     bed.at(score.scored_mbit, _CALIBRATING_JOBS)
-    return bed.hpcbench("cluster", "calibrate", CLUSTER, "--for", str(score.sweep), "--busy")
+    return bed.hpcbench("cluster", "calibrate", bed.cluster, "--for", str(score.sweep), *_busy(score))
+
+
+def _busy(score: Score) -> list[str]:
+    """Return the option for runs that others disturb: ranks of the virtual nodes, which share two cores, do."""
+    return ["--busy"] if score.shape is not None or score.busy_processes else []
+
+
+@contextlib.contextmanager
+def _other_work(score: Score) -> Iterator[None]:
+    """Have the score's other processes compute meanwhile."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(score.busy_processes)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def _plan(bed: Testbed, sweep: Path) -> SweepPlan:
     """Plan a sweep on the box, in the folder of the work."""
     os.chdir(bed.work)
-    profile, _ = load_cluster(CLUSTER)
-    return make_plan(load_sweep(sweep), profile, ResultsTree(bed.results).cluster(CLUSTER))
+    profile, _ = load_cluster(bed.cluster)
+    return make_plan(load_sweep(sweep), profile, ResultsTree(bed.results).cluster(bed.cluster))
 
 
 def _calibrations(bed: Testbed) -> list[StoredCalibration]:
     """Return those of the tree itself, not of the user's own folder."""
-    tree = ResultsTree(bed.results).cluster(CLUSTER)
-    return [stored for stored in read_calibrations(tree, CLUSTER)[0] if stored.path.is_relative_to(tree.root)]
+    tree = ResultsTree(bed.results).cluster(bed.cluster)
+    return [stored for stored in read_calibrations(tree, bed.cluster)[0] if stored.path.is_relative_to(tree.root)]
 
 
 def predict(bed: Testbed, score: Score) -> int:
@@ -100,9 +119,9 @@ def predict(bed: Testbed, score: Score) -> int:
     ours = forecasts[ORACLE_NAME]
     predictors |= {name: baseline_predictor(ours, rule, ()) for name, rule in BASELINES.items()}
     for spec in specs:
-        ours.predict(CLUSTER, spec)
+        ours.predict(bed.cluster, spec)
     sources = sorted({machine.source for machine in ours.machines()})
-    registered.write(score.predictions, CLUSTER, specs, predictors, sources)
+    registered.write(score.predictions, bed.cluster, specs, predictors, sources)
     print(f"{score.predictions}: {len(specs)} configurations, from {'; '.join(sources)}")
     return 0
 
@@ -114,15 +133,15 @@ def measure(bed: Testbed, score: Score, minutes: float) -> int:
     """
     bed.at(score.scored_mbit, _SCORED_JOBS)
     sweep = _sweep_of_launches(bed, score) if score.launches else score.sweep
-    command = bed.start("run", str(sweep), "--cluster", CLUSTER)
+    command = bed.start("run", str(sweep), "--cluster", bed.cluster)
     try:
         return command.wait(minutes * 60)
     except subprocess.TimeoutExpired:
         command.send_signal(signal.SIGINT)
         command.wait()
-        bed.hpcbench("cancel", load_sweep(sweep).name, "--cluster", CLUSTER, "--wait")
+        bed.hpcbench("cancel", load_sweep(sweep).name, "--cluster", bed.cluster, "--wait")
         print(f"stopped after {minutes:g} minutes; the same command continues", file=sys.stderr)
-        return _SOME_FAILED
+        return SOME_FAILED
 
 
 def _launches_name(score: Score) -> str:
@@ -157,7 +176,7 @@ def _more_often(configurations: Iterable[registered.Foretold]) -> set[str]:
     ids = set()
     for one in configurations:
         spec, step_s = one.spec, one.said[ORACLE_NAME].step_time_s
-        if spec.strategy in tables.DATA_PARALLEL:
+        if spec.strategy in registered.DATA_PARALLEL:
             ids.add(one.config_id)
         if step_s is not None:
             key = (spec.model, spec.dataset, spec.devices)
@@ -172,7 +191,7 @@ def write_cases(bed: Testbed, score: Score) -> int:
     os.chdir(bed.work)
     results = ResultsTree(bed.results)
     columns = tuple(dict.fromkeys((*VALIDATION_COLUMNS, *DRIFT_COLUMNS)))
-    frame = load_frame(results, [_launches_name(score)], [CLUSTER], columns)
+    frame = load_frame(results, [_launches_name(score)], [bed.cluster], columns)
     for note in drift_notes(list(reference_drifts(frame)), removed=True):
         print(note)
     # The drift is computed from the reference's launches: once it is removed, they hardly differ.
@@ -182,12 +201,14 @@ def write_cases(bed: Testbed, score: Score) -> int:
     if not measured:
         print("nothing that was predicted has been measured yet", file=sys.stderr)
         return 2
-    document = cases.RerunCases(
-        sweep=_launches_name(score), sources=register.sources, cases=[cases.RerunCase.of(case) for case in measured]
-    )
+    document = cases.ScoreCases(
+        sweep=_launches_name(score), cluster=bed.cluster, sources=register.sources,
+        cases=[cases.ScoreCase.of(case) for case in measured],
+    )  # fmt: skip
     if score.cases.exists():
         document = cases.with_earlier_launches(document, cases.read(score.cases))
     write_atomic(score.cases, msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
+    timelines.write(score, results.cluster(bed.cluster))
     count = sum(len(case.run_ids) for case in document.cases)
     print(f"{score.cases}: {len(document.cases)} configurations, {count} launches")
     return 0
@@ -212,7 +233,7 @@ def _all(bed: Testbed, score: Score, minutes: float) -> int:
     if not own.predictions.exists() and (code := predict(bed, own)):
         return code
     code = measure(bed, own, minutes)
-    if code in (0, _SOME_FAILED):
+    if code in (0, SOME_FAILED):
         code = write_cases(bed, own) or table(own)
     return code
 
@@ -229,13 +250,13 @@ def main() -> int:
     arguments = parser.parse_args()
     score = SCORES[arguments.score]
     load = os.getloadavg()[0]
-    if arguments.step in ("calibrate", "probe", "measure", "all") and load > _BUSY and not arguments.busy:
+    if arguments.step in _MEASURING and load > _BUSY and not arguments.busy:
         print(f"the machine is busy (load {load:.2f}, at most {_BUSY}): wait, or give --busy", file=sys.stderr)
         return 2
     if arguments.step == "measure" and registered.commit(score.predictions) is None and not arguments.unregistered:
         print(f"commit {score.predictions.name} first, or give --unregistered", file=sys.stderr)
         return 2
-    bed = Testbed(arguments.work or Path(f".oracle-{score.name}"), score.shape)
+    bed = score.bed(arguments.work or Path(f".oracle-{score.name}"))
     steps: dict[str, Callable[[], int]] = {
         "calibrate": lambda: calibrate(bed, score),
         "probe": lambda: probe(bed, score),
@@ -246,7 +267,8 @@ def main() -> int:
         "all": lambda: _all(bed, score, arguments.minutes),
     }
     try:
-        return steps[arguments.step]()
+        with _other_work(score) if arguments.step in _MEASURING else contextlib.nullcontext():
+            return steps[arguments.step]()
     except HpcbenchError as error:
         print(error.message, file=sys.stderr)
         return 2

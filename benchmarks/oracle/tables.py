@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from math import sqrt
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from benchmarks.oracle.cases import BLIND, CALIBRATED
 from benchmarks.oracle.neighbours import cases_after_pilots, held_out_cases
-from benchmarks.oracle.registered import Commit, Look, Register
+from benchmarks.oracle.registered import DATA_PARALLEL, Commit, Look, Register
 from hpcbench.config.run_spec import strategy_label
 from hpcbench.oracle.baselines import BASELINES
 from hpcbench.oracle.scoring import AccuracySummary, PredictorScore, ValidationCase, score_predictor
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     import polars
 
 _DATA_GOAL, _GOAL, _REGRET_GOAL, _MEMORY_GOAL = 0.024, 0.05, 0.02, 0.10
-DATA_PARALLEL = ("ddp", "horovod")
 MOVED = "moved"
 """The oracle's predictions, each moved by the measurements of all other configurations of the grid."""
 _SMALLER = ("flat", "perfect", "log_p")
@@ -69,6 +69,19 @@ def measured_cases(
         ValidationCase(one, {**foretold[one.config_id].said, **{name: say(one) for name, say in later.items()}})
         for one in measured
     ]
+
+
+def interval_rows(cases_by_score: Mapping[str, Sequence[ValidationCase]]) -> dict[str, list[str]]:
+    """Return by score, and for all together, how often the 90 % interval holds, and its median width."""
+    rows = {}
+    everything = [case for own in cases_by_score.values() for case in own]
+    for name, own in {**cases_by_score, "all of them": everything}.items():
+        score = score_predictor(own, ORACLE_NAME)
+        results = [case.said[ORACLE_NAME] for case in own if case.measured.step_time_s]
+        widths = [sqrt(result.high_s / result.low_s) for result in results if result.low_s and result.high_s]
+        assert score.total is not None
+        rows[name] = [str(len(widths)), f"{score.total.covered or 0.0:.0%}", f"x {median(widths):.2f}"]
+    return rows
 
 
 def box_rows(cases: Sequence[ValidationCase], present: Sequence[ValidationCase]) -> dict[str, list[str]]:

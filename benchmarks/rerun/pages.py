@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from benchmarks.rerun import figures, fits
+from benchmarks.rerun import figures
 from benchmarks.testbed import CLUSTER, Testbed
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reruns.md"
@@ -28,29 +26,21 @@ _LAYOUTS = {"ddlbench-small": "ddlbench", "paradl-small": "paradl"}
 def write(bed: Testbed, sweep: str) -> None:
     """Into ``docs/reruns``; what cannot be drawn from these results is said and left out.
 
-    Predictions in them are made from the calibration as the sweep's own runs on one device move it. The tables of
-    ``docs/reruns.md`` are made from these files by ``benchmarks.oracle.cases`` and ``benchmarks.oracle.figures``.
+    Predictions in them are made from the rerun's calibrations, and moved by its other results.
     """
     HERE.mkdir(exist_ok=True)
     one = ("--cluster", CLUSTER)
-    others = {where: fits.elsewhere(bed, sweep, where) for where in (None, fits.PAIRS)}
-    fits.move(bed, sweep, fits.ALONE)
     bed.output("report", sweep, *one, "--predict", "--out", f"{HERE}/{sweep}.html")
     bed.output("table", sweep, *one, "--out", f"{HERE}/{sweep}.parquet")
     bed.output("table", sweep, *one, "--layout", _LAYOUTS[sweep], "--out", f"{HERE}/{sweep}-paper.md")
     for name, (metric, chosen) in _TABLES.items():
         by = ("--by", "model,dataset,devices", "--pivot", "strategy", "--metric", metric, *chosen)
         bed.output("table", sweep, *one, *by, "--out", f"{HERE}/{sweep}-{name}.md")
-    bed.output("validate", sweep, *one, "--busy", "--out", f"{HERE}/{sweep}-oracle.json")
     for kind in _PLOTS:
         predicted = ("--predict",) if kind in ("scaling", "predicted") else ()
         bed.hpcbench("plot", kind, sweep, *one, *predicted, "--out", f"{HERE}/{sweep}-{kind}.svg")
     for command, *more in (("report",), ("validate", "--busy")):
         (HERE / f"{sweep}-{command}.txt").write_bytes(bed.output(command, sweep, *one, *more))
-    for where, name in ((None, "before"), (fits.PAIRS, "pairs")):
-        (HERE / f"{sweep}-{name}.txt").write_bytes(others[where].text)
-    pairs = msgspec.json.format(msgspec.json.encode(others[fits.PAIRS].document), indent=1)
-    (HERE / f"{sweep}-pairs.json").write_bytes(pairs)
 
 
 def blocks_of(sweep: str, rows: Sequence[figures.Row], documents: Mapping[str, Any]) -> dict[str, str]:

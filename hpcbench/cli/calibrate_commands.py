@@ -42,7 +42,7 @@ from hpcbench.forecast.sweep_calibration import (
     prepare_sweep_calibration,
     probe_sweep_text,
 )
-from hpcbench.oracle.calibration.calibration_runs import CalibrationRun, check_disturbed, usable_runs
+from hpcbench.oracle.calibration.calibration_runs import CalibrationRun, check_disturbed, disturbed_spread, usable_runs
 from hpcbench.oracle.calibration.calibration_store import (
     Calibration,
     calibration_of_partition,
@@ -334,7 +334,7 @@ def validate(
         frame = frame.filter(condition.mask(frame))
     warnings = [msgspec.json.decode(text or "[]") for text in frame.filter(frame["status"] == STATUS_OK)["warnings"]]
     noted = check_disturbed(warnings, "runs", "nothing was compared", takes_disturbed=takes_disturbed)
-    validation = score_predictors(frame, results)
+    validation = score_predictors(frame, results, disturbed_spread(warnings))
     validation.notes.extend(noted)
     document = validation_json(validation.cases, validation.scores, validation.notes)
     if out is not None:

@@ -362,7 +362,7 @@ class PlanForecast:
                 f"launches about {count:,} operators in {format_seconds(count * LAUNCH_S)}, its step is predicted to "
                 f"take {format_seconds(step_s)} (a larger batch_size, or compile)"
             )
-        if any(machine.depth == "nominal" for machine in self.forecast.machines()):
+        if self.predictions and any(machine.depth == "nominal" for machine in self.forecast.machines()):
             lines += used_link_notes(self.forecast.profile, runs.values())
         # Counted over all runs of the sweep, those with a result among them.
         total = sum(self.unpriced.values())

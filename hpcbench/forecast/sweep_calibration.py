@@ -47,6 +47,7 @@ from hpcbench.parallel.check_names import custom_model_folder
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.submit.plan import SweepPlan
+from hpcbench.units import pluralize
 
 SWEEP_SHARE = 0.1
 """Fraction of a sweep's predicted node-hours that its probes may take ..."""
@@ -96,7 +97,7 @@ class SweepCalibration:
             f"most {self.limit_node_hours:.3g}: the larger of a tenth of the sweep's {hours} and 15 minutes of {nodes} "
             f"node{'s' * (nodes > 1)}"
         ]
-        lines += [f"  {probe.what}: for {probe.runs} configurations" for probe in self.probes]
+        lines += [f"  {probe.what}: for {pluralize(probe.runs, 'configuration')}" for probe in self.probes]
         return [*lines, *(f"  {text}" for text in self.left_out), *(f"  {note}" for note in self.notes)]
 
 

@@ -144,9 +144,13 @@ def measured_collective_s(
     link = HockneyLink(sample.latency_s, wire.beta_s_per_byte * sample.beta_ratio)
     # What was measured is a step's latency, whichever link it crosses.
     links = span._replace(inter_node=link, by_hop=False) if crosses else span._replace(intra_node=link)
+    return max(collective_s(operation, links, payload_bytes), processor_s(links, operation, sample, payload_bytes))
+
+
+def processor_s(span: GroupLinks, operation: str, sample: CollectiveSample, payload_bytes: float) -> float:
+    """Return the processor seconds of a rank for one call, as ``sample`` measured them."""
     processor = HockneyLink(sample.cpu_latency_s, sample.cpu_s_per_byte)
-    own = links._replace(intra_node=processor, inter_node=processor)
-    return max(collective_s(operation, links, payload_bytes), collective_s(operation, own, payload_bytes))
+    return collective_s(operation, span._replace(intra_node=processor, inter_node=processor), payload_bytes)
 
 
 class UnmeasuredShapes(NamedTuple):
@@ -263,8 +267,11 @@ class CostModel:
     ) -> stream_simulator.CommCall:
         """Return a call of ``group``; its payload is counted as in ``parallel.traffic.Traffic``."""
         seconds, latency_s = self._priced(operation, payload_bytes, group)
+        cpu_s = self._processor_s(operation, payload_bytes, group)
         traffic = Traffic(operation=operation, group_size=group.ranks, payload_bytes=round(payload_bytes))
-        return stream_simulator.CommCall(seconds, latency_s, key, lane, "out" if group.nodes > 1 else "in", traffic)
+        return stream_simulator.CommCall(
+            seconds, latency_s, key, lane, "out" if group.nodes > 1 else "in", traffic, cpu_s
+        )
 
     def calls(self, traffic: Traffic, group: GroupPlacement) -> list[stream_simulator.CommCall]:
         """Return the calls that ``traffic`` stands for, each waited for."""
@@ -279,7 +286,16 @@ class CostModel:
                 slowdowns = self._measured.slowdowns(self.spec, overlapped.operation)
             if slowdowns is None:
                 self.unmeasured.overlaps.add(overlapped)
-        return stream_simulator.simulate_streams(step, *(slowdowns or (comm.overlap_slowdown, comm.comm_slowdown)))
+        slowdown, comm_slowdown = slowdowns or (comm.overlap_slowdown, comm.comm_slowdown)
+        return stream_simulator.simulate_streams(step, slowdown, comm_slowdown, self._quota())
+
+    def _quota(self) -> stream_simulator.ProcessorQuota | None:
+        """Return the quota of a rank: the ranks of a node share the node's."""
+        shapes = self.machine.measured
+        if self._measured is None or shapes is None or shapes.quota is None:
+            return None
+        cores = shapes.quota.cores / self.spec.tasks_per_node
+        return stream_simulator.ProcessorQuota(cores, shapes.quota.period_s) if cores < 1.0 else None
 
     def overhead_s(self) -> float:
         """Return the seconds of the computing thread in a step beside kernels and calls."""
@@ -301,6 +317,19 @@ class CostModel:
                 return measured_s, min(latency_s, measured_s)
         self.unmeasured.messages[shape] = seconds
         return seconds, latency_s
+
+    def _processor_s(self, operation: str, payload_bytes: float, group: GroupPlacement) -> float:
+        """Return the processor seconds of a call, which matter under a quota alone."""
+        if group.ranks < 2 or self._measured is None or self._quota() is None:
+            return 0.0
+        measured_s = self._measured.message_cpu_s(
+            group_message(operation, payload_bytes, group), self.spec.tasks_per_node
+        )
+        if measured_s is not None:
+            return measured_s
+        span = self._span(group)
+        sample = measured_collective(span, operation, self.machine.comm.collectives, payload_bytes)
+        return 0.0 if sample is None else processor_s(span._replace(by_hop=False), operation, sample, payload_bytes)
 
     def _span(self, group: GroupPlacement) -> GroupLinks:
         """The links as the group sees them beside its rivals."""

@@ -1,7 +1,8 @@
 """Measured times of the blocks and messages of one sweep, and their lookup by shape.
 
 A kernel counts as measured where its sizes per sample, the precision, the ranks on a node and the way in which
-gradients are kept are equal, and its samples were measured or lie between two numbers that were."""
+gradients are kept are equal, and its samples were measured or lie between two numbers that were. Parts of a layer by
+positions or heads lie between measured parts of it."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from hpcbench.oracle.collective_formulas import HockneyLink
 from hpcbench.parallel.layer_table import cached_by_identity
 from hpcbench.parallel.roofline import UPDATE, Kernel
 from hpcbench.parallel.traffic import MessageShape
+from hpcbench.results.probe_records import CpuQuota
 
 _MIN_S = 1e-9
 
@@ -89,6 +91,8 @@ class MeasuredShapes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     overlaps: list[MeasuredOverlap] = []
     side_by_side: dict[int, float] = {}
     """Factor on a pass by the number of nodes that compute at the same time, where it was measured."""
+    quota: CpuQuota | None = None
+    """The quota of a node's processors, where one held the measured blocks back."""
     compute_spread: float = 0.0
     """Relative uncertainty of a step's computation where all blocks were measured."""
     comm_spread: float = 0.0
@@ -122,6 +126,7 @@ class MeasuredShapes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             messages=list(messages.values()),
             overlaps=list(overlaps.values()),
             side_by_side=self.side_by_side | later.side_by_side,
+            quota=later.quota if later.kernels else self.quota,
             compute_spread=max(self.compute_spread, later.compute_spread),
             comm_spread=max(self.comm_spread, later.comm_spread),
             sweeps=list(dict.fromkeys([*self.sweeps, *later.sweeps])),
@@ -181,6 +186,31 @@ def _per_byte_sizes(kernel: Kernel) -> tuple[object, ...] | None:
     return kernel.kind, kernel.direction, kernel.precision, *ratios
 
 
+def _per_flop_sizes(kernel: Kernel) -> tuple[object, ...] | None:
+    """Return the values that kernels of equal time per FLOP have in common; ``None`` for other kernels.
+
+    Such a kernel has no weights, as attention: half of the heads is to it as half of the samples.
+    """
+    if kernel.weight_bytes or not kernel.flops:
+        return None
+    ratios = (f"{size / kernel.flops:.3g}" for size in (kernel.moved_bytes, kernel.input_bytes, kernel.output_bytes))
+    return kernel.kind, kernel.direction, kernel.precision, *ratios
+
+
+def _per_layer_sizes(kernel: Kernel, samples: float) -> tuple[object, ...] | None:
+    """Return the values that parts of one layer by positions have in common; ``None`` for kernels without weights.
+
+    Parts with and without neighbours' positions (halos) are between half of the layer and all of it.
+    """
+    if not kernel.weight_bytes:
+        return None
+    return kernel.kind, kernel.direction, kernel.precision, f"{kernel.weight_bytes:.6g}", samples
+
+
+def _work(kernel: Kernel) -> float:
+    return kernel.flops or kernel.moved_bytes
+
+
 class MeasuredTimes:
     """The index of ``MeasuredShapes``."""
 
@@ -188,18 +218,27 @@ class MeasuredTimes:
         self._overlaps = shapes.overlaps
         by_samples: dict[object, list[tuple[float, float]]] = defaultdict(list)
         by_bytes: dict[object, list[tuple[float, float]]] = defaultdict(list)
+        by_work: dict[object, list[tuple[float, float]]] = defaultdict(list)
         by_payload: dict[object, list[tuple[float, float]]] = defaultdict(list)
+        cpu_by_payload: dict[object, list[tuple[float, float]]] = defaultdict(list)
         for measured in shapes.kernels:
             key = measured.conditions, per_sample_sizes(measured.kernel, measured.samples)
             by_samples[key].append((measured.samples, measured.seconds))
             if (per_byte_key := _per_byte_sizes(measured.kernel)) is not None:
                 by_bytes[measured.conditions, per_byte_key].append((measured.kernel.output_bytes, measured.seconds))
+            for work_key in (_per_flop_sizes(measured.kernel), _per_layer_sizes(measured.kernel, measured.samples)):
+                if work_key is not None and measured.kernel.direction != UPDATE:
+                    by_work[measured.conditions, work_key].append((_work(measured.kernel), measured.seconds))
         for message in shapes.messages:
             group = message.shape[:-1]
             by_payload[group, message.tasks_per_node].append((message.shape.payload_bytes, message.seconds))
+            if message.cpu_s:
+                cpu_by_payload[group, message.tasks_per_node].append((message.shape.payload_bytes, message.cpu_s))
         self._by_samples = {key: SizeCurve(points) for key, points in by_samples.items()}
         self._by_bytes = {key: SizeCurve(points) for key, points in by_bytes.items()}
+        self._by_work = {key: SizeCurve(points) for key, points in by_work.items()}
         self._by_payload = {key: SizeCurve(points) for key, points in by_payload.items()}
+        self._cpu_by_payload = {key: SizeCurve(points) for key, points in cpu_by_payload.items()}
 
     @staticmethod
     @cached_by_identity(16)
@@ -215,7 +254,13 @@ class MeasuredTimes:
                 return seconds
         plain = _per_byte_sizes(kernel)
         curve = None if plain is None else self._by_bytes.get((conditions, plain))
-        return None if curve is None else curve.at(kernel.output_bytes)
+        if curve is not None or kernel.direction == UPDATE:
+            return None if curve is None else curve.at(kernel.output_bytes)
+        for key in (_per_flop_sizes(kernel), *(_per_layer_sizes(kernel, count) for count in samples)):
+            curve = None if key is None else self._by_work.get((conditions, key))
+            if curve is not None and (seconds := curve.at(_work(kernel))) is not None:
+                return seconds
+        return None
 
     def slowdowns(self, spec: RunSpec, operation: str) -> tuple[float, float] | None:
         """Return the slowdowns of computation and of ``operation`` under each other in a run; ``None`` without any.
@@ -237,4 +282,9 @@ class MeasuredTimes:
     def message_s(self, shape: MessageShape, tasks_per_node: int) -> float | None:
         """Return the measured seconds of a call, the time to issue it included."""
         curve = self._by_payload.get((shape[:-1], tasks_per_node))
+        return None if curve is None else curve.at(shape.payload_bytes)
+
+    def message_cpu_s(self, shape: MessageShape, tasks_per_node: int) -> float | None:
+        """Return the measured processor seconds of a call."""
+        curve = self._cpu_by_payload.get((shape[:-1], tasks_per_node))
         return None if curve is None else curve.at(shape.payload_bytes)

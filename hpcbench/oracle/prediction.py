@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from math import exp, hypot, log
 from typing import Final, Literal, NamedTuple, Protocol
 
@@ -17,7 +19,7 @@ from hpcbench.oracle.uncertainty import CostModelFactory, log_step_spreads
 from hpcbench.parallel.layer_table import LayerTable
 from hpcbench.units import format_bytes
 
-_NORMAL_90 = 1.645
+NORMAL_90 = 1.645
 """Quantile of the standard normal distribution: 90 % lie within its two sides."""
 
 
@@ -38,6 +40,8 @@ class PredictionBasis(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """The evidence of a prediction."""
 
     kind: BasisKind
+    base: BasisKind | None = None
+    """Kind of the prediction that measured neighbours moved."""
     factor: float = 1.0
     """Factor on the prediction by the machine's numbers alone."""
     undetermined: float = 1.0
@@ -104,8 +108,8 @@ def predict(
     return Prediction(
         step_time_s=step.step_time_s,
         interval=PredictionInterval(
-            low=step.step_time_s * exp(-_NORMAL_90 * below),
-            high=step.step_time_s * exp(_NORMAL_90 * above) + cost_model.longest_delay_s(),
+            low=step.step_time_s * exp(-NORMAL_90 * below),
+            high=step.step_time_s * exp(NORMAL_90 * above) + cost_model.longest_delay_s(),
         ),
         compute_s=step.compute_s,
         comm_s=step.comm_s,
@@ -122,6 +126,21 @@ def predict(
         source=machine.source,
         rests_on=PredictionBasis(kind=_basis_kind(cost_model)),
     )
+
+
+_BASIS_TEXTS: Mapping[BasisKind, str] = {
+    "profile": "by the profile", "calibrated": "by the calibration",
+    MEASURED_FOR_SWEEP: "by the calibration for this sweep", "measured neighbours": "by measured neighbours",
+}  # fmt: skip
+
+
+def count_bases(bases: Iterable[PredictionBasis]) -> str:
+    """``4 by the calibration for this sweep, 2 by the calibration; 3 of them moved by measured neighbours``."""
+    listed = list(bases)
+    kinds = Counter(basis.base or basis.kind for basis in listed)
+    moved = sum(bool(basis.counts) for basis in listed)
+    text = ", ".join(f"{count} {_BASIS_TEXTS[kind]}" for kind, count in kinds.most_common())
+    return f"{text}; {moved} of them moved by measured neighbours" if moved else text
 
 
 def _basis_kind(cost_model: CostModel) -> BasisKind:
@@ -143,14 +162,14 @@ def correct_prediction(prediction: Prediction, learned: LearnedFactor) -> Predic
         **times,
         samples_per_s=prediction.samples_per_s / factor,
         interval=correct_interval(prediction.step_time_s, prediction.interval, learned),
-        rests_on=neighbour_basis(learned),
+        rests_on=neighbour_basis(learned, prediction.rests_on.kind),
     )
 
 
-def neighbour_basis(learned: LearnedFactor) -> PredictionBasis:
-    """Return the evidence of a prediction that measured configurations moved."""
+def neighbour_basis(learned: LearnedFactor, base: BasisKind | None) -> PredictionBasis:
+    """Return the evidence of a prediction of kind ``base`` that measured configurations moved."""
     return PredictionBasis(
-        kind="measured neighbours", factor=learned.factor, undetermined=learned.undetermined,
+        kind="measured neighbours", base=base, factor=learned.factor, undetermined=learned.undetermined,
         distinct=learned.distinct, spread=learned.spread, counts=learned.counts, neighbours=learned.neighbours,
     )  # fmt: skip
 
@@ -160,12 +179,12 @@ def correct_interval(step_time_s: float, interval: PredictionInterval, learned: 
     spread = hypot(learned.undetermined**0.5 * PRIOR_SPREAD, learned.spread)
 
     def side(bound_s: float) -> float:
-        before = abs(log(bound_s / step_time_s)) / _NORMAL_90 if step_time_s and bound_s else 0.0
+        before = abs(log(bound_s / step_time_s)) / NORMAL_90 if step_time_s and bound_s else 0.0
         return min(spread, max(before, learned.spread))
 
     middle_s = step_time_s * learned.factor
     return PredictionInterval(
-        low=middle_s * exp(-_NORMAL_90 * side(interval.low)), high=middle_s * exp(_NORMAL_90 * side(interval.high))
+        low=middle_s * exp(-NORMAL_90 * side(interval.low)), high=middle_s * exp(NORMAL_90 * side(interval.high))
     )
 
 

@@ -28,6 +28,8 @@ class CommCall(NamedTuple):
     """Lanes with running calls on one wire share it evenly."""
     traffic: Traffic | None = None
     """Operation, group size and payload of the call."""
+    cpu_s: float = 0.0
+    """Processor seconds of the rank for the call."""
 
 
 class WaitEvent(NamedTuple):
@@ -60,18 +62,59 @@ class StreamTimes(NamedTuple):
     """The part of ``comm_s`` that is latency."""
 
 
-def simulate_streams(events: Iterable[StreamEvent], slowdown: float = 1.0, comm_slowdown: float = 1.0) -> StreamTimes:
+class ProcessorQuota:
+    r"""A rank's processor quota as a bucket of granted seconds, which it uses up at full speed, then as they come in.
+
+    A rank that waits fills it, at most with a period's grant; the processor seconds of its calls are taken from it.
+    Durations of computation are those of an empty bucket::
+
+        granted  |\       .--.      .: waits, the bucket fills; computes at full speed, it drains
+                 | \_____/    \___  _: computes as seconds come in
+    """
+
+    def __init__(self, cores: float, period_s: float) -> None:
+        """Begin empty. ``cores`` below 1 are granted a second, ``cores * period_s`` at most at once."""
+        self._cores, self._capacity_s, self._granted_s = cores, cores * period_s, 0.0
+
+    def compute_s(self, held_back_s: float) -> float:
+        """Return the duration of a computation that takes ``held_back_s`` with an empty bucket."""
+        work_s, full_speed_s = held_back_s * self._cores, self._granted_s / (1.0 - self._cores)
+        if work_s <= full_speed_s:
+            self._granted_s -= work_s * (1.0 - self._cores)
+            return work_s
+        self._granted_s = 0.0
+        return full_speed_s + (work_s - full_speed_s) / self._cores
+
+    def call_s(self, seconds: float, cpu_s: float) -> float:
+        """Return the duration of a call that the rank waits for, of ``seconds`` with enough processor time."""
+        duration_s = max(seconds, (cpu_s - self._granted_s) / self._cores)
+        self.wait(duration_s, cpu_s)
+        return duration_s
+
+    def wait(self, seconds: float, cpu_s: float = 0.0) -> None:
+        """Fill the bucket for ``seconds`` in which the processor works for ``cpu_s``."""
+        self._granted_s = min(max(self._granted_s + self._cores * seconds - cpu_s, 0.0), self._capacity_s)
+
+
+def simulate_streams(
+    events: Iterable[StreamEvent],
+    slowdown: float = 1.0,
+    comm_slowdown: float = 1.0,
+    quota: ProcessorQuota | None = None,
+) -> StreamTimes:
     """Walk through ``events``, in program order.
 
     Under communication computation is ``slowdown`` times slower, and under computation communication is
-    ``comm_slowdown`` times slower: libraries that send with the processors that compute.
+    ``comm_slowdown`` times slower: libraries that send with the processors that compute. A ``quota`` makes computation
+    after a wait faster, and calls after computation slower.
     """
     now = compute = comm = called = exposed = latency = 0.0
     lanes = _CommStreams()
     for event in events:
         if isinstance(event, ComputeEvent):
             under_way_s = lanes.last() - now
-            spent = _slowed_compute_s(event.seconds, under_way_s * comm_slowdown, slowdown)
+            seconds = event.seconds if quota is None else quota.compute_s(event.seconds)
+            spent = _slowed_compute_s(seconds, under_way_s * comm_slowdown, slowdown)
             if under_way_s > 0.0 and comm_slowdown > 1.0:
                 lanes.hold_up(now, spent, comm_slowdown)
                 comm += lanes.last() - now - under_way_s
@@ -79,7 +122,7 @@ def simulate_streams(events: Iterable[StreamEvent], slowdown: float = 1.0, comm_
             compute += spent
             continue
         if isinstance(event, RepeatEvent):
-            once, times = simulate_streams(event.events, slowdown, comm_slowdown), event.times
+            once, times = simulate_streams(event.events, slowdown, comm_slowdown, quota), event.times
             now += times * once.end_s
             compute += times * once.compute_s
             comm += times * once.comm_s
@@ -89,14 +132,19 @@ def simulate_streams(events: Iterable[StreamEvent], slowdown: float = 1.0, comm_
             continue
         if isinstance(event, CommCall):
             before = max(lanes.last(), now)
-            until = lanes.add(event, now)
+            call = event
+            if quota is not None and event.key is None:
+                call = event._replace(seconds=quota.call_s(event.seconds, event.cpu_s))
+            until = lanes.add(call, now)
             comm += max(lanes.last() - before, 0.0)
-            called += event.seconds
+            called += call.seconds
             latency += event.latency_s
             if event.key is not None:
                 continue
         else:
             until = lanes.keys.get(event.key, ("", now))[1] if event.key else max(now, lanes.last())
+            if quota is not None:
+                quota.wait(max(until - now, 0.0))
         exposed += max(until - now, 0.0)
         now = max(now, until)
     return StreamTimes(now, compute, comm, exposed, latency * comm / called if called else 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import exp, hypot, log
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from hpcbench.oracle import scoring
 from hpcbench.oracle.baselines import BASELINES, BaselineEstimate, BaselineRequest, MeasuredRun, choice_results
 from hpcbench.oracle.calibration.calibration_store import read_calibrations
 from hpcbench.oracle.machine import Machine
-from hpcbench.oracle.prediction import NotPredicted, Prediction
+from hpcbench.oracle.prediction import NORMAL_90, NotPredicted, Prediction, count_bases
 from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.report.configurations import SPEC_COLUMNS, STEP_TIME, run_spec_of
 from hpcbench.results.results_tree import ResultsTree
@@ -224,6 +225,19 @@ def validation_cases(
     return cases, notes
 
 
+def widened_result(result: scoring.PredictorResult, outside: float) -> scoring.PredictorResult:
+    """Return ``result`` with an interval that contains a further relative uncertainty, one standard deviation."""
+    middle_s, bounds_s = result.step_time_s, (result.low_s, result.high_s)
+    if not middle_s or not all(bounds_s):
+        return result
+    low_s, high_s = (
+        middle_s * exp(side * hypot(log(bound_s / middle_s), NORMAL_90 * outside))
+        for side, bound_s in zip((-1, 1), bounds_s, strict=True)
+        if bound_s
+    )
+    return msgspec.structs.replace(result, low_s=low_s, high_s=high_s)
+
+
 def case_json(case: scoring.ValidationCase) -> dict[str, Any]:
     """Return the figures of a configuration and of all predictors."""
     interval = case.measured.interval()
@@ -242,14 +256,12 @@ def _is_moved(case: scoring.ValidationCase) -> bool:
 
 
 def _basis_notes(cases: Sequence[scoring.ValidationCase]) -> list[str]:
-    """Return a note on the evidence of the oracle's predictions, where measured neighbours moved some."""
-    moved = sum(map(_is_moved, cases))
-    if not moved:
+    """Return a note on the evidence of the oracle's predictions."""
+    bases = [basis for case in cases if (basis := case.said[ORACLE_NAME].rests_on) is not None]
+    if not bases:
         return []
-    return [
-        f"{moved} of {len(cases)} predictions are moved by other measured configurations; each leaves the results "
-        "of its own configuration out (held out)"
-    ]
+    held_out = "; each leaves the results of its own configuration out (held out)"
+    return [f"predictions: {count_bases(bases)}{held_out if any(map(_is_moved, cases)) else ''}"]
 
 
 class ValidationResult(NamedTuple):
@@ -261,15 +273,24 @@ class ValidationResult(NamedTuple):
     notes: list[str]
 
 
-def score_predictors(frame: pl.DataFrame, results: ResultsTree) -> ValidationResult:
+def score_predictors(frame: pl.DataFrame, results: ResultsTree, outside: float = 0.0) -> ValidationResult:
     """Score the oracle and the baselines.
 
     Args:
         frame: results with ``VALIDATION_COLUMNS``.
         results: the tree of the calibrations.
+        outside: relative uncertainty by work of others during the runs of ``frame``, in addition to the predictions'.
     """
     forecasts = ClusterForecasts(results)
     cases, notes = validation_cases(frame, forecasts)
+    if outside:
+        for case in cases:
+            case.said |= {
+                name: widened_result(case.said[name], outside)
+                for name in (ORACLE_NAME, MACHINE_ONLY)
+                if name in case.said
+            }
+        notes.append(f"the 90 % intervals are wider, by a relative uncertainty of {outside:.0%} from work of others")
     names = cases[0].said if cases else []
     scores = [scoring.score_predictor(cases, name, None if name == ORACLE_NAME else ORACLE_NAME) for name in names]
     reasons = {case.said[ORACLE_NAME].reason for case in cases} - {""}

@@ -12,6 +12,7 @@ from rich.text import Text
 from hpcbench.config.run_spec import strategy_label
 from hpcbench.fileio import printable_text
 from hpcbench.forecast.forecast import PlanForecast
+from hpcbench.oracle.prediction import count_bases
 from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.pipeline.schedule_simulator import ScheduleTimeline, simulate_schedule
 from hpcbench.parallel.pipeline.schedules import (
@@ -54,7 +55,8 @@ def schedule_diagram(schedule: str, layout: PipelineLayout, micro_batches: int) 
     start = max(len(name) for name in names) + 1
     fold = max((DIAGRAM_WIDTH - start - 1) // cell, 1) * cell
     total = int(timeline.end) * cell
-    lines = [f"{schedule}, {micro_batches} micro-batches: bubble {timeline.bubble_fraction:.1%} of equal stages"]
+    count = pluralize(micro_batches, "micro-batch", "micro-batches")
+    lines = [f"{schedule}, {count}: bubble {timeline.bubble_fraction:.1%} of equal stages"]
     for first in range(0, total, fold):
         parts = [row[first : first + fold].rstrip() for row in rows]
         lines += [f"{name:<{start}}|{part}" for name, part in zip(names, parts, strict=True)]
@@ -99,10 +101,8 @@ def plan_renderables(plan: SweepPlan, plan_forecast: PlanForecast | None = None)
     )
     node_hours = plan_forecast.node_hours(missing) if plan_forecast else None
     if node_hours is not None and plan_forecast is not None:
-        depths = ", ".join(dict.fromkeys(machine.depth for machine in plan_forecast.forecast.machines()))
-        moved = sum(bool(prediction.rests_on.counts) for prediction in plan_forecast.predictions.values())
-        depths += f" numbers; {moved} of {len(plan.runs)} moved by measured neighbours" if moved else " numbers"
-        headline += f", predicted {_format_node_hours(node_hours)} ({depths})"
+        bases = count_bases(prediction.rests_on for prediction in plan_forecast.predictions.values())
+        headline += f", predicted {_format_node_hours(node_hours)} ({bases})"
     _, shared = split_parameters(list(plan.runs.values()))
     parts: list[RenderableType] = [
         Text(printable_text(headline), style="bold"),

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from hpcbench.config.run_spec import RunSpec
+
+
+class CpuQuota(NamedTuple):
+    """The processor time that a control group grants in every period."""
+
+    cores: float
+    """Processor seconds a second."""
+    period_s: float
 
 
 class _ProbeRecord(msgspec.Struct, omit_defaults=True):
@@ -132,6 +140,8 @@ class ProbeResults(_ProbeRecord, kw_only=True):
     or other processes hold back, and what the host takes to launch kernels."""
     throttled_s: float | None = None
     """Seconds for which a CPU quota held back the rank's control groups while blocks were measured; absent if none."""
+    quota: CpuQuota | None = None
+    """The quota of the rank's control groups."""
 
 
 DryRunOutcome = Literal["ok", "oom", "unsupported", "not_fakeable"]

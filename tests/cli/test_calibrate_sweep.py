@@ -98,12 +98,12 @@ def test_the_cost_is_stated_and_the_probes_can_be_had_without_running_them(call:
     assert done.exit_code == 0, done.output
     assert "calibration for mine: 4 probe runs" in done.stderr
     assert "15 minutes of 2 nodes" in done.stderr
-    assert "blocks of vgg11, 2 samples, 1 rank a node, gradients accumulated: for 1 configurations" in done.stderr
+    assert "blocks of vgg11, 2 samples, 1 rank a node, gradients accumulated: for 1 configuration" in done.stderr
     assert not (tmp_path / "results").exists()
     plan = make_plan(load_sweep(tmp_path / "probes.toml"), PROFILE, tree_of(tmp_path))
     found = sorted((spec.strategy, spec.batch_size, spec.nodes) for spec in plan.runs.values())
     assert found == [("probe_blocks", 2, 1), ("probe_blocks", 8, 1), ("probe_blocks", 8, 2), ("probe_messages", 4, 2)]
-    assert "blocks of vgg11, 8 samples, beside all_reduce, 2 nodes x 1: for 1 configurations" in done.stderr
+    assert "blocks of vgg11, 8 samples, beside all_reduce, 2 nodes x 1: for 1 configuration" in done.stderr
 
 
 def test_probes_beyond_the_limit_are_left_out_and_listed(call: Call) -> None:

@@ -325,13 +325,13 @@ def test_validation_of_planted_results_gives_their_accuracy(tmp_path: Path) -> N
     assert [len(one.get("launches_s", [])) for one in document["cases"]].count(3) == 3
     assert document["notes"] == [
         "not scored: 1 configurations that were skipped, cancelled, preempted or unsupported",
-        "4 of 4 predictions are moved by other measured configurations; each leaves the results of its own configuration "
-        "out (held out)",
+        "predictions: 4 by the profile; 4 of them moved by measured neighbours; each leaves the results of its own "
+        "configuration out (held out)",
     ]
     by_strategy = {one["spec"]["strategy"]: one for one in document["cases"]}
     basis = by_strategy["ddp"]["predicted"]["hpcbench"]["rests_on"]
     # ddp's own results are held out: of the same model single, as predicted, and fsdp, twice as fast.
-    assert (basis["kind"], basis["counts"]) == ("measured neighbours", {"model": 2})
+    assert (basis["kind"], basis["base"], basis["counts"]) == ("measured neighbours", "profile", {"model": 2})
     assert {one["config_id"] for one in basis["neighbours"]} == {
         by_strategy[name]["config_id"] for name in ("single", "fsdp")
     }
@@ -412,7 +412,7 @@ def test_measured_configurations_move_predictions(tmp_path: Path) -> None:
     planned = said(tmp_path, "plan", *ask)
     assert all(one["predicted"]["rests_on"]["kind"] == "measured neighbours" for one in planned["runs"])
     text = " ".join(call(tmp_path, "plan", *ask).stdout.split())
-    assert "(nominal numbers; 5 of 5 moved by measured neighbours)" in text
+    assert "(5 by the profile; 5 of them moved by measured neighbours)" in text
     wish = ("recommend", "--model", "resnet18", "--dataset", "digits", "--cluster", "slurmbox", "--batch-size", "8")
     best = said(tmp_path, *wish, "--nodes", "2")["recommendations"][0]["candidates"][0]
     assert best["predicted"]["rests_on"]["kind"] == "measured neighbours"

@@ -14,7 +14,14 @@ from hpcbench.oracle.machine import nominal_machine
 from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
 from hpcbench.parallel.roofline import RooflineModel
 from hpcbench.parallel.traffic import parse_messages
-from hpcbench.results.probe_records import BlockProbe, CollectiveProbe, KernelProbe, OverlapProbe, ProbeResults
+from hpcbench.results.probe_records import (
+    BlockProbe,
+    CollectiveProbe,
+    CpuQuota,
+    KernelProbe,
+    OverlapProbe,
+    ProbeResults,
+)
 from hpcbench.results.schema import RunMetrics, RunResult, StepTimeStatistics
 
 MESSAGE_S_PER_BYTE = 3e-9
@@ -62,7 +69,9 @@ def blocks_probe(
     ]  # fmt: skip
     total_s = sum(block.forward_s + (block.backward_s or 0.0) for block in blocks)
     throttled_s = 5 * (wall - 1) * total_s if wall > 1 else None
-    return ProbeResults(kernels=kernels, blocks=blocks, pass_s=wall * total_s, throttled_s=throttled_s)
+    return ProbeResults(
+        kernels=kernels, blocks=blocks, pass_s=wall * total_s, throttled_s=throttled_s, quota=CpuQuota(0.5, 0.1)
+    )
 
 
 def messages_probe(spec: RunSpec) -> ProbeResults:

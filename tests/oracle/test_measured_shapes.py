@@ -20,12 +20,20 @@ from hpcbench.oracle.calibration.sweep_needs import (
 from hpcbench.oracle.collective_formulas import HockneyLink
 from hpcbench.oracle.cost_model import CostModel, main_overlapped_call, row_kernels
 from hpcbench.oracle.machine import Machine, nominal_machine
-from hpcbench.oracle.measured_shapes import MeasuredShapes, SizeCurve
+from hpcbench.oracle.measured_shapes import (
+    KernelConditions,
+    MeasuredKernel,
+    MeasuredShapes,
+    MeasuredTimes,
+    SizeCurve,
+)
 from hpcbench.oracle.prediction import predict
 from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.oracle.stream_simulator import CommCall, ComputeEvent, StreamEvent, WaitEvent
 from hpcbench.parallel.resolve import PartitionLimits, resolve_point
+from hpcbench.parallel.roofline import FORWARD, Kernel
 from hpcbench.parallel.traffic import MessageShape, Traffic, format_messages, parse_messages
+from hpcbench.results.probe_records import CpuQuota
 from tests.oracle.planted_probes import (
     COMM_SLOWDOWN,
     CUT_PENALTY,
@@ -160,6 +168,39 @@ def test_a_cut_layer_takes_its_share_of_the_block() -> None:
     assert SLOWER * 1.1 < steps[1].compute_s / steps[0].compute_s < SLOWER * CUT_PENALTY
 
 
+def kernel_of(flops: float, weights: float, moved: float, kind: str = "Conv2d") -> Kernel:
+    """A forward kernel of one sample."""
+    return Kernel(kind, FORWARD, "fp32", flops, moved, weights, moved / 4, moved / 2)
+
+
+def times_of(kernels: list[Kernel], seconds: list[float]) -> MeasuredTimes:
+    measured = [
+        MeasuredKernel(kernel=kernel, samples=1, conditions=KernelConditions(1), seconds=own)
+        for kernel, own in zip(kernels, seconds, strict=True)
+    ]
+    return MeasuredTimes(MeasuredShapes(kernels=measured))
+
+
+def test_parts_with_halos_lie_between_measured_parts_of_their_layer() -> None:
+    times = times_of([kernel_of(100.0, 36.0, 10.0), kernel_of(400.0, 36.0, 40.0)], [1.0, 4.0])
+    # Half of the positions, one row of the neighbours and other bytes per FLOP.
+    assert times.kernel_s(kernel_of(200.0, 36.0, 21.0), KernelConditions(1), [1]) == pytest.approx(2.0)
+    for other in (
+        kernel_of(50.0, 36.0, 5.0), kernel_of(200.0, 37.0, 21.0), kernel_of(200.0, 36.0, 21.0, "Linear"),
+    ):  # fmt: skip
+        assert times.kernel_s(other, KernelConditions(1), [1]) is None
+    assert times.kernel_s(kernel_of(200.0, 36.0, 21.0), KernelConditions(2), [1]) is None
+    # Another number of samples has no measured parts.
+    assert times.kernel_s(kernel_of(200.0, 36.0, 21.0), KernelConditions(1), [2]) is None
+
+
+def test_half_of_the_heads_is_as_half_of_the_samples() -> None:
+    attention = "Attention.other"
+    times = times_of([kernel_of(100.0, 0.0, 10.0, attention), kernel_of(400.0, 0.0, 40.0, attention)], [1.0, 4.0])
+    assert times.kernel_s(kernel_of(200.0, 0.0, 20.0, attention), KernelConditions(1), [3]) == pytest.approx(2.0)
+    assert times.kernel_s(kernel_of(200.0, 0.0, 30.0, attention), KernelConditions(1), [3]) is None
+
+
 def test_messages_take_what_was_measured_and_only_their_own_links() -> None:
     spec = spec_of("ddp", nodes=2)
     machine = measured([spec])
@@ -285,6 +326,9 @@ def test_block_times_include_cpu_quotas_but_not_other_processes() -> None:
     assert interval.high / interval.low == pytest.approx(16, rel=0.05)
     assert busy_notes([probe_run(PROFILE, spec, SLOWER)]) == []
     assert shapes_of_others.compute_spread > 0.8 > shapes.compute_spread
+    # Only blocks that a quota held back have one.
+    assert (shapes.quota, shapes_of_others.quota) == (CpuQuota(0.5, 0.1), None)
+    assert shapes.joined(MeasuredShapes(kernels=[])).quota == CpuQuota(0.5, 0.1)
     # The quota is in the times: it does not widen their interval once more.
     assert fit_shapes(NOMINAL, [run], "s", is_disturbed=True).compute_spread == shapes.compute_spread
 

@@ -12,10 +12,10 @@ import polars
 import pytest
 
 from benchmarks.oracle import ablation, cases, figures
-from benchmarks.oracle.printed import printed_document
+from benchmarks.oracle.registered import RERUNS, SCORES
 from hpcbench.report.oracle_validation import ORACLE_NAME
 
-PARADL = "paradl-small"
+PARADL = SCORES["paradl"]
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +25,14 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "docs" / "reruns").mkdir(parents=True)
     for name in ("reruns.md", "oracle-figures.md"):
         shutil.copy(figures.DOCS / name, root / "docs")
-    for sweep in cases.SWEEPS:
-        shutil.copy(cases.path_of(sweep), root)
-        for ending in (".parquet", "-oracle.json", "-pairs.txt"):
-            shutil.copy(cases.RERUNS / f"{sweep}{ending}", root / "docs" / "reruns")
+    for score in SCORES.values():
+        for path in (score.cases, score.predictions):
+            if path.exists():
+                shutil.copy(path, root)
+        table = figures.DOCS / "reruns" / f"{score.name}-small.parquet"
+        if table.exists():
+            shutil.copy(table, root / "docs" / "reruns")
+    shutil.copytree(PARADL.calibrations.parent, root / "calibrations")
     return root
 
 
@@ -50,9 +54,9 @@ def test_every_figure_is_recomputed(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_a_changed_measurement_is_noticed(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cases, "SWEEPS", (PARADL,))
+    monkeypatch.setattr(figures, "SCORES", {"paradl": PARADL})
     monkeypatch.setattr(figures, "blocks", lambda *_: {})
-    path = cases.path_of(PARADL, tree)
+    path = PARADL._replace(folder=tree).cases
     before = path.read_bytes()
     assert found(tree) == []
 
@@ -61,17 +65,18 @@ def test_a_changed_measurement_is_noticed(tree: Path, monkeypatch: pytest.Monkey
 
     edited(path, one_percent_more)
     (line,) = found(tree)
-    assert line.startswith(f"{PARADL}: {msgspec.json.decode(before)['cases'][3]['config_id']}: measured [")
+    assert line.startswith(f"paradl-small: {msgspec.json.decode(before)['cases'][3]['config_id']}: median ")
 
     def other_prediction(document: Any) -> None:
         document["cases"][3]["predicted_step_time_s"] *= 1.01
+        document["cases"][3]["said"]["hpcbench"]["step_time_s"] *= 1.01
 
     path.write_bytes(before)
     edited(path, other_prediction)
     (line,) = found(tree)
     assert "s, the oracle predicts" in line
     path.write_bytes(before)
-    table = tree / "docs" / "reruns" / f"{PARADL}.parquet"
+    table = tree / "docs" / "reruns" / "paradl-small.parquet"
     rows = table.read_bytes()
     polars.read_parquet(table).with_columns(polars.col("step_time_s") * 1.001).write_parquet(table)
     assert len(found(tree)) == 66
@@ -79,7 +84,7 @@ def test_a_changed_measurement_is_noticed(tree: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_changed_measurement_changes_the_figures_of_the_pages(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cases, "SWEEPS", (PARADL,))
+    monkeypatch.setattr(figures, "RERUNS", ("paradl",))
 
     def differing() -> list[str]:
         lines = figures.page_differences(figures.blocks(tree / "docs", tree), tree / "docs")
@@ -90,7 +95,7 @@ def test_a_changed_measurement_changes_the_figures_of_the_pages(tree: Path, monk
         case = document["cases"][0]
         case["measured_step_times_s"] = [2 * value for value in case["measured_step_times_s"]]
 
-    path = cases.path_of(PARADL, tree)
+    path = PARADL._replace(folder=tree).cases
     before = path.read_bytes()
     edited(path, slower)
     lines = differing()
@@ -100,33 +105,19 @@ def test_a_changed_measurement_changes_the_figures_of_the_pages(tree: Path, monk
 
 
 def test_cases_have_the_keys_that_readers_of_other_tools_expect() -> None:
-    for sweep, count in (("paradl-small", 66), ("ddlbench-small", 228)):
-        document = msgspec.json.decode(cases.path_of(sweep).read_bytes())
-        assert len(document["cases"]) == count
+    for score in (SCORES[name] for name in RERUNS):
+        document = msgspec.json.decode(score.cases.read_bytes())
         keys: Iterable[set[str]] = (case.keys() for case in document["cases"])
         assert set.intersection(*map(set, keys)) >= {
             "config_id", "spec", "predicted_step_time_s", "measured_step_times_s",
         }  # fmt: skip
 
 
-def test_printed_scores_are_read_back() -> None:
-    document = printed_document((cases.RERUNS / "ddlbench-small-pairs.txt").read_text())
-    ours = document["scores"][0]
-    assert ours["predictor"] == "hpcbench"
-    assert ours["total"] == pytest.approx({"count": 36, "mean": 0.735, "signed": 0.181})
-    assert ours["strategies"]["horovod"] == pytest.approx({"count": 6, "mean": 0.824, "signed": -0.166})
-    assert ours["parts"]["peak_memory_bytes"]["mean"] == pytest.approx(0.966)
-    assert {score["predictor"] for score in document["scores"]} == {
-        "hpcbench", "paradl", "ddlbench", "compute_only", "flat", "perfect", "log_p",
-    }  # fmt: skip
-    assert [row["paradl"] for row in document["choices"]].count("horovod") == 1
-
-
 def test_every_term_of_the_ablation_moves_a_prediction() -> None:
     def predicted(variant: str) -> list[float | None]:
-        return [case.said[ORACLE_NAME].step_time_s for case in ablation.variant_cases(PARADL, variant)]
+        return [case.said[ORACLE_NAME].step_time_s for case in ablation.variant_cases(PARADL.name, variant)]
 
     whole = predicted("all terms")
-    stored = cases.read(cases.path_of(PARADL)).cases
+    stored = cases.read(PARADL.cases).cases
     assert whole == pytest.approx([case.predicted_step_time_s for case in stored], rel=0.002)
     assert all(predicted(variant) != whole for variant in ablation.VARIANTS if variant != "all terms")

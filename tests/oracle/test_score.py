@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from benchmarks.oracle import cases, registered, score
-from benchmarks.oracle.cases import BLIND, CALIBRATED, RerunCase, RerunCases, with_earlier_launches
+from benchmarks.oracle.cases import BLIND, CALIBRATED, ScoreCase, ScoreCases, with_earlier_launches
 from benchmarks.testbed import Testbed
 from hpcbench.config.run_spec import RunSpec, config_id
 from hpcbench.config.sweep_loader import load_sweep
@@ -43,7 +43,7 @@ def bed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Testbed:
     (tmp_path / "small.toml").write_text(SWEEP)
     # The score works in the folder of its profile.
     monkeypatch.chdir(tmp_path)
-    return Testbed(tmp_path / "work", registered.BOX.shape)
+    return registered.BOX.bed(tmp_path / "work")
 
 
 def small_score(folder: Path) -> registered.Score:
@@ -59,8 +59,8 @@ def seeds(path: Path) -> dict[str, list[int]]:
     return by_strategy
 
 
-def case(spec: RunSpec, run_ids: list[str], times_s: list[float]) -> RerunCase:
-    return RerunCase(
+def case(spec: RunSpec, run_ids: list[str], times_s: list[float]) -> ScoreCase:
+    return ScoreCase(
         config_id=config_id(spec), spec=spec, predicted_step_time_s=1.0, measured_step_times_s=times_s, run_ids=run_ids,
         said={ORACLE_NAME: PredictorResult(step_time_s=1.0)},
     )  # fmt: skip
@@ -82,7 +82,7 @@ def test_data_parallelism_is_launched_more_often_and_known_launches_never_again(
         spec.seed: key for key, spec in plan.runs.items() if spec.strategy == "ddp" and key not in plan.reference_ids
     }
     spec = plan.runs[ddp[1]]
-    document = RerunCases(sweep="s", sources=[], cases=[case(spec, [ddp[1], ddp[3]], [1.0, 1.1])])
+    document = ScoreCases(sweep="s", sources=[], cases=[case(spec, [ddp[1], ddp[3]], [1.0, 1.1])])
     own.cases.write_bytes(msgspec.json.encode(document))
     assert seeds(score._sweep_of_launches(bed, own))["ddp"] == [0, 2, 4]
 
@@ -92,10 +92,10 @@ def test_a_later_slice_adds_its_launches() -> None:
         RunSpec(model="vit", dataset="digits", strategy=strategy, batch_size=8)
         for strategy in ("single", "ddp", "fsdp")
     ]
-    before = RerunCases(
+    before = ScoreCases(
         sweep="s", sources=["a"], cases=[case(specs[0], ["x", "y"], [1.0, 2.0]), case(specs[1], ["z"], [3.0])]
     )
-    now = RerunCases(
+    now = ScoreCases(
         sweep="s", sources=["a"], cases=[case(specs[0], ["y", "w"], [2.5, 4.0]), case(specs[2], ["v"], [5.0])]
     )
     merged = with_earlier_launches(now, before)
@@ -105,7 +105,7 @@ def test_a_later_slice_adds_its_launches() -> None:
         ("fsdp", ["v"], [5.0]),
     ]
     with pytest.raises(ConfigError, match="earlier launches were predicted from b"):
-        with_earlier_launches(now, RerunCases(sweep="s", sources=["b"], cases=[]))
+        with_earlier_launches(now, ScoreCases(sweep="s", sources=["b"], cases=[]))
 
 
 def test_a_failed_launch_is_replaced_by_one_that_ended_well() -> None:
@@ -114,7 +114,7 @@ def test_a_failed_launch_is_replaced_by_one_that_ended_well() -> None:
     fine = case(spec, ["y"], [1.0])
     for before, now in ((failed, fine), (fine, failed)):
         (merged,) = with_earlier_launches(
-            RerunCases(sweep="s", sources=[], cases=[now]), RerunCases(sweep="s", sources=[], cases=[before])
+            ScoreCases(sweep="s", sources=[], cases=[now]), ScoreCases(sweep="s", sources=[], cases=[before])
         ).cases
         assert (merged.status, merged.run_ids, merged.measured_step_times_s) == ("ok", ["y"], [1.0])
 
@@ -123,10 +123,10 @@ def test_present_predictions_follow_from_the_committed_calibrations(bed: Testbed
     own = small_score(tmp_path)
     assert score.predict(bed, own) == 0
     register = registered.read(own.predictions)
-    document = RerunCases(
+    document = ScoreCases(
         sweep="s", sources=register.sources,
         cases=[
-            RerunCase(
+            ScoreCase(
                 config_id=one.config_id, spec=one.spec, predicted_step_time_s=one.said[ORACLE_NAME].step_time_s,
                 measured_step_times_s=[1.0], run_ids=["x"], said=one.said,
             )

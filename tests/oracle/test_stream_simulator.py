@@ -7,6 +7,7 @@ import pytest
 from hpcbench.oracle.stream_simulator import (
     CommCall,
     ComputeEvent,
+    ProcessorQuota,
     RepeatEvent,
     StreamEvent,
     StreamTimes,
@@ -89,3 +90,38 @@ def test_without_overlap_durations_add_up() -> None:
         [CommCall(3, 0, "a"), ComputeEvent(5), CommCall(1, 0, "a"), ComputeEvent(2), WaitEvent()], comm_slowdown=1e9
     )
     assert found.end_s == pytest.approx(3 + 5 + 1 + 2)
+
+
+# Half a core, of which 0.1 s are granted at once: 0.05 s of work, then as it comes in.
+#
+#     compute 1 | wait 0.4 | compute 1          1 s of work takes 2 s with an empty bucket
+@pytest.mark.parametrize(
+    ("wait_s", "cpu_s", "second_s"),
+    [
+        (0.0, 0.0, 2.0),
+        # 0.1 s of waiting fill 0.05 s: with them 0.1 s run at full speed, which saves 0.1 s.
+        (0.1, 0.0, 1.9),
+        (0.4, 0.0, 1.9),
+        # The call uses half of what is granted meanwhile, or all of it.
+        (0.1, 0.025, 1.95),
+        (0.1, 0.05, 2.0),
+    ],
+)
+def test_a_quota_saves_while_a_rank_waits(wait_s: float, cpu_s: float, second_s: float) -> None:
+    call: list[StreamEvent] = [CommCall(wait_s, cpu_s=cpu_s)] if wait_s else []
+    times = simulate_streams([ComputeEvent(2.0), *call, ComputeEvent(2.0)], quota=ProcessorQuota(0.5, 0.1))
+    assert times.compute_s == pytest.approx(2.0 + second_s)
+    assert times.end_s == pytest.approx(2.0 + wait_s + second_s)
+
+
+def test_a_call_after_computation_waits_for_its_processor_seconds() -> None:
+    times = simulate_streams([ComputeEvent(2.0), CommCall(0.1, cpu_s=0.2)], quota=ProcessorQuota(0.5, 0.1))
+    assert times.end_s == pytest.approx(2.0 + 0.4)
+
+
+def test_short_kernels_run_at_full_speed() -> None:
+    events: list[StreamEvent] = [CommCall(1.0), ComputeEvent(0.02), CommCall(1.0), ComputeEvent(0.02)]
+    times = simulate_streams(events, quota=ProcessorQuota(0.5, 0.1))
+    assert times.compute_s == pytest.approx(0.02)
+    # Without a quota nothing changes.
+    assert simulate_streams(events).compute_s == pytest.approx(0.04)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import exp, log
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from hpcbench.report.oracle_validation import (
     ClusterForecasts,
     baseline_predictor,
     measured_configurations,
+    widened_result,
 )
 from hpcbench.results.frame import results_frame
 from hpcbench.results.results_tree import ResultsTree
@@ -86,3 +88,13 @@ def test_a_run_that_no_sweep_can_contain_is_refused_before_the_formulas(
     unequal = make_spec(strategy="ddp", tasks_per_node=2, dp_degree=3)
     for baseline in BASELINES.values():
         assert predict_case(unequal, baseline).reason
+
+
+def test_intervals_contain_work_of_others_in_addition() -> None:
+    alone = PredictorResult(step_time_s=2.0, low_s=1.0, high_s=2.0 * exp(0.3))
+    wide = widened_result(alone, 0.4 / 1.645)
+    assert wide.step_time_s == 2.0
+    assert wide.high_s == pytest.approx(2.0 * exp(0.5))
+    assert wide.low_s == pytest.approx(2.0 * exp(-((log(2.0) ** 2 + 0.4**2) ** 0.5)))
+    silent = PredictorResult(reason="none")
+    assert widened_result(silent, 0.4) is silent

@@ -25,7 +25,7 @@ from hpcbench.parallel.roofline import Kernel, RooflineModel
 from hpcbench.parallel.strategies.probes import PROBE_BLOCKS, PROBE_MESSAGES
 from hpcbench.parallel.traffic import MessageShape
 from hpcbench.parallel.workloads import is_custom_model
-from hpcbench.results.probe_records import BlockProbe, ProbeResults
+from hpcbench.results.probe_records import BlockProbe, CpuQuota, ProbeResults
 
 _NORMAL_90 = 1.645
 _THROTTLED_SHARE = 0.01
@@ -44,12 +44,14 @@ def fit_shapes(machine: Machine, runs: Sequence[CalibrationRun], sweep: str, *, 
         is_disturbed: whether any run was disturbed: the time beside the processors' own is then uncertain, too.
     """
     kernels: list[MeasuredKernel] = []
+    quotas = list[CpuQuota]()
     spreads, other_work = list[float](), list[float]()
     for run in runs_of_strategy(runs, PROBE_BLOCKS):
         probe = run.result.probe
         if probe is None or not probe.blocks or probe.pass_s is None:
             continue
         kernels += _kernels_of_run(machine, run, probe)
+        quotas += [probe.quota] if probe.quota is not None and _is_throttled(probe) else []
         spreads.append(median(block.spread for block in probe.blocks))
         # A quota is in the measured times already.
         other_work.append(wall_ratio(probe) / _held_back(machine, probe))
@@ -70,6 +72,7 @@ def fit_shapes(machine: Machine, runs: Sequence[CalibrationRun], sweep: str, *, 
         messages=messages,
         overlaps=overlaps,
         side_by_side=side_by_side,
+        quota=min(quotas, default=None),
         compute_spread=max(MIN_COMPUTE_SPREAD, hypot(median(spreads or [0.0]), outside)),
         comm_spread=max(MIN_COMPUTE_SPREAD, hypot(median(scatters or [0.0]), outside)),
         sweeps=[sweep],
@@ -117,9 +120,13 @@ def _held_back(machine: Machine, probe: ProbeResults) -> float:
 
     Without either, other work alone makes the ratio differ from 1.
     """
+    return wall_ratio(probe) if _is_throttled(probe) or machine.device == "cuda" else 1.0
+
+
+def _is_throttled(probe: ProbeResults) -> bool:
+    """Whether a CPU quota held the blocks back."""
     passing_s = (probe.pass_s or 0.0) * max((block.repeats for block in probe.blocks), default=0)
-    is_throttled = (probe.throttled_s or 0.0) > _THROTTLED_SHARE * passing_s
-    return wall_ratio(probe) if is_throttled or machine.device == "cuda" else 1.0
+    return (probe.throttled_s or 0.0) > _THROTTLED_SHARE * passing_s
 
 
 def busy_notes(runs: Sequence[CalibrationRun]) -> list[str]:

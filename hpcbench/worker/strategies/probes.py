@@ -16,7 +16,7 @@ from hpcbench.results.probe_records import ProbeResults
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.distributed.world import any_rank
-from hpcbench.worker.measure.host import peak_resident_bytes, throttled_s
+from hpcbench.worker.measure.host import cpu_quota, peak_resident_bytes, throttled_s
 from hpcbench.worker.microbench import kernel_probes
 from hpcbench.worker.microbench.block_probes import measure_blocks, measure_pass_overlaps
 from hpcbench.worker.microbench.collective_probes import measure_collectives, measure_messages
@@ -98,6 +98,7 @@ class ProbeBlocksStrategy(_IndependentReplicasStrategy):
             blocks=readings.blocks,
             pass_s=readings.pass_s,
             throttled_s=held_s or None,
+            quota=cpu_quota(),
         )
 
 

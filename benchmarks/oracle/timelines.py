@@ -1,0 +1,186 @@
+"""The ranks of a step, one by one: how long each computes and where it waits, measured and predicted.
+
+Of a pipeline's rank the waits are those before its first action, between two of them and after its last one::
+
+    rank 0   F0 F1 .... B0 B1 ..     .: between, after
+    rank 1   .. F0 B0 F1 B1 ....     .: before, after
+
+Of any other rank they are the time in which it waits for its collectives, and through them for other ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+
+import msgspec
+
+from benchmarks.oracle import cases
+from benchmarks.oracle.registered import Score
+from hpcbench.config.run_spec import RunSpec, strategy_label
+from hpcbench.fileio import write_atomic
+from hpcbench.oracle.cost_model import CostModel
+from hpcbench.oracle.machine import Machine
+from hpcbench.oracle.pipeline_rank import PipelineRank
+from hpcbench.oracle.pipeline_step import PipelineStep
+from hpcbench.oracle.prediction import NotPredicted
+from hpcbench.oracle.strategies.base import resolve_cost
+from hpcbench.parallel.catalog import get_strategy
+from hpcbench.parallel.layer_table import LayerTable
+from hpcbench.parallel.pipeline.schedule_simulator import rank_times
+from hpcbench.report.oracle_validation import ORACLE_NAME
+from hpcbench.results.results_tree import ClusterTree
+from hpcbench.results.schema import RunResult
+
+
+class RankParts(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The parts of one rank's step, in seconds."""
+
+    rank: int
+    compute_s: float
+    before_s: float = 0.0
+    """From the first action of any rank to its own first one."""
+    wait_s: float = 0.0
+    """Between two actions of a pipeline's rank; of another rank for collectives."""
+    after_s: float = 0.0
+    """From its last action to the last one of any rank."""
+
+
+class MeasuredTimeline(msgspec.Struct, kw_only=True):
+    """The ranks of a configuration: medians over launches."""
+
+    config_id: str
+    spec: RunSpec
+    ranks: list[RankParts]
+
+
+def path_of(score: Score) -> Path:
+    """The file of the measured ranks of a score."""
+    return score.folder / f"{score.name}_timelines.json"
+
+
+def read(score: Score) -> list[MeasuredTimeline]:
+    """The measured ranks of a score."""
+    return msgspec.json.decode(path_of(score).read_bytes(), type=list[MeasuredTimeline])
+
+
+def write(score: Score, tree: ClusterTree) -> None:
+    """Write the ranks of all cases of ``score`` that have several and were profiled, from the results in ``tree``.
+
+    Configurations without results there stay as an earlier slice of the score wrote them.
+    """
+    timelines = {timeline.config_id: timeline for timeline in read(score)} if path_of(score).exists() else {}
+    for case in cases.read(score.cases).cases:
+        results = [result for run_id in case.run_ids if (result := tree.read_result(run_id)) is not None]
+        launches = [parts for result in results if (parts := measured_parts(result))]
+        if launches and case.spec.ranks > 1:
+            ranks = [_median_parts(own) for own in zip(*launches, strict=True)]
+            timelines[case.config_id] = MeasuredTimeline(config_id=case.config_id, spec=case.spec, ranks=ranks)
+    write_atomic(path_of(score), msgspec.json.format(msgspec.json.encode([*timelines.values()]), indent=1) + b"\n")
+
+
+def measured_parts(result: RunResult) -> list[RankParts]:
+    """Return the parts of every rank; none where the run was not profiled."""
+    if result.timeline is not None and result.timeline.measured_s is not None:
+        return [
+            _pipeline_parts(
+                own.rank,
+                sum(span.end_s - span.begin_s for span in own.measured),
+                (own.measured[0].begin_s, own.measured[-1].end_s),
+                result.timeline.measured_s,
+            )
+            for own in result.timeline.ranks
+        ]
+    phases = [(entry["rank"], entry.get("phases") or {}) for entry in result.ranks]
+    if any(parts.get("compute_s") is None for _, parts in phases):
+        return []
+    return [
+        RankParts(rank=rank, compute_s=parts["compute_s"], wait_s=parts.get("exposed_comm_s") or 0.0)
+        for rank, parts in phases
+    ]
+
+
+def _pipeline_parts(rank: int, compute_s: float, span_s: tuple[float, float], step_s: float) -> RankParts:
+    begin_s, end_s = span_s
+    return RankParts(
+        rank=rank,
+        compute_s=compute_s,
+        before_s=begin_s,
+        wait_s=max(end_s - begin_s - compute_s, 0.0),
+        after_s=max(step_s - end_s, 0.0),
+    )
+
+
+_PARTS = ("compute_s", "before_s", "wait_s", "after_s")
+
+
+def _median_parts(launches: Sequence[RankParts]) -> RankParts:
+    medians = {name: median(getattr(parts, name) for parts in launches) for name in _PARTS}
+    return RankParts(rank=launches[0].rank, **medians)
+
+
+def predicted_parts(spec: RunSpec, table: LayerTable, machine: Machine, ranks: Iterable[int]) -> list[RankParts]:
+    """Return the parts of ``ranks`` as the oracle predicts them."""
+    cost_model = CostModel(machine, spec)
+    if get_strategy(spec.strategy).records_timeline:
+        step = PipelineStep(PipelineRank(spec, table, 0), cost_model)
+        costs = partial(step.schedule_costs, with_comm=True)
+        times = rank_times(spec.strategy, step.layout, spec.micro_batches, costs)
+        end_s = max(own.end for own in times)
+        return [
+            _pipeline_parts(rank, step.compute_s(stage) - step.update_s(stage), (own.begin, own.end), end_s)
+            for stage, (rank, own) in enumerate(zip(ranks, times, strict=True))
+        ]
+    whole = resolve_cost(spec.strategy).step(spec, table, cost_model)
+    wait_s = whole.exposed_comm_s + whole.straggler_s
+    return [RankParts(rank=rank, compute_s=whole.compute_s, wait_s=wait_s) for rank in ranks]
+
+
+def predicted_timelines(score: Score, measured: Sequence[MeasuredTimeline]) -> Iterator[list[RankParts]]:
+    """Predict the ranks of every configuration from the score's calibrations."""
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder:
+        bed = score.bed(Path(folder))
+        bed.describe(score.scored_mbit)
+        os.chdir(folder)
+        try:
+            forecast = cases.forecasts_by_kind(score, Path(folder))[ORACLE_NAME].forecast(bed.cluster)
+            assert not isinstance(forecast, NotPredicted), forecast
+            for timeline in measured:
+                table = forecast.table(timeline.spec)
+                assert not isinstance(table, NotPredicted), table
+                ranks = [parts.rank for parts in timeline.ranks]
+                yield predicted_parts(timeline.spec, table, forecast.machine(timeline.spec), ranks)
+        finally:
+            os.chdir(before)
+
+
+COLUMNS = ("configurations", "computation", "before its first action", "between or for collectives", "after its last")
+
+
+def rows(score: Score) -> dict[str, list[str]]:
+    """Return by strategy the mean over ranks of the differences, in percent of the measured step of the rank."""
+    measured = read(score)
+    counts: dict[str, int] = defaultdict(int)
+    errors: dict[str, list[tuple[float, ...]]] = defaultdict(list)
+    for timeline, predicted in zip(measured, predicted_timelines(score, measured), strict=True):
+        label = strategy_label(timeline.spec)
+        counts[label] += 1
+        for there, said in zip(timeline.ranks, predicted, strict=True):
+            step_s = there.compute_s + there.before_s + there.wait_s + there.after_s
+            pairs = [(getattr(said, name), getattr(there, name)) for name in _PARTS]
+            errors[label].append(tuple((told - was) / step_s for told, was in pairs))
+    return {
+        f"`{label}`": [str(counts[label]), *(_error_text(part_errors) for part_errors in zip(*own, strict=True))]
+        for label, own in errors.items()
+    }
+
+
+def _error_text(errors: Sequence[float]) -> str:
+    """``4% (-2%)``: mean absolute and mean signed difference."""
+    return f"{fmean(map(abs, errors)):.0%} ({fmean(errors):+.0%})" if any(errors) else ""
