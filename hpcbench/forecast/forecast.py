@@ -334,12 +334,9 @@ class PlanForecast:
         return [key for key in runs if key in self.predictions and self.predictions[key].fits is False]
 
     def launch_bound(self, runs: dict[str, RunSpec]) -> list[str]:
-        """Return the ids of the runs whose operators take the host longer to launch than the predicted step."""
-        return [
-            key
-            for key in runs
-            if key in self.operators and self.operators[key] * LAUNCH_S > self.predictions[key].step_time_s
-        ]
+        """Return the ids of the runs whose devices wait for the host: their steps take as long as it launches."""
+        launches_s = {key: count * LAUNCH_S * (1 + 1e-9) for key, count in self.operators.items() if key in runs}
+        return [key for key, launch_s in launches_s.items() if launch_s >= self.predictions[key].step_time_s]
 
     def warnings(self, runs: dict[str, RunSpec]) -> list[str]:
         """Lines for a person: runs that will not fit, that wait for the host, and that have no prediction."""
@@ -356,11 +353,11 @@ class PlanForecast:
         slow = self.launch_bound(runs)
         if slow:
             key = max(slow, key=lambda run_id: self.operators[run_id] / self.predictions[run_id].step_time_s)
-            count, step_s = self.operators[key], self.predictions[key].step_time_s
+            count = self.operators[key]
             lines.append(
                 f"{len(slow)} of {len(runs)} will probably wait for the host: {run_label(runs[key])} "
-                f"launches about {count:,} operators in {format_seconds(count * LAUNCH_S)}, its step is predicted to "
-                f"take {format_seconds(step_s)} (a larger batch_size, or compile)"
+                f"launches about {count:,} operators in {format_seconds(count * LAUNCH_S)}, longer than its device "
+                "computes and sends (a larger batch_size, or compile)"
             )
         if self.predictions and any(machine.depth == "nominal" for machine in self.forecast.machines()):
             lines += used_link_notes(self.forecast.profile, runs.values())

@@ -14,9 +14,10 @@ from hpcbench.oracle.cost_model import CostModel, StepBreakdown, combined_relati
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.measured_factors import PRIOR_SPREAD, LearnedFactor, Neighbour
 from hpcbench.oracle.peak_memory import MemoryBreakdown
-from hpcbench.oracle.strategies.base import resolve_cost
+from hpcbench.oracle.strategies.base import count_operators, resolve_cost
 from hpcbench.oracle.uncertainty import CostModelFactory, log_step_spreads
 from hpcbench.parallel.layer_table import LayerTable
+from hpcbench.results.timing_statistics import LAUNCH_S
 from hpcbench.units import format_bytes
 
 NORMAL_90 = 1.645
@@ -70,7 +71,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     peak_memory_bytes: int
     memory: MemoryBreakdown
     bound_by: str
-    """``compute``, ``latency``, ``bandwidth``, ``bubble``, or ``memory`` where it does not fit."""
+    """``compute``, ``latency``, ``bandwidth``, ``bubble``, ``host`` where the device waits for operators to
+    be launched, or ``memory`` where the run does not fit."""
     fits: bool | None
     """``None`` where the device's memory is unknown."""
     memory_limit_bytes: int | None = None
@@ -95,7 +97,7 @@ def predict(
         memory: the result of ``peak_rank_memory``, where it is known already.
     """
     cost_model = clock_of(machine, spec)
-    step = resolve_cost(spec.strategy).step(spec, table, cost_model)
+    step, host_wait_s = wait_for_host(resolve_cost(spec.strategy).step(spec, table, cost_model), spec, table, machine)
     memory = memory or peak_rank_memory(spec, table, machine.device)
     peak = memory.total_bytes + round(machine.base_bytes)
     fits = None if machine.memory_bytes is None else peak <= machine.memory_bytes
@@ -103,7 +105,8 @@ def predict(
         below, above = log_step_spreads(spec, table, machine, machine.posterior, clock_of)
     else:
         compute_spread, comm_spread = cost_model.spreads()
-        parts = [(step.compute_s, compute_spread), (step.exposed_comm_s, comm_spread)]
+        computation_s = step.compute_s - host_wait_s
+        parts = [(computation_s, compute_spread), (step.exposed_comm_s, comm_spread), (host_wait_s, _LAUNCH_SPREAD)]
         below = above = combined_relative_spread(parts, step.step_time_s)
     return Prediction(
         step_time_s=step.step_time_s,
@@ -119,13 +122,32 @@ def predict(
         samples_per_s=spec.global_batch_size / step.step_time_s if step.step_time_s else 0.0,
         peak_memory_bytes=peak,
         memory=memory,
-        bound_by="memory" if fits is False else bottleneck(step),
+        bound_by="memory" if fits is False else "host" if host_wait_s else bottleneck(step),
         fits=fits,
         memory_limit_bytes=None if machine.memory_bytes is None else round(machine.memory_bytes),
         depth=machine.depth,
         source=machine.source,
         rests_on=PredictionBasis(kind=_basis_kind(cost_model)),
     )
+
+
+_LAUNCH_SPREAD = 0.35
+"""Relative uncertainty of the time in which a host launches an operator."""
+
+
+def wait_for_host(
+    step: StepBreakdown, spec: RunSpec, table: LayerTable, machine: Machine
+) -> tuple[StepBreakdown, float]:
+    """Return the step with the seconds for which an accelerator waits for its host, and these seconds.
+
+    The host launches operators in a stream of its own, ahead of the device: without waits for values a step takes as
+    long as the longer stream. The wait is a part of the computation, as clocks on the device measure it.
+    """
+    if machine.device == "cpu" or spec.compile or spec.cuda_graph or spec.rehearse is not None:
+        return step, 0.0
+    host_s = count_operators(spec, table) * LAUNCH_S
+    wait_s = max(host_s - step.step_time_s, 0.0)
+    return step._replace(step_time_s=step.step_time_s + wait_s, compute_s=step.compute_s + wait_s), wait_s
 
 
 _BASIS_TEXTS: Mapping[BasisKind, str] = {

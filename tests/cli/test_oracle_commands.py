@@ -376,7 +376,10 @@ def test_a_calibration_is_taken_and_its_own_runs_are_not_scored(tmp_path: Path) 
     document = said(tmp_path, "validate")
     (case,) = document["cases"]
     assert case["spec"]["strategy"] == "ddp"
-    assert document["notes"] == ["not scored: 1 configurations that the cluster's calibration was fitted to"]
+    assert document["notes"] == [
+        "not scored: 1 configurations that the cluster's calibration was fitted to",
+        "predictions: 1 by the calibration",
+    ]
     (tmp_path / "tiny.toml").write_text(SWEEP)
     found = said(tmp_path, "predict", tmp_path / "tiny.toml", "--cluster", "slurmbox")
     assert found["machines"][0]["depth"] == "calibrated"

@@ -5,14 +5,17 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import pytest
 
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.forecast.forecast import Forecast
-from hpcbench.oracle.prediction import NotPredicted, Prediction, peak_rank_memory
+from hpcbench.oracle.prediction import NotPredicted, Prediction, peak_rank_memory, predict
+from hpcbench.oracle.strategies.base import count_operators
 from hpcbench.parallel.catalog import STRATEGIES
-from hpcbench.parallel.layer_table import read_shipped_table
+from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
+from hpcbench.results.timing_statistics import LAUNCH_S
 
 BOX, _ = load_cluster("slurmbox")
 ABCI, _ = load_cluster("abci-v100")
@@ -109,3 +112,29 @@ def test_untrusted_runs_of_any_values_raise_nothing() -> None:
             chosen[table] = {name: source.choice(option_values) for name in names if source.random() < 0.3}
         prediction = forecast.predict(RunSpec(**chosen))
         assert isinstance(prediction, (Prediction, NotPredicted))
+
+
+def test_a_device_waits_for_the_host_that_launches_its_operators() -> None:
+    forecast = Forecast(ABCI)
+    alone = {
+        "model": "mobilenetv2",
+        "dataset": "cifar10",
+        "strategy": "single",
+        "nodes": 1,
+        "dp_degree": 1,
+        "batch_size": 1,
+    }
+    eager, compiled, large = spec(**alone), spec(**alone, compile=True), spec(**{**alone, "batch_size": 256})
+    table = forecast.table(eager)
+    assert isinstance(table, LayerTable)
+    machine = forecast.machine(eager)
+    # As a calibration measures it, which times kernels that wait in the device's queue.
+    quick = msgspec.structs.replace(machine, compute=msgspec.structs.replace(machine.compute, launch_s=1e-6))
+    found, without, other = (predict(one, table, quick) for one in (eager, compiled, large))
+    host_s = count_operators(eager, table) * LAUNCH_S
+    assert (found.bound_by, without.bound_by, other.bound_by) == ("host", "compute", "compute")
+    assert found.step_time_s == pytest.approx(host_s)
+    assert without.step_time_s < found.step_time_s < other.step_time_s
+    # The whole wait is computation, and it is uncertain.
+    assert found.compute_s - without.compute_s == pytest.approx(found.step_time_s - without.step_time_s)
+    assert found.interval.low < host_s < found.interval.high
