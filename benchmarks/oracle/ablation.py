@@ -112,12 +112,24 @@ def _without(**fields: Any) -> Callable[[], Callable[..., Any]]:
     return make
 
 
+def _without_call_s() -> Callable[..., Any]:
+    """Collectives whose calls take the computing thread no time."""
+    apply = calibration_store.apply_calibration
+
+    def applied(nominal: Any, stored: Any, problems: list[str]) -> Any:
+        machine = apply(nominal, stored, problems)
+        return replace(machine, comm=replace(machine.comm, call_s=0.0))
+
+    return applied
+
+
 BOX_VARIANTS: Mapping[str, _Patches] = {
     "all terms": [],
     "without sums of gradients over micro-batches": _SUMS,
     "without a shared processor under overlap": _SHARES,
     "without the bound of a library's overhead": _BOUND,
     "without processor seconds of collectives": [(cost_model, "measured_collective_s", _without_processor_s)],
+    "without the cost of a call": [(calibration_store, "apply_calibration", _without_call_s)],
     "without the overlap of own blocks": [(calibration_store, "apply_calibration", _without(overlaps=[]))],
     "without nodes side by side": [(calibration_store, "apply_calibration", _without(side_by_side={}))],
     "without a processor quota as a bucket": [(calibration_store, "apply_calibration", _without(quota=None))],

@@ -54,7 +54,7 @@ from hpcbench.results.results_tree import ResultsTree
 from hpcbench.submit.plan import SweepPlan, make_plan
 
 _CALIBRATING_JOBS, _SCORED_JOBS = 2, 1
-"""At once: two probes of one node are in each other's way as the ranks of a scored job on two nodes are."""
+"""At once. Probes of the sweep's shapes run as the scored jobs do: beside another job a block took a fifth longer."""
 SOME_FAILED = 1
 """How ``hpcbench run`` ends where runs did: they are cases, too."""
 _MEASURING = ("calibrate", "probe", "measure", "all")
@@ -70,7 +70,7 @@ def calibrate(bed: Testbed, score: Score) -> int:
 
 def probe(bed: Testbed, score: Score) -> int:
     """Measure the blocks and messages of the sweep."""
-    bed.at(score.scored_mbit, _CALIBRATING_JOBS)
+    bed.at(score.scored_mbit, _SCORED_JOBS)
     return bed.hpcbench("cluster", "calibrate", bed.cluster, "--for", str(score.sweep), *_busy(score))
 
 

@@ -287,9 +287,9 @@ class CostModel:
             if slowdowns is None:
                 self.unmeasured.overlaps.add(overlapped)
         slowdown, comm_slowdown = slowdowns or (comm.overlap_slowdown, comm.comm_slowdown)
-        return stream_simulator.simulate_streams(step, slowdown, comm_slowdown, self._quota())
+        return stream_simulator.simulate_streams(step, slowdown, comm_slowdown, self.quota())
 
-    def _quota(self) -> stream_simulator.ProcessorQuota | None:
+    def quota(self) -> stream_simulator.ProcessorQuota | None:
         """Return the quota of a rank: the ranks of a node share the node's."""
         shapes = self.machine.measured
         if self._measured is None or shapes is None or shapes.quota is None:
@@ -320,7 +320,7 @@ class CostModel:
 
     def _processor_s(self, operation: str, payload_bytes: float, group: GroupPlacement) -> float:
         """Return the processor seconds of a call, which matter under a quota alone."""
-        if group.ranks < 2 or self._measured is None or self._quota() is None:
+        if group.ranks < 2 or self._measured is None or self.quota() is None:
             return 0.0
         measured_s = self._measured.message_cpu_s(
             group_message(operation, payload_bytes, group), self.spec.tasks_per_node

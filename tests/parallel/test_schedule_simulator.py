@@ -2,8 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from hpcbench.parallel.pipeline.schedule_simulator import schedule_step_time
-from hpcbench.parallel.pipeline.schedules import PipelineLayout
+from hpcbench.parallel.pipeline.schedule_simulator import (
+    StageTimes,
+    action_times,
+    schedule_step_time,
+    steady_step_time_s,
+    topological_order,
+)
+from hpcbench.parallel.pipeline.schedules import PipelineLayout, schedule_actions
 from hpcbench.parallel.pipeline.stage_partition import BlockCost
 from hpcbench.parallel.pipeline.weight_versions import Staleness
 
@@ -39,3 +45,43 @@ def test_the_slowest_stage_determines_the_step_time(schedule: str, step_time_s: 
     uneven = [[BlockCost(1.0, 2.0, 0, 0, 0)], [BlockCost(1.0, 1.0, 0, 0, 0), BlockCost(1.0, 2.0, 0, 0, 0)]]
     delay = Staleness(2) if schedule == "pipedream" else None
     assert schedule_step_time(schedule, PipelineLayout(2), 4, uneven, delay).step_time_s == pytest.approx(step_time_s)
+
+
+# gpipe, two micro-batches on two ranks; an action after a wait takes half of its time:
+#
+#     rank 0   FF .. .. BB      F 2, B 2; F0 0-2, F1 2-4, then a wait: B0 6-7 instead of 6-8
+#     rank 1   ..FF
+def test_an_action_after_a_wait_takes_the_time_that_it_is_given() -> None:
+    layout = PipelineLayout(2)
+    order = topological_order(schedule_actions("gpipe", layout, 2), layout)
+    waits: list[tuple[int, float]] = []
+
+    def after_wait(rank: int, wait_s: float, duration_s: float) -> float:
+        waits.append((rank, wait_s))
+        return duration_s / 2 if wait_s > 0 else duration_s
+
+    begins, ends = action_times(order, 2, lambda _: 2.0, lambda _: 0.0, after_wait)
+    times = {
+        (rank, str(action)): (begin, end)
+        for rank, action, begin, end in zip(order.ranks, order.actions, begins, ends, strict=True)
+    }
+    assert len(times) == 8
+    assert sorted(wait_s for rank, wait_s in waits if rank == 0)[-1] > 0
+    whole_s = max(action_times(order, 2, lambda _: 2.0, lambda _: 0.0)[1])
+    # The second rank's first pass, and the first rank's first backward pass, take one second less.
+    assert whole_s == 12.0
+    assert max(ends) < whole_s
+
+
+@pytest.mark.parametrize("delay", [Staleness(2), Staleness(2, double_buffered=True)])
+def test_durations_after_waits_shorten_a_steady_step(delay: Staleness) -> None:
+    stages = [StageTimes(1.0, 2.0, 0.0), StageTimes(2.0, 4.0, 0.0)]
+    plain_s = steady_step_time_s(stages, delay, 4)
+    same_s = steady_step_time_s(stages, delay, 4, lambda: lambda _rank, _wait_s, duration_s: duration_s)
+    assert same_s == pytest.approx(plain_s)
+    # The second stage never waits: it determines the step, whatever the first one saves.
+    first_s = steady_step_time_s(
+        stages, delay, 4, lambda: lambda rank, _wait_s, duration_s: duration_s / 2 if rank == 0 else duration_s
+    )
+    assert first_s == pytest.approx(plain_s)
+    assert steady_step_time_s(stages, delay, 4, lambda: lambda *given: given[2] / 2) == pytest.approx(plain_s / 2)

@@ -36,6 +36,10 @@ class ActionSpan(NamedTuple):
     end: float
 
 
+AfterWait = Callable[[int, float, float], float]
+"""Duration of an action on a rank that has waited before it: of the rank, the wait and the duration without one."""
+
+
 class ScheduleTimeline(NamedTuple):
     """The spans of every rank, in the order of execution."""
 
@@ -136,6 +140,7 @@ def simulate_schedule(
     layout: PipelineLayout,
     duration: Callable[[Action], float],
     transfer: Callable[[Action], float] = lambda _: 0.0,
+    after_wait: AfterWait | None = None,
 ) -> ScheduleTimeline:
     """Execute every rank's actions in order, each as soon as the previous one and the action's dependency are done.
 
@@ -144,14 +149,18 @@ def simulate_schedule(
     """
     order = topological_order(ranks, layout)
     timeline = ScheduleTimeline([[] for _ in ranks])
-    times = action_times(order, len(ranks), duration, transfer)
+    times = action_times(order, len(ranks), duration, transfer, after_wait)
     for rank, action, begin, end in zip(order.ranks, order.actions, *times, strict=True):
         timeline.ranks[rank].append(ActionSpan(action, begin, end))
     return timeline
 
 
 def action_times(
-    order: ActionOrder, ranks: int, duration: Callable[[Action], float], transfer: Callable[[Action], float]
+    order: ActionOrder,
+    ranks: int,
+    duration: Callable[[Action], float],
+    transfer: Callable[[Action], float],
+    after_wait: AfterWait | None = None,
 ) -> tuple[list[float], list[float]]:
     """Return begin and end of every action of ``order``; see ``simulate_schedule``."""
     begins: list[float] = []
@@ -162,7 +171,10 @@ def action_times(
         begin = rank_free[rank]
         if dependency >= 0 and arrivals[dependency] > begin:
             begin = arrivals[dependency]
-        end = arrival = begin + duration(action)
+        length = duration(action)
+        if after_wait is not None:
+            length = after_wait(rank, begin - rank_free[rank], length)
+        end = arrival = begin + length
         rank_free[rank] = end
         if is_sent:
             if link_free[rank] > end:
@@ -184,6 +196,7 @@ class ActionCosts(NamedTuple):
 
     duration: Callable[[Action], float]
     transfer: Callable[[Action], float]
+    after_wait: AfterWait | None = None
 
 
 class RankTimes(NamedTuple):
@@ -266,11 +279,20 @@ class StageTimes(NamedTuple):
         return self.forward_send_s + self.backward_send_s
 
 
-def steady_step_time_s(stages: Sequence[StageTimes], staleness: Staleness, micro_batches: int) -> float:
+def steady_step_time_s(
+    stages: Sequence[StageTimes],
+    staleness: Staleness,
+    micro_batches: int,
+    make_after_wait: Callable[[], AfterWait | None] = lambda: None,
+) -> float:
     """Return the seconds of ``micro_batches`` minibatches with an update each, or one update with double buffers.
 
-    With fewer micro-batches than stages, double-buffered weights let the pipeline drain: that is simulated.
+    With fewer micro-batches than stages, double-buffered weights let the pipeline drain: that is simulated, and so are
+    durations that depend on waits. ``make_after_wait`` returns them, see ``action_times``, for a simulation from the
+    beginning.
     """
+    if make_after_wait() is not None:
+        return simulated_step_time_s(stages, staleness, micro_batches, make_after_wait)
     if not staleness.double_buffered:
         return micro_batches * max(cycle_s / count for cycle_s, count, _ in dependency_cycles(stages, True))
     if micro_batches >= len(stages):
@@ -305,7 +327,12 @@ def dependency_cycles(stages: Sequence[StageTimes], with_update: bool) -> list[t
     return cycles
 
 
-def simulated_step_time_s(stages: Sequence[StageTimes], staleness: Staleness, micro_batches: int) -> float:
+def simulated_step_time_s(
+    stages: Sequence[StageTimes],
+    staleness: Staleness,
+    micro_batches: int,
+    make_after_wait: Callable[[], AfterWait | None] = lambda: None,
+) -> float:
     """Return ``steady_step_time_s`` from a simulation of enough steps for the pipeline to settle."""
     layout = PipelineLayout(len(stages))
     steps = ceil(2 * layout.stages / micro_batches) + 2
@@ -322,6 +349,7 @@ def simulated_step_time_s(stages: Sequence[StageTimes], staleness: Staleness, mi
             layout.ranks,
             lambda action: seconds[action.kind][action.chunk],
             lambda action: sends[action.kind][action.chunk],
+            make_after_wait(),
         )
         return max(ends)
 
