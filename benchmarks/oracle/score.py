@@ -126,13 +126,14 @@ def predict(bed: Testbed, score: Score) -> int:
     return 0
 
 
-def measure(bed: Testbed, score: Score, minutes: float) -> int:
+def measure(bed: Testbed, score: Score, minutes: float, most: int = 10) -> int:
     """Measure the launches that neither the results tree nor the file of cases has, in shuffled order.
 
-    Stops after ``minutes``; the same command continues.
+    Stops after ``minutes``; the same command continues. At most ``most`` launches of a configuration are measured where
+    the score says how many.
     """
     bed.at(score.scored_mbit, _SCORED_JOBS)
-    sweep = _sweep_of_launches(bed, score) if score.launches else score.sweep
+    sweep = _sweep_of_launches(bed, score, most) if score.launches else score.sweep
     command = bed.start("run", str(sweep), "--cluster", bed.cluster)
     try:
         return command.wait(minutes * 60)
@@ -150,7 +151,7 @@ def _launches_name(score: Score) -> str:
     return f"{name}-launches" if score.launches else name
 
 
-def _sweep_of_launches(bed: Testbed, score: Score) -> Path:
+def _sweep_of_launches(bed: Testbed, score: Score, most: int = 10) -> Path:
     """Write the sweep with a point per launch, whose seed is its number: some points are launched more often."""
     document = tomli.loads(score.sweep.read_text(encoding="utf-8"))
     settings = {"name": _launches_name(score), "model_folder": str(score.sweep.parent)}
@@ -160,7 +161,7 @@ def _sweep_of_launches(bed: Testbed, score: Score) -> Path:
     target = bed.work / f"{score.name}_launches.toml"
     launches: list[dict[str, Any]] = []
     for point in document["include"]:
-        own = [point | {"seed": number} for number in range(score.launches)]
+        own = [point | {"seed": number} for number in range(min(score.launches, most))]
         write_atomic(target, sweep_toml(settings, document["fixed"], own).encode())
         runs = _plan(bed, target).runs
         is_frequent = any(config_id(spec) in more_often for spec in runs.values())
@@ -245,6 +246,7 @@ def main() -> int:
     parser.add_argument("step", choices=("calibrate", "probe", "predict", "measure", "cases", "table", "all"))
     parser.add_argument("--work", type=Path, help="folder of profile and results (default: .oracle-SCORE)")
     parser.add_argument("--minutes", type=float, default=120.0, help="of a slice of measure (default: %(default)g)")
+    parser.add_argument("--launches", type=int, default=10, help="of a configuration, at most (default: all)")
     parser.add_argument("--unregistered", action="store_true", help="measure without committed predictions")
     parser.add_argument("--busy", action="store_true", help="on a machine that has other work, too")
     arguments = parser.parse_args()
@@ -261,7 +263,7 @@ def main() -> int:
         "calibrate": lambda: calibrate(bed, score),
         "probe": lambda: probe(bed, score),
         "predict": lambda: predict(bed, score),
-        "measure": lambda: measure(bed, score, arguments.minutes),
+        "measure": lambda: measure(bed, score, arguments.minutes, arguments.launches),
         "cases": lambda: write_cases(bed, score),
         "table": lambda: table(score),
         "all": lambda: _all(bed, score, arguments.minutes),
