@@ -184,5 +184,7 @@ class StrategyEntry(NamedTuple):
     """Equations 6.1 and 6.2 of DDLBench, or these for one micro-batch; ``None``: they are not for this strategy."""
     plot_style: PlotStyle | None = None
     """Style in plots; ``None``: the first free one."""
+    library: str | None = None
+    """The library whose code executes the strategy; ``None``: code of this project, for which no overhead is fitted."""
     library_facts: str | None = None
     """``"module:function"`` of the worker: facts about the strategy's library for the provenance of a result."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ from hpcbench.fileio import encode_indented_json, make_folder, read_regular, wri
 from hpcbench.oracle.collective_formulas import HockneyLink
 from hpcbench.oracle.machine import CommParameters, Machine, StrategyOverhead, nominal_machine
 from hpcbench.oracle.measured_shapes import MeasuredShapes
+from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.paths import user_data_folder
 from hpcbench.results.decode import decode_record
 from hpcbench.results.results_tree import ClusterTree
@@ -177,9 +179,7 @@ def apply_calibration(nominal: Machine, stored: StoredCalibration, problems: lis
     return msgspec.structs.replace(
         machine,
         comm=comm,
-        strategies={name: plausible_overhead(overhead) for name, overhead in machine.strategies.items()}
-        if machine.depth == "calibrated"
-        else machine.strategies,
+        strategies=library_overheads(machine.strategies) if machine.depth == "calibrated" else machine.strategies,
         memory_bytes=nominal.memory_bytes,
         measured=shapes,
         source=_source_text(stored),
@@ -207,6 +207,15 @@ def slowdowns_at_rate(measured: CommParameters, rate: float) -> tuple[float, flo
         unequal = slowed / (1.0 + probe_share)
         comm_slowdown = (1.0 + share) * (unequal ** (1.0 / rate) if unequal > 1.0 else unequal)
     return 1.0 / (1.0 - share / comm_slowdown), comm_slowdown
+
+
+def library_overheads(overheads: Mapping[str, StrategyOverhead]) -> dict[str, StrategyOverhead]:
+    """Return the plausible overheads of libraries; earlier calibrations have some of this project's own code."""
+    return {
+        name: plausible_overhead(overhead)
+        for name, overhead in overheads.items()
+        if name in STRATEGIES and STRATEGIES[name].library is not None
+    }
 
 
 def plausible_overhead(overhead: StrategyOverhead) -> StrategyOverhead:

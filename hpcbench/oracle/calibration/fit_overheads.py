@@ -17,7 +17,7 @@ from hpcbench.oracle.cost_model import CostModel, StepBreakdown, expected_normal
 from hpcbench.oracle.machine import Machine, StrategyOverhead
 from hpcbench.oracle.prediction import peak_rank_memory
 from hpcbench.oracle.strategies.base import resolve_cost
-from hpcbench.parallel.catalog import SINGLE_DEVICE
+from hpcbench.parallel.catalog import SINGLE_DEVICE, STRATEGIES
 from hpcbench.parallel.strategies.probes import PROBE_COLLECTIVES, PROBE_LAYERS
 from hpcbench.results.probe_records import CollectiveProbe, OverlapProbe
 
@@ -146,7 +146,11 @@ def fit_base_bytes(runs: Sequence[CalibrationRun], device: str) -> tuple[float |
 def fit_strategy_overheads(
     machine: Machine, runs: Sequence[CalibrationRun]
 ) -> tuple[dict[str, StrategyOverhead], list[FitResidual]]:
-    """Fit what each strategy's library adds to the prediction of ``machine``, by the step and by its computation."""
+    """Fit what each strategy's library adds to the prediction of ``machine``, by the step and by its computation.
+
+    Strategies of this project's own code have none: what remains of them are errors of the formulas, which another
+    model does not share.
+    """
     bare = msgspec.structs.replace(machine, strategies={})
     by_strategy: dict[str, list[CalibrationRun]] = defaultdict(list)
     for run in runs:
@@ -156,6 +160,10 @@ def fit_strategy_overheads(
     residuals = []
     for strategy, own_runs in sorted(by_strategy.items()):
         steps = [(run, _predicted_step(bare, run)) for run in own_runs]
+        if STRATEGIES[strategy].library is None:
+            pairs = [(step.step_time_s, run.step_s) for run, step in steps]
+            residuals.append(fit_residual("strategies", strategy, pairs))
+            continue
         overheads[strategy] = _fit_strategy_overhead(steps)
         fitted = msgspec.structs.replace(machine, strategies={strategy: overheads[strategy]})
         steps_after = [(run, _predicted_step(fitted, run)) for run in own_runs]

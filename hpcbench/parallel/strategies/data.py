@@ -70,7 +70,7 @@ _RESHARD_OPTION = Option(True, "a block's parameters are let go between forward 
 
 _NO_MASTER_WEIGHTS = "its sharded optimizer has no fp32 master weights of bf16 parameters"
 
-_data_parallel_entry = partial(StrategyEntry, own_degree="dp_degree", calibration=CalibrationRuns())
+_data_parallel_entry = partial(StrategyEntry, own_degree="dp_degree", calibration=CalibrationRuns(), library="torch")
 
 STRATEGIES = {
     "single": StrategyEntry(
@@ -143,6 +143,7 @@ STRATEGIES = {
         plot_style=PlotStyle("purple", "diamond", "dash-dot"),
     ),
     "fairscale_oss": _data_parallel_entry(
+        library="fairscale",
         runtime="hpcbench.worker.strategies.data:FairscaleOssStrategy",
         cost="hpcbench.oracle.strategies.data:FairscaleOssCost",
         without_bf16_params=_NO_MASTER_WEIGHTS,
@@ -156,6 +157,7 @@ STRATEGIES = {
         plot_style=PlotStyle("orange", "down", "dots"),
     ),
     "fairscale_sddp": _data_parallel_entry(
+        library="fairscale",
         runtime="hpcbench.worker.strategies.data:FairscaleSddpStrategy",
         cost="hpcbench.oracle.strategies.data:FairscaleSddpCost",
         without_bf16_params=_NO_MASTER_WEIGHTS,
@@ -170,6 +172,7 @@ STRATEGIES = {
         plot_style=PlotStyle("sky", "left", "short"),
     ),
     "fairscale_fsdp": _data_parallel_entry(
+        library="fairscale",
         runtime="hpcbench.worker.strategies.data:FairscaleFsdpStrategy",
         cost="hpcbench.oracle.strategies.sharded:FairscaleFsdpCost",
         without_bf16_params=_NO_MASTER_WEIGHTS,
@@ -184,6 +187,7 @@ STRATEGIES = {
         plot_style=PlotStyle("black", "diamond", "short"),
     ),
     "horovod": _data_parallel_entry(
+        library="horovod",
         alike_replicas=True,
         rehearsable=False,
         runtime="hpcbench.worker.strategies.horovod:HorovodStrategy",

@@ -224,6 +224,7 @@ STRATEGIES = {
         plot_style=PlotStyle("blue", "star", "dots"),
     ),
     "fairscale_pipe": _any_pipeline_entry(
+        library="fairscale",
         runtime="hpcbench.worker.strategies.pipeline.fairscale_pipe:FairscalePipeStrategy",
         description="pipeline of one process over several devices (fairscale's Pipe, torchgpipe)",
         options={
