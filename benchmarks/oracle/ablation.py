@@ -131,7 +131,6 @@ BOX_VARIANTS: Mapping[str, _Patches] = {
     "without processor seconds of collectives": [(cost_model, "measured_collective_s", _without_processor_s)],
     "without the cost of a call": [(calibration_store, "apply_calibration", _without_call_s)],
     "without the overlap of own blocks": [(calibration_store, "apply_calibration", _without(overlaps=[]))],
-    "without nodes side by side": [(calibration_store, "apply_calibration", _without(side_by_side={}))],
     "without a processor quota as a bucket": [(calibration_store, "apply_calibration", _without(quota=None))],
     "without own blocks": [(calibration_store, "apply_calibration", _without(kernels=[]))],
     "without own messages": [(calibration_store, "apply_calibration", _without(messages=[]))],

@@ -221,8 +221,6 @@ class CostModel:
         shapes = machine.measured
         is_alike = shapes is not None and is_eager_run(spec) and spec.environment == shapes.environment
         self._measured = MeasuredTimes.of(shapes) if shapes is not None and is_alike else None
-        side_by_side = {1: 1.0, **(shapes.side_by_side if shapes is not None else {})}
-        self._side_by_side = _interpolated(side_by_side, min(spec.nodes, max(side_by_side)))
         self._conditions = kernel_conditions(spec)
         self._samples = micro_batch_samples(spec)
         self._accumulations = accumulations_per_pass(spec)
@@ -238,7 +236,7 @@ class CostModel:
             measured_s = self._measured.kernel_s(kernel, self._conditions, self._samples)
             if measured_s is not None:
                 # A library's factor was fitted to formulas, which the measurement replaces.
-                return measured_s * self._side_by_side
+                return measured_s
         seconds = self._factor * self._roofline.seconds(kernel)
         if self._accumulations and kernel.direction == BACKWARD and kernel.weight_bytes:
             seconds += self._accumulations * self._factor * self._roofline.seconds(accumulation_kernel(kernel))

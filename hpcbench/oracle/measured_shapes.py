@@ -89,8 +89,6 @@ class MeasuredShapes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     kernels: list[MeasuredKernel] = []
     messages: list[MeasuredMessage] = []
     overlaps: list[MeasuredOverlap] = []
-    side_by_side: dict[int, float] = {}
-    """Factor on a pass by the number of nodes that compute at the same time, where it was measured."""
     quota: CpuQuota | None = None
     """The quota of a node's processors, where one held the measured blocks back."""
     compute_spread: float = 0.0
@@ -125,7 +123,6 @@ class MeasuredShapes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             kernels=list(kernels.values()),
             messages=list(messages.values()),
             overlaps=list(overlaps.values()),
-            side_by_side=self.side_by_side | later.side_by_side,
             quota=later.quota if later.kernels else self.quota,
             compute_spread=max(self.compute_spread, later.compute_spread),
             comm_spread=max(self.comm_spread, later.comm_spread),

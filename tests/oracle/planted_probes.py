@@ -84,13 +84,13 @@ def messages_probe(spec: RunSpec) -> ProbeResults:
     return ProbeResults(collectives=collectives)
 
 
-SLOWDOWN, COMM_SLOWDOWN, SIDE_BY_SIDE = 1.25, 2.0, 1.1
-"""Of a pass under collectives, of collectives under a pass, and of a pass on several nodes at once."""
+SLOWDOWN, COMM_SLOWDOWN = 1.25, 2.0
+"""Of a pass under collectives, and of collectives under a pass."""
 
 
 def overlaps_probe(profile: ClusterProfile, spec: RunSpec, slower: float) -> ProbeResults:
     """What ``probe_blocks`` with ``overlaps`` finds."""
-    pass_s = SIDE_BY_SIDE * (blocks_probe(profile, spec, slower).pass_s or 0.0)
+    pass_s = blocks_probe(profile, spec, slower).pass_s or 0.0
     comm_s = 2 * pass_s
     under_s = SLOWDOWN * pass_s
     overlaps = [

@@ -37,7 +37,6 @@ from hpcbench.results.probe_records import CpuQuota
 from tests.oracle.planted_probes import (
     COMM_SLOWDOWN,
     CUT_PENALTY,
-    SIDE_BY_SIDE,
     SLOWDOWN,
     blocks_probe,
     message_s,
@@ -256,7 +255,6 @@ def test_a_run_overlaps_as_its_own_blocks_and_collectives_did() -> None:
     assert machine.measured is not None
     (overlap,) = machine.measured.overlaps
     assert [overlap.slowdown, overlap.comm_slowdown] == pytest.approx([SLOWDOWN, COMM_SLOWDOWN])
-    assert machine.measured.side_by_side == {4: pytest.approx(SIDE_BY_SIDE)}
     # Nothing is left to measure, and another number of nodes takes the nearest.
     assert overlap_probes([price_run(spec, table_of(spec), machine)], 1.0) == []
     assert overlap_probes([price_run(spec_of("ddp", nodes=2), table_of(spec), machine)], 1.0) == []
@@ -267,17 +265,6 @@ def test_a_run_overlaps_as_its_own_blocks_and_collectives_did() -> None:
     # Without computation beside collectives there is nothing to measure.
     alone = spec_of("filter", nodes=2, tp_degree=2)
     assert overlap_probes([price_run(alone, table_of(alone), NOMINAL)], 1.0) == []
-
-
-def test_nodes_that_compute_at_the_same_time_slow_each_other_down_as_measured() -> None:
-    specs = [spec_of("single"), spec_of("ddp", nodes=4)]
-    machine = measured(specs)
-    alone_s, together_s = (compute_s(spec, machine) for spec in specs)
-    assert together_s == pytest.approx(SIDE_BY_SIDE * alone_s)
-    # Between one and the measured number linear, beyond it constant.
-    assert compute_s(spec_of("ddp", nodes=8), machine) == pytest.approx(together_s)
-    half = 1 + (SIDE_BY_SIDE - 1) / 3
-    assert compute_s(spec_of("ddp", nodes=2), machine) == pytest.approx(half * alone_s)
 
 
 def test_overlaps_of_other_links_are_not_used() -> None:

@@ -64,14 +64,12 @@ def fit_shapes(machine: Machine, runs: Sequence[CalibrationRun], sweep: str, *, 
             tasks, cpu_s = run.spec.tasks_per_node, call.cpu_s or 0.0
             messages.append(MeasuredMessage(shape=shape, tasks_per_node=tasks, seconds=call.seconds, cpu_s=cpu_s))
             scatters.append(call.spread)
-    overlaps, side_by_side = _fit_overlaps(runs)
     # The 90 % interval then includes a machine that is as busy.
     outside = log(max(median(other_work or [1.0]), 1.0)) / _NORMAL_90 if is_disturbed else 0.0
     return MeasuredShapes(
         kernels=kernels,
         messages=messages,
-        overlaps=overlaps,
-        side_by_side=side_by_side,
+        overlaps=_fit_overlaps(runs),
         quota=min(quotas, default=None),
         compute_spread=max(MIN_COMPUTE_SPREAD, hypot(median(spreads or [0.0]), outside)),
         comm_spread=max(MIN_COMPUTE_SPREAD, hypot(median(scatters or [0.0]), outside)),
@@ -84,29 +82,17 @@ def fit_shapes(machine: Machine, runs: Sequence[CalibrationRun], sweep: str, *, 
     )
 
 
-def _fit_overlaps(runs: Sequence[CalibrationRun]) -> tuple[list[MeasuredOverlap], dict[int, float]]:
-    """Return the slowdowns of passes and collectives under each other, and of passes on several nodes at once."""
-    passes_s: dict[tuple[str, int, int], float] = {}
-    for run in runs_of_strategy(runs, PROBE_BLOCKS):
-        probe, spec = run.result.probe, run.spec
-        if probe is not None and probe.pass_s is not None and not any(block.accumulates for block in probe.blocks):
-            passes_s[workload_key(spec), spec.batch_size, spec.tasks_per_node] = probe.pass_s
-    overlaps: list[MeasuredOverlap] = []
-    ratios: dict[int, list[float]] = defaultdict(list)
-    for run in runs_of_strategy(runs, PROBE_BLOCKS):
-        spec = run.spec
-        for overlap in run.result.probe.overlaps if run.result.probe else ():
-            key = workload_key(spec)
-            overlaps.append(
-                MeasuredOverlap(
-                    workload=key, samples=spec.batch_size, nodes=spec.nodes, tasks_per_node=spec.tasks_per_node,
-                    operation=overlap.operation, slowdown=fit_overlap([overlap]),
-                    comm_slowdown=fit_comm_slowdown([overlap]),
-                )
-            )  # fmt: skip
-            if alone_s := passes_s.get((key, spec.batch_size, spec.tasks_per_node)):
-                ratios[spec.nodes].append(overlap.compute_s / alone_s)
-    return overlaps, {nodes: max(1.0, median(own)) for nodes, own in sorted(ratios.items())}
+def _fit_overlaps(runs: Sequence[CalibrationRun]) -> list[MeasuredOverlap]:
+    """Return the slowdowns of passes and collectives under each other."""
+    return [
+        MeasuredOverlap(
+            workload=workload_key(run.spec), samples=run.spec.batch_size, nodes=run.spec.nodes,
+            tasks_per_node=run.spec.tasks_per_node, operation=overlap.operation, slowdown=fit_overlap([overlap]),
+            comm_slowdown=fit_comm_slowdown([overlap]),
+        )
+        for run in runs_of_strategy(runs, PROBE_BLOCKS)
+        for overlap in (run.result.probe.overlaps if run.result.probe else ())
+    ]  # fmt: skip
 
 
 def wall_ratio(probe: ProbeResults) -> float:
