@@ -36,7 +36,7 @@ class KernelConditions(NamedTuple):
     cudnn_benchmark: bool = True
 
 
-class MeasuredKernel(msgspec.Struct, frozen=True, kw_only=True):
+class MeasuredKernel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A part of a block's measured wall time."""
 
     kernel: Kernel
@@ -44,6 +44,8 @@ class MeasuredKernel(msgspec.Struct, frozen=True, kw_only=True):
     """Number of samples of the micro-batch; 1 for an update."""
     conditions: KernelConditions
     seconds: float
+    is_part: bool = False
+    """Whether it is the time of the whole layer times the ratio of part and whole, both called alone."""
 
 
 class MeasuredMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,7 +118,9 @@ class MeasuredShapes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def joined(self, later: MeasuredShapes) -> MeasuredShapes:
         """Return both; of equal shapes the later measurement."""
         earlier = self if later.links is None else self.over_links(later.links)
-        kernels = {(each.kernel, each.samples, each.conditions): each for each in (*self.kernels, *later.kernels)}
+        kernels = {
+            (each.kernel, each.samples, each.conditions, each.is_part): each for each in (*self.kernels, *later.kernels)
+        }
         messages = {(each.shape, each.tasks_per_node): each for each in (*earlier.messages, *later.messages)}
         overlaps = {each.conditions: each for each in (*earlier.overlaps, *later.overlaps)}
         return MeasuredShapes(
@@ -218,7 +222,11 @@ class MeasuredTimes:
         by_work: dict[object, list[tuple[float, float]]] = defaultdict(list)
         by_payload: dict[object, list[tuple[float, float]]] = defaultdict(list)
         cpu_by_payload: dict[object, list[tuple[float, float]]] = defaultdict(list)
+        wholes = {(one.conditions, one.kernel, one.samples) for one in shapes.kernels if not one.is_part}
         for measured in shapes.kernels:
+            # Half of a batch of 24 is a batch of 12: where that was measured itself, it counts alone.
+            if measured.is_part and (measured.conditions, measured.kernel, measured.samples) in wholes:
+                continue
             key = measured.conditions, per_sample_sizes(measured.kernel, measured.samples)
             by_samples[key].append((measured.samples, measured.seconds))
             if (per_byte_key := _per_byte_sizes(measured.kernel)) is not None:

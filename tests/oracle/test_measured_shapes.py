@@ -193,6 +193,16 @@ def test_parts_with_halos_lie_between_measured_parts_of_their_layer() -> None:
     assert times.kernel_s(kernel_of(200.0, 36.0, 21.0), KernelConditions(1), [2]) is None
 
 
+def test_a_part_counts_only_where_the_same_kernel_was_not_measured_as_a_whole() -> None:
+    kernel, conditions = kernel_of(100.0, 36.0, 10.0), KernelConditions(1)
+    whole = MeasuredKernel(kernel=kernel, samples=1, conditions=conditions, seconds=1.0)
+    part = msgspec.structs.replace(whole, seconds=2.0, is_part=True)
+    for kernels, expected_s in (([whole, part], 1.0), ([part], 2.0)):
+        times = MeasuredTimes(MeasuredShapes(kernels=kernels))
+        assert times.kernel_s(kernel, conditions, [1]) == pytest.approx(expected_s)
+    assert len(MeasuredShapes(kernels=[whole]).joined(MeasuredShapes(kernels=[part])).kernels) == 2
+
+
 def test_half_of_the_heads_is_as_half_of_the_samples() -> None:
     attention = "Attention.other"
     times = times_of([kernel_of(100.0, 0.0, 10.0, attention), kernel_of(400.0, 0.0, 40.0, attention)], [1.0, 4.0])

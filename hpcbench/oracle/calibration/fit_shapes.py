@@ -132,11 +132,14 @@ def _kernels_of_run(machine: Machine, run: CalibrationRun, probe: ProbeResults) 
     conditions = kernel_conditions(run.spec)._replace(accumulates=accumulates)
     held = _held_back(machine, probe)
     whole_s = _row_times(machine, run, probe.blocks, held)
-    measured_s = _cut_row_times(run, probe, whole_s)
-    measured_s |= {(kernel, run.spec.batch_size): seconds for kernel, seconds in whole_s.items()}
+    samples = run.spec.batch_size
     kernels = [
         MeasuredKernel(kernel=kernel, samples=samples, conditions=conditions, seconds=seconds)
-        for (kernel, samples), seconds in measured_s.items()
+        for kernel, seconds in whole_s.items()
+    ]
+    kernels += [
+        MeasuredKernel(kernel=kernel, samples=part_samples, conditions=conditions, seconds=seconds, is_part=True)
+        for (kernel, part_samples), seconds in _cut_row_times(run, probe, whole_s).items()
     ]
     for update in probe.updates:
         kernels += [
