@@ -187,7 +187,7 @@ def _more_often(configurations: Iterable[registered.Foretold]) -> set[str]:
 
 
 def write_cases(bed: Testbed, score: Score) -> int:
-    """Add what was measured, beside what was predicted, to the file of cases; the machine's drift is removed."""
+    """Add the measured launches, beside their predictions, to the file of cases, without the machine's drift."""
     bed.describe(score.scored_mbit, _SCORED_JOBS)
     os.chdir(bed.work)
     results = ResultsTree(bed.results)

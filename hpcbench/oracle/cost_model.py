@@ -235,8 +235,8 @@ class CostModel:
         if self._measured is not None:
             measured_s = self._measured.kernel_s(kernel, self._conditions, self._samples)
             if measured_s is not None:
-                # A library's factor was fitted to formulas, which the measurement replaces.
-                return measured_s
+                # Blocks were measured without the library's threads and hooks.
+                return measured_s * self.overhead.compute_factor
         seconds = self._factor * self._roofline.seconds(kernel)
         if self._accumulations and kernel.direction == BACKWARD and kernel.weight_bytes:
             seconds += self._accumulations * self._factor * self._roofline.seconds(accumulation_kernel(kernel))

@@ -19,7 +19,7 @@ from hpcbench.oracle.calibration.sweep_needs import (
 )
 from hpcbench.oracle.collective_formulas import HockneyLink
 from hpcbench.oracle.cost_model import CostModel, main_overlapped_call, row_kernels
-from hpcbench.oracle.machine import Machine, nominal_machine
+from hpcbench.oracle.machine import Machine, StrategyOverhead, nominal_machine
 from hpcbench.oracle.measured_shapes import (
     KernelConditions,
     MeasuredKernel,
@@ -191,6 +191,14 @@ def test_parts_with_halos_lie_between_measured_parts_of_their_layer() -> None:
     assert times.kernel_s(kernel_of(200.0, 36.0, 21.0), KernelConditions(2), [1]) is None
     # Another number of samples has no measured parts.
     assert times.kernel_s(kernel_of(200.0, 36.0, 21.0), KernelConditions(1), [2]) is None
+
+
+def test_a_librarys_factor_applies_to_blocks_that_were_measured_without_it() -> None:
+    spec = spec_of("horovod", nodes=2)
+    machine = measured([spec])
+    slower = msgspec.structs.replace(machine, strategies={"horovod": StrategyOverhead(compute_factor=1.25)})
+    assert compute_s(spec, slower) == pytest.approx(1.25 * compute_s(spec, machine))
+    assert compute_s(spec_of("ddp", nodes=2), slower) == pytest.approx(compute_s(spec, machine))
 
 
 def test_a_part_counts_only_where_the_same_kernel_was_not_measured_as_a_whole() -> None:

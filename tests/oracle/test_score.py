@@ -1,4 +1,4 @@
-"""Scores on the SLURM box: what is predicted, launched and kept."""
+"""Scores on the SLURM box: predictions, launches, and the cases that are kept."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_without_overlap_durations_add_up() -> None:
         # 0.1 s of waiting fill 0.05 s: with them 0.1 s run at full speed, which saves 0.1 s.
         (0.1, 0.0, 1.9),
         (0.4, 0.0, 1.9),
-        # The call uses half of what is granted meanwhile, or all of it.
+        # The call uses half of the time that is granted meanwhile, or all of it.
         (0.1, 0.025, 1.95),
         (0.1, 0.05, 2.0),
     ],
