@@ -258,6 +258,8 @@ def main() -> int:
     if arguments.step == "measure" and registered.commit(score.predictions) is None and not arguments.unregistered:
         print(f"commit {score.predictions.name} first, or give --unregistered", file=sys.stderr)
         return 2
+    # A shell's background jobs ignore Ctrl-C, and so would the commands that they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     bed = score.bed(arguments.work or Path(f".oracle-{score.name}"))
     steps: dict[str, Callable[[], int]] = {
         "calibrate": lambda: calibrate(bed, score),
