@@ -85,7 +85,7 @@ def write(score: Score, tree: ClusterTree) -> None:
 
 
 def measured_parts(result: RunResult) -> list[RankParts]:
-    """Return the parts of every rank; none where the run was not profiled."""
+    """Return the parts of every rank; none where the run was not profiled, or its library's calls cannot be seen."""
     if result.timeline is not None and result.timeline.measured_s is not None:
         return [
             _pipeline_parts(
@@ -97,11 +97,10 @@ def measured_parts(result: RunResult) -> list[RankParts]:
             for own in result.timeline.ranks
         ]
     phases = [(entry["rank"], entry.get("phases") or {}) for entry in result.ranks]
-    if any(parts.get("compute_s") is None for _, parts in phases):
+    if any(parts.get("compute_s") is None or not parts.get("exposed_comm_s") for _, parts in phases):
         return []
     return [
-        RankParts(rank=rank, compute_s=parts["compute_s"], wait_s=parts.get("exposed_comm_s") or 0.0)
-        for rank, parts in phases
+        RankParts(rank=rank, compute_s=parts["compute_s"], wait_s=parts["exposed_comm_s"]) for rank, parts in phases
     ]
 
 

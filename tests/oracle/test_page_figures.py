@@ -11,7 +11,7 @@ import msgspec
 import polars
 import pytest
 
-from benchmarks.oracle import ablation, cases, figures
+from benchmarks.oracle import ablation, cases, figures, timelines
 from benchmarks.oracle.registered import RERUNS, SCORES
 from hpcbench.report.oracle_validation import ORACLE_NAME
 
@@ -26,7 +26,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("reruns.md", "oracle-figures.md"):
         shutil.copy(figures.DOCS / name, root / "docs")
     for score in SCORES.values():
-        for path in (score.cases, score.predictions):
+        for path in (score.cases, score.predictions, timelines.path_of(score)):
             if path.exists():
                 shutil.copy(path, root)
         table = figures.DOCS / "reruns" / f"{score.name}-small.parquet"
