@@ -14,7 +14,6 @@ import os
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 
@@ -32,7 +31,8 @@ from hpcbench.oracle.prediction import NotPredicted
 from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.layer_table import LayerTable
-from hpcbench.parallel.pipeline.schedule_simulator import rank_times
+from hpcbench.parallel.pipeline.schedule_simulator import simulate_schedule
+from hpcbench.parallel.pipeline.schedules import schedule_actions
 from hpcbench.report.oracle_validation import ORACLE_NAME
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import RunResult
@@ -72,13 +72,14 @@ def read(score: Score) -> list[MeasuredTimeline]:
 def write(score: Score, tree: ClusterTree) -> None:
     """Write the ranks of all cases of ``score`` that have several and were profiled, from the results in ``tree``.
 
-    Configurations without results there stay as an earlier slice of the score wrote them.
+    Configurations without results there stay as an earlier slice of the score wrote them. A step of an asynchronous
+    pipeline begins while the one before is under way: it is no timeline of its own.
     """
     timelines = {timeline.config_id: timeline for timeline in read(score)} if path_of(score).exists() else {}
     for case in cases.read(score.cases).cases:
         results = [result for run_id in case.run_ids if (result := tree.read_result(run_id)) is not None]
         launches = [parts for result in results if (parts := measured_parts(result))]
-        if launches and case.spec.ranks > 1:
+        if launches and case.spec.ranks > 1 and get_strategy(case.spec.strategy).staleness is None:
             ranks = [_median_parts(own) for own in zip(*launches, strict=True)]
             timelines[case.config_id] = MeasuredTimeline(config_id=case.config_id, spec=case.spec, ranks=ranks)
     write_atomic(path_of(score), msgspec.json.format(msgspec.json.encode([*timelines.values()]), indent=1) + b"\n")
@@ -88,12 +89,7 @@ def measured_parts(result: RunResult) -> list[RankParts]:
     """Return the parts of every rank; none where the run was not profiled, or its library's calls cannot be seen."""
     if result.timeline is not None and result.timeline.measured_s is not None:
         return [
-            _pipeline_parts(
-                own.rank,
-                sum(span.end_s - span.begin_s for span in own.measured),
-                (own.measured[0].begin_s, own.measured[-1].end_s),
-                result.timeline.measured_s,
-            )
+            _pipeline_parts(own.rank, [(span.begin_s, span.end_s) for span in own.measured], result.timeline.measured_s)
             for own in result.timeline.ranks
         ]
     phases = [(entry["rank"], entry.get("phases") or {}) for entry in result.ranks]
@@ -104,8 +100,10 @@ def measured_parts(result: RunResult) -> list[RankParts]:
     ]
 
 
-def _pipeline_parts(rank: int, compute_s: float, span_s: tuple[float, float], step_s: float) -> RankParts:
-    begin_s, end_s = span_s
+def _pipeline_parts(rank: int, spans_s: Sequence[tuple[float, float]], step_s: float) -> RankParts:
+    """Return the parts of a rank from the begin and end of its actions, in a step of ``step_s``."""
+    begin_s, end_s = spans_s[0][0], spans_s[-1][1]
+    compute_s = sum(end - begin for begin, end in spans_s)
     return RankParts(
         rank=rank,
         compute_s=compute_s,
@@ -128,12 +126,11 @@ def predicted_parts(spec: RunSpec, table: LayerTable, machine: Machine, ranks: I
     cost_model = CostModel(machine, spec)
     if get_strategy(spec.strategy).records_timeline:
         step = PipelineStep(PipelineRank(spec, table, 0), cost_model)
-        costs = partial(step.schedule_costs, with_comm=True)
-        times = rank_times(spec.strategy, step.layout, spec.micro_batches, costs)
-        end_s = max(own.end for own in times)
+        actions = schedule_actions(spec.strategy, step.layout, spec.micro_batches)
+        timeline = simulate_schedule(actions, step.layout, *step.schedule_costs(spec.micro_batches))
         return [
-            _pipeline_parts(rank, step.compute_s(stage) - step.update_s(stage), (own.begin, own.end), end_s)
-            for stage, (rank, own) in enumerate(zip(ranks, times, strict=True))
+            _pipeline_parts(rank, [(span.begin, span.end) for span in spans], timeline.end)
+            for rank, spans in zip(ranks, timeline.ranks, strict=True)
         ]
     whole = resolve_cost(spec.strategy).step(spec, table, cost_model)
     wait_s = whole.exposed_comm_s + whole.straggler_s

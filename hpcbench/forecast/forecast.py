@@ -314,8 +314,6 @@ class PlanForecast:
     """Seconds of one launch, limited by its time limit."""
     unpriced: Counter[str] = field(default_factory=Counter)
     """Number of runs without a prediction, by the reason."""
-    operators: dict[str, int] = field(default_factory=dict)
-    """Operators of a step by run, see ``count_operators``: predicted runs on cuda, neither compiled nor graphs."""
 
     def node_hours(self, runs: dict[str, RunSpec]) -> float | None:
         """Return the node-hours of the predicted runs among ``runs``; ``None`` if none is predicted."""
@@ -334,9 +332,8 @@ class PlanForecast:
         return [key for key in runs if key in self.predictions and self.predictions[key].fits is False]
 
     def launch_bound(self, runs: dict[str, RunSpec]) -> list[str]:
-        """Return the ids of the runs whose devices wait for the host: their steps take as long as it launches."""
-        launches_s = {key: count * LAUNCH_S * (1 + 1e-9) for key, count in self.operators.items() if key in runs}
-        return [key for key, launch_s in launches_s.items() if launch_s >= self.predictions[key].step_time_s]
+        """Return the ids of the runs whose devices wait for the host."""
+        return [key for key in runs if key in self.predictions and self.predictions[key].bound_by == "host"]
 
     def warnings(self, runs: dict[str, RunSpec]) -> list[str]:
         """Lines for a person: runs that will not fit, that wait for the host, and that have no prediction."""
@@ -352,8 +349,10 @@ class PlanForecast:
             )
         slow = self.launch_bound(runs)
         if slow:
-            key = max(slow, key=lambda run_id: self.operators[run_id] / self.predictions[run_id].step_time_s)
-            count = self.operators[key]
+            key = max(slow, key=lambda run_id: self.predictions[run_id].step_time_s)
+            table = self.forecast.table(runs[key])
+            assert not isinstance(table, NotPredicted), "its step was predicted from the table"
+            count = count_operators(runs[key], table)
             lines.append(
                 f"{len(slow)} of {len(runs)} will probably wait for the host: {run_label(runs[key])} "
                 f"launches about {count:,} operators in {format_seconds(count * LAUNCH_S)}, longer than its device "
@@ -390,10 +389,6 @@ def forecast_plan(plan: SweepPlan, tree: ClusterTree) -> PlanForecast:
             plan_forecast.unpriced[prediction.reason] += 1
             continue
         plan_forecast.predictions[key] = prediction
-        table = forecast.table(spec)
-        is_eager = not (spec.compile or spec.cuda_graph)
-        if plan.profile.device == "cuda" and is_eager and not isinstance(table, NotPredicted):
-            plan_forecast.operators[key] = count_operators(spec, table)
         plan_forecast.run_time_s[key] = min(forecast.launch_s(spec, prediction), plan.shape(spec).time_limit_s)
     return plan_forecast
 
