@@ -22,6 +22,9 @@ from hpcbench.units import format_bytes
 
 NORMAL_90 = 1.645
 """Quantile of the standard normal distribution: 90 % lie within its two sides."""
+FORMULA_SPREAD = 0.10
+"""Standard deviation of the logarithm of measured over predicted step times of distributed runs where the machine's
+numbers have no error: the error of a strategy's formulas (``docs/formulas.md``, comparison of two predictions)."""
 
 
 class PredictionInterval(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,7 +110,8 @@ def predict(
         compute_spread, comm_spread = cost_model.spreads()
         computation_s = step.compute_s - host_wait_s
         parts = [(computation_s, compute_spread), (step.exposed_comm_s, comm_spread), (host_wait_s, _LAUNCH_SPREAD)]
-        below = above = combined_relative_spread(parts, step.step_time_s)
+        formulas = FORMULA_SPREAD if spec.devices > 1 else 0.0
+        below = above = hypot(combined_relative_spread(parts, step.step_time_s), formulas)
     return Prediction(
         step_time_s=step.step_time_s,
         interval=PredictionInterval(

@@ -22,15 +22,12 @@ from hpcbench.oracle.candidate_points import (
     reduced_memory_points,
 )
 from hpcbench.oracle.machine import Machine
-from hpcbench.oracle.prediction import NotPredicted, Prediction, Predictor, format_need_and_limit
+from hpcbench.oracle.prediction import FORMULA_SPREAD, NotPredicted, Prediction, Predictor, format_need_and_limit
 from hpcbench.parallel.catalog import representative
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.parallel.workloads import DATASETS
 
 _NORMAL_90 = 1.645
-FORMULA_SPREAD = {"nominal": 0.10, "calibrated": 0.04, "fitted": 0.04}
-"""Relative error (one standard deviation) of a strategy's formulas beside the machine's numbers, by their depth: an
-assumption, to be replaced by what ``validate`` finds."""
 LEADERS_EXPANDED = 3
 """Pipelines whose degrees are tried with the other schedules."""
 FULLY_PREDICTED = 10
@@ -238,7 +235,7 @@ def ratio_spread(left: Prediction, right: Prediction, machine: Machine) -> float
     comm = (left_comm - right_comm) * machine.comm.spread
     bases = (left.rests_on, right.rests_on)
     if any(basis.kind != "measured neighbours" for basis in bases):
-        return sqrt(compute**2 + comm**2 + 2 * FORMULA_SPREAD[machine.depth] ** 2)
+        return sqrt(compute**2 + comm**2 + 2 * FORMULA_SPREAD**2)
     return sqrt(sum(basis.distinct**2 + basis.spread**2 for basis in bases))
 
 
