@@ -129,12 +129,11 @@ def predict(bed: Testbed, score: Score) -> int:
 def measure(bed: Testbed, score: Score, minutes: float, most: int = 10) -> int:
     """Measure the launches that neither the results tree nor the file of cases has, in shuffled order.
 
-    Stops after ``minutes``; the same command continues. At most ``most`` launches of a configuration are measured where
-    the score says how many.
+    Stops after ``minutes``; the same command continues. At most ``most`` launches of a configuration are measured.
     """
     bed.at(score.scored_mbit, _SCORED_JOBS)
     sweep = _sweep_of_launches(bed, score, most) if score.launches else score.sweep
-    command = bed.start("run", str(sweep), "--cluster", bed.cluster)
+    command = bed.start("run", str(sweep), "--cluster", bed.cluster, *_first_launches(sweep, most))
     try:
         return command.wait(minutes * 60)
     except subprocess.TimeoutExpired:
@@ -143,6 +142,15 @@ def measure(bed: Testbed, score: Score, minutes: float, most: int = 10) -> int:
         bed.hpcbench("cancel", load_sweep(sweep).name, "--cluster", bed.cluster, "--wait")
         print(f"stopped after {minutes:g} minutes; the same command continues", file=sys.stderr)
         return SOME_FAILED
+
+
+def _first_launches(path: Path, most: int) -> list[str]:
+    """Return the options for at most ``most`` launches of a configuration, by the repeats or the seeds."""
+    sweep = load_sweep(path)
+    seeds = sweep.values("seed")
+    if len(seeds) > most:
+        return ["--set", f"grid.seed={','.join(map(str, seeds[:most]))}"]
+    return ["--set", f"repeats={most}"] if sweep.repeats > most else []
 
 
 def _launches_name(score: Score) -> str:

@@ -87,6 +87,19 @@ def test_data_parallelism_is_launched_more_often_and_known_launches_never_again(
     assert seeds(score._sweep_of_launches(bed, own))["ddp"] == [0, 2, 4]
 
 
+@pytest.mark.parametrize(
+    ("sweep", "most", "options"),
+    [
+        ("paradl", 1, ["--set", "grid.seed=0"]),
+        ("paradl", 2, []),
+        ("local", 2, ["--set", "repeats=2"]),
+        ("local", 3, []),
+    ],
+)
+def test_first_launches_are_the_first_seeds_or_repeats(sweep: str, most: int, options: list[str]) -> None:
+    assert score._first_launches(registered.SCORES[sweep].sweep, most) == options
+
+
 def test_a_later_slice_adds_its_launches() -> None:
     specs = [
         RunSpec(model="vit", dataset="digits", strategy=strategy, batch_size=8)
