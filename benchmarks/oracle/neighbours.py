@@ -10,6 +10,7 @@ from statistics import median
 
 import msgspec
 
+from benchmarks.oracle.cases import BLIND, CALIBRATED
 from hpcbench.oracle.baselines import CHOICE_BASELINES
 from hpcbench.oracle.measured_factors import LearnedFactor, MeasuredFactors, MeasuredRatio, model_key, strategy_key
 from hpcbench.oracle.prediction import PredictionInterval, correct_interval, neighbour_basis
@@ -163,7 +164,9 @@ def regret_text(score: PredictorScore) -> str:
 def regret_rows(held_out: Sequence[ValidationCase]) -> dict[str, list[str]]:
     """Return by predictor the cells of accuracy, regret and regret with every difference counted."""
     names = {
-        "the oracle, by the calibration alone": MACHINE_ONLY,
+        "the oracle, from the profile alone": BLIND,
+        "the oracle, calibrated": CALIBRATED,
+        "the oracle, calibrated for the sweep": MACHINE_ONLY,
         "the oracle, moved by all other configurations": ORACLE_NAME,
         "always `ddp`": "always_ddp",
         "`ddp`, `fsdp` where it does not fit": "ddp_else_fsdp",
@@ -178,6 +181,9 @@ def regret_rows(held_out: Sequence[ValidationCase]) -> dict[str, list[str]]:
     for words, name in names.items():
         score = score_predictor(held_out, name, None if name in (ORACLE_NAME, *CHOICE_BASELINES) else ORACLE_NAME)
         ranking = score.ranking
+        if not ranking.groups:
+            rows[words] = ["", "", ""]
+            continue
         total = "" if score.total is None else f"{score.total.mean:.1%} of {score.total.count}"
         every = "" if ranking.median_regret is None else f"{ranking.median_regret:.1%}"
         rows[words] = [total, f"{regret_text(score)} of {ranking.groups}", every]

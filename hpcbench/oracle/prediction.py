@@ -110,8 +110,7 @@ def predict(
         compute_spread, comm_spread = cost_model.spreads()
         computation_s = step.compute_s - host_wait_s
         parts = [(computation_s, compute_spread), (step.exposed_comm_s, comm_spread), (host_wait_s, _LAUNCH_SPREAD)]
-        formulas = FORMULA_SPREAD if spec.devices > 1 else 0.0
-        below = above = hypot(combined_relative_spread(parts, step.step_time_s), formulas)
+        below = above = hypot(combined_relative_spread(parts, step.step_time_s), FORMULA_SPREAD * (spec.devices > 1))
     return Prediction(
         step_time_s=step.step_time_s,
         interval=PredictionInterval(

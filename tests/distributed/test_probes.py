@@ -165,6 +165,20 @@ def test_gradients_are_kept_where_micro_batches_follow_each_other() -> None:
         )
 
 
+def test_blocks_that_write_over_their_input_are_measured() -> None:
+    spec = spec_of("probe_blocks")
+    strategy = ProbeBlocksStrategy()
+    strategy.setup(build_model(spec), spec, RankContext(0, 1, CPU))
+    batch = make_feed(spec, CPU).batch(0, 0)
+    strategy.module = torch.nn.Sequential(
+        torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(batch[0][0].numel(), 16)),
+        torch.nn.ReLU(inplace=True),
+        torch.nn.Linear(16, 10),
+    )
+    readings = measure_blocks(strategy, batch, 0.0, lambda: None, accumulates=False)
+    assert [one.backward_s is not None for one in readings.blocks] == [True, True, True, True]
+
+
 class _Branches(torch.nn.Sequential):
     def forward(self, inputs: Any) -> Any:
         return super().forward(inputs)  # type: ignore[no-untyped-call]

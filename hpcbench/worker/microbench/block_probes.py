@@ -152,11 +152,11 @@ def _capture_blocks(strategy: DataParallelStrategy, batch: tuple[Tensor, Tensor]
         raise unsupported(message, "put what it does into a block")
     calls, x = [], batch[0]
     for name, block in model.named_children():
-        # A block may write over its input.
+        # A block may write over its input, which must then be no leaf of the graph.
         captured = CapturedModule(name, "Block", block, [x.detach().clone()], [x.requires_grad])
         calls.append(make_layer_call(strategy, captured, block, captured.inputs, "whole", 1, samples))
         with strategy.arithmetic.autocast():
-            y: Tensor = block(x)
+            y: Tensor = block(x.clone())
         x = y.detach().requires_grad_(y.requires_grad)
     source = replay_tensor(x.detach())
     loss = LayerCall("loss", "Loss", "whole", 1, samples, lambda: strategy.loss_sum(source(), batch[1]) / samples)
