@@ -37,6 +37,10 @@ class Score(NamedTuple):
     """Of data parallelism and of recommended configurations, where small differences matter; 0: those of the sweep."""
     busy_processes: int = 0
     """Processes of others, each of which uses a core all the time."""
+    probing_jobs: int = 1
+    """Probes of the sweep's shapes at once."""
+    scored_jobs: int = 1
+    """Scored jobs at once. Beside another one on half a core a node, a block took a fifth longer."""
     folder: Path = HERE
     """Of its files."""
 
@@ -71,8 +75,11 @@ SCORES = {
     score.name: score
     for score in (
         BOX,
-        Score("paradl", SWEEPS / "paradl-small.toml", EIGHT_NODES, RATE_MBIT, RATE_MBIT),
-        Score("ddlbench", SWEEPS / "ddlbench-small.toml", EIGHT_NODES, RATE_MBIT, RATE_MBIT),
+        Score("paradl", SWEEPS / "paradl-small.toml", EIGHT_NODES, RATE_MBIT, RATE_MBIT, probing_jobs=2),
+        # Probes have a node each, most jobs two: six of them, or two jobs, leave part of the two cores idle.
+        Score(
+            "ddlbench", SWEEPS / "ddlbench-small.toml", EIGHT_NODES, RATE_MBIT, RATE_MBIT, probing_jobs=6, scored_jobs=2
+        ),
         Score("local", HERE / "local.toml", None),
         Score("local_busy", HERE / "local.toml", None, busy_processes=1),
     )

@@ -53,8 +53,8 @@ from hpcbench.report.reference_drift import DRIFT_COLUMNS, drift_notes, referenc
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.submit.plan import SweepPlan, make_plan
 
-_CALIBRATING_JOBS, _SCORED_JOBS = 2, 1
-"""At once. Probes of the sweep's shapes run as the scored jobs do: beside another job a block took a fifth longer."""
+_CALIBRATING_JOBS = 2
+"""At once."""
 SOME_FAILED = 1
 """How ``hpcbench run`` ends where runs did: they are cases, too."""
 _MEASURING = ("calibrate", "probe", "measure", "all")
@@ -70,7 +70,7 @@ def calibrate(bed: Testbed, score: Score) -> int:
 
 def probe(bed: Testbed, score: Score) -> int:
     """Measure the blocks and messages of the sweep."""
-    bed.at(score.scored_mbit, _SCORED_JOBS)
+    bed.at(score.scored_mbit, score.probing_jobs)
     return bed.hpcbench("cluster", "calibrate", bed.cluster, "--for", str(score.sweep), *_busy(score))
 
 
@@ -106,7 +106,7 @@ def _calibrations(bed: Testbed) -> list[StoredCalibration]:
 
 def predict(bed: Testbed, score: Score) -> int:
     """Predict every configuration of the sweep by every predictor that needs no measured runs of it."""
-    bed.describe(score.scored_mbit, _SCORED_JOBS)
+    bed.describe(score.scored_mbit, score.scored_jobs)
     specs = list({config_id(spec): spec for spec in _plan(bed, score.sweep).runs.values()}.values())
     shutil.rmtree(score.calibrations, ignore_errors=True)
     make_folder(score.calibrations)
@@ -131,7 +131,7 @@ def measure(bed: Testbed, score: Score, minutes: float, most: int = 10) -> int:
 
     Stops after ``minutes``; the same command continues. At most ``most`` launches of a configuration are measured.
     """
-    bed.at(score.scored_mbit, _SCORED_JOBS)
+    bed.at(score.scored_mbit, score.scored_jobs)
     sweep = _sweep_of_launches(bed, score, most) if score.launches else score.sweep
     command = bed.start("run", str(sweep), "--cluster", bed.cluster, *_first_launches(sweep, most))
     try:
@@ -196,7 +196,7 @@ def _more_often(configurations: Iterable[registered.Foretold]) -> set[str]:
 
 def write_cases(bed: Testbed, score: Score) -> int:
     """Add the measured launches, beside their predictions, to the file of cases, without the machine's drift."""
-    bed.describe(score.scored_mbit, _SCORED_JOBS)
+    bed.describe(score.scored_mbit, score.scored_jobs)
     os.chdir(bed.work)
     results = ResultsTree(bed.results)
     columns = tuple(dict.fromkeys((*VALIDATION_COLUMNS, *DRIFT_COLUMNS)))
