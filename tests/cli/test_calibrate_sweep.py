@@ -98,12 +98,15 @@ def test_the_cost_is_stated_and_the_probes_can_be_had_without_running_them(call:
     assert done.exit_code == 0, done.output
     assert "calibration for mine: 4 probe runs" in done.stderr
     assert "15 minutes of 2 nodes" in done.stderr
-    assert "blocks of vgg11, 2 samples, 1 rank a node, gradients accumulated: for 1 configuration" in done.stderr
+    assert (
+        "blocks of vgg11 on cifar10, 2 samples, 1 rank a node, gradients accumulated: for 1 configuration"
+        in done.stderr
+    )
     assert not (tmp_path / "results").exists()
     plan = make_plan(load_sweep(tmp_path / "probes.toml"), PROFILE, tree_of(tmp_path))
     found = sorted((spec.strategy, spec.batch_size, spec.nodes) for spec in plan.runs.values())
     assert found == [("probe_blocks", 2, 1), ("probe_blocks", 8, 1), ("probe_blocks", 8, 2), ("probe_messages", 4, 2)]
-    assert "blocks of vgg11, 8 samples, beside all_reduce, 2 nodes x 1: for 1 configuration" in done.stderr
+    assert "blocks of vgg11 on cifar10, 8 samples, beside all_reduce, 2 nodes x 1: for 1 configuration" in done.stderr
 
 
 def test_probes_beyond_the_limit_are_left_out_and_listed(call: Call) -> None:
@@ -120,7 +123,7 @@ def test_a_model_that_does_not_fit_on_a_device_is_left_out(call: Call, tmp_path:
     (tmp_path / "mine.toml").write_text(text + 'tasks_per_node = 8\n[[include]]\nstrategy = "fsdp"\n')
     done = call("cluster", "calibrate", "selene", "--for", "mine.toml", "--out", "probes.toml")
     assert done.exit_code == 0, (done.output, done.exception)
-    assert "left out: blocks of gpt_13b, 8 samples, 8 ranks a node: the whole model needs " in done.stderr
+    assert "left out: blocks of gpt_13b on tokens, 8 samples, 8 ranks a node: the whole model needs " in done.stderr
     assert "1 probe runs" in done.stderr
 
 

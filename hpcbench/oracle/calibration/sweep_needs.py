@@ -18,7 +18,7 @@ from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.parallel.layer_table import LayerTable
 from hpcbench.parallel.strategies.probes import PROBE_BLOCKS, PROBE_MESSAGES
 from hpcbench.parallel.traffic import MessageShape, format_messages
-from hpcbench.units import format_bytes
+from hpcbench.units import format_bytes, pluralize
 
 CUTS = ("outputs", "inputs", "positions", "channels")
 """Ways in which ``probe_blocks`` cuts layers."""
@@ -122,13 +122,16 @@ def _block_probe(point: dict[str, Any], shares: set[int], users: int, seconds: f
     options = point["options"] | {"budget_s": budget_s}
     if shares:
         options["shares"] = ",".join(map(str, sorted(shares)))
-    ranks, samples = point.get("tasks_per_node", 1), point["batch_size"]
-    what = f"blocks of {point['model']}, {samples} sample{'s' * (samples > 1)}, {ranks} rank{'s' * (ranks > 1)} a node"
+    what = f"{_blocks_text(point)}, {pluralize(point.get('tasks_per_node', 1), 'rank')} a node"
     if options.get("accumulates"):
         what += ", gradients accumulated"
     if shares:
         what += f", layers in {' and '.join(map(str, sorted(shares)))} parts"
     return SweepProbe(point | {"options": options}, what, users, seconds)
+
+
+def _blocks_text(point: dict[str, Any]) -> str:
+    return f"blocks of {point['model']} on {point['dataset']}, {pluralize(point['batch_size'], 'sample')}"
 
 
 def overlap_probes(runs: Sequence[PricedRun], budget_s: float) -> list[SweepProbe]:
@@ -156,13 +159,10 @@ def overlap_probes(runs: Sequence[PricedRun], budget_s: float) -> list[SweepProb
 def _overlap_probe(
     point: dict[str, Any], payloads: Mapping[str, int], users: int, seconds: float, budget_s: float
 ) -> SweepProbe:
-    nodes, tasks, samples = point.get("nodes", 1), point.get("tasks_per_node", 1), point["batch_size"]
+    nodes, tasks = point.get("nodes", 1), point.get("tasks_per_node", 1)
     shapes = [MessageShape(name, nodes * tasks, tasks, 1, payloads[name]) for name in sorted(payloads)]
     options = {"overlaps": format_messages(shapes), "budget_s": budget_s}
-    what = (
-        f"blocks of {point['model']}, {samples} sample{'s' * (samples > 1)}, beside {' and '.join(sorted(payloads))}, "
-        f"{nodes} node{'s' * (nodes > 1)} x {tasks}"
-    )
+    what = f"{_blocks_text(point)}, beside {' and '.join(sorted(payloads))}, {pluralize(nodes, 'node')} x {tasks}"
     # Each of the three readings takes about a pass and its collectives.
     return SweepProbe(point | {"options": options}, what, users, 4 * seconds * len(shapes))
 
