@@ -302,6 +302,18 @@ def test_two_ranks_a_node_measure_how_groups_share_the_way_out(pool: Pool) -> No
     assert overlaps == []
 
 
+@pytest.mark.parametrize("split", ["outputs", "inputs"])
+@pytest.mark.parametrize("whole", [torch.nn.Linear(8, 4), torch.nn.Conv2d(8, 4, 3, padding=1)])
+def test_a_part_of_a_layer_takes_no_memory_for_weights(whole: torch.nn.Module, split: str) -> None:
+    x = torch.zeros(2, 8) if isinstance(whole, torch.nn.Linear) else torch.zeros(2, 8, 5, 5)
+    sliced = kernel_probes.slice_layer(whole, x, split, 2)
+    assert sliced is not None
+    layer, part = sliced
+    memory = {parameter.untyped_storage().data_ptr() for parameter in whole.parameters()}
+    assert {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()} == memory
+    assert layer(part).shape[1] == (2 if split == "outputs" else 4)
+
+
 def test_a_part_of_a_norm_keeps_its_settings() -> None:
     whole = torch.nn.BatchNorm2d(8, eps=1e-3, momentum=0.2, affine=False)
     part = kernel_probes._slice_norm(whole, torch.zeros(2, 8, 3, 3), 4)

@@ -150,7 +150,10 @@ _NORM_TYPES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def slice_layer(module: Any, x: Tensor, split: str, parts: int) -> tuple[nn.Module, Tensor] | None:
-    """Return a new layer and the input for one of ``parts``; ``None`` where the layer cannot be split so."""
+    """Return a layer and the input for one of ``parts``; ``None`` where the layer cannot be split so.
+
+    The weights are in the memory of the whole layer's, in no certain order: only the time of a call is that of a part.
+    """
     if split == CHANNELS:
         return _slice_norm(module, x, parts)
     is_linear = isinstance(module, nn.Linear)
@@ -170,7 +173,10 @@ def slice_layer(module: Any, x: Tensor, split: str, parts: int) -> tuple[nn.Modu
     widths[side] //= parts
     settings = () if is_linear else (module.kernel_size, module.stride, module.padding, module.dilation)
     make: Callable[..., nn.Module] = nn.Linear if is_linear else type(module)
-    layer = make(*widths, *settings, bias=module.bias is not None, device=x.device, dtype=module.weight.dtype)
+    layer = make(*widths, *settings, bias=module.bias is not None, device="meta")
+    # Parts of a large model's layers, by every split and number of parts, have no room beside it.
+    for name, part in list(layer.named_parameters()):
+        setattr(layer, name, nn.Parameter(getattr(module, name).detach().flatten()[: part.numel()].view(part.shape)))
     return layer, x if split == "outputs" else _first_part(x, x.dim() - 1 if is_linear else 1, parts)
 
 
@@ -336,12 +342,13 @@ def _run_rounds(
         check()
         timer = CallTimer(device)
         for group, optimizer in groups:
-            for piece in group:
-                piece.clear()
             time_passes(group, timer)
             # Of large weights the update leaves nothing in the caches.
             if optimizer is not None:
                 optimizer.step()
+            # Gradients of all groups are several times the model's.
+            for piece in group:
+                piece.clear()
         timer.flush()
         done += 1
 
