@@ -38,9 +38,9 @@ class Score(NamedTuple):
     busy_processes: int = 0
     """Processes of others, each of which uses a core all the time."""
     probing_jobs: int = 1
-    """Probes of the sweep's shapes at once."""
+    """Probes of the sweep's shapes at once: as many as ranks in most of the scored jobs that run at once."""
     scored_jobs: int = 1
-    """Scored jobs at once. Beside another one on half a core a node, a block took a fifth longer."""
+    """Scored jobs at once."""
     folder: Path = HERE
     """Of its files."""
 
@@ -76,9 +76,9 @@ SCORES = {
     for score in (
         BOX,
         Score("paradl", SWEEPS / "paradl-small.toml", EIGHT_NODES, RATE_MBIT, RATE_MBIT, probing_jobs=2),
-        # Probes have a node each, most jobs two: six of them, or two jobs, leave part of the two cores idle.
+        # Most jobs have two nodes: as many ranks compute beside a probe as beside a rank of a scored run.
         Score(
-            "ddlbench", SWEEPS / "ddlbench-small.toml", EIGHT_NODES, RATE_MBIT, RATE_MBIT, probing_jobs=6, scored_jobs=2
+            "ddlbench", SWEEPS / "ddlbench-small.toml", EIGHT_NODES, RATE_MBIT, RATE_MBIT, probing_jobs=4, scored_jobs=2
         ),
         Score("local", HERE / "local.toml", None),
         Score("local_busy", HERE / "local.toml", None, busy_processes=1),
