@@ -75,8 +75,8 @@ SCORES = {
     score.name: score
     for score in (
         BOX,
-        Score("paradl", SWEEPS / "paradl-small.toml", EIGHT_NODES, RATE_MBIT, RATE_MBIT, probing_jobs=2),
-        # Most jobs have two nodes: as many ranks compute beside a probe as beside a rank of a scored run.
+        # Most jobs have two nodes or four: as many ranks compute beside a probe as beside a rank of a scored run.
+        Score("paradl", SWEEPS / "paradl-small.toml", EIGHT_NODES, RATE_MBIT, RATE_MBIT, probing_jobs=4, scored_jobs=2),
         Score(
             "ddlbench", SWEEPS / "ddlbench-small.toml", EIGHT_NODES, RATE_MBIT, RATE_MBIT, probing_jobs=4, scored_jobs=2
         ),
