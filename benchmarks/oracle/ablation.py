@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from benchmarks.oracle import cases
 from benchmarks.oracle.neighbours import SITUATIONS, held_out_cases, moved_cases, regret_text
-from benchmarks.oracle.registered import BOX, DATA_PARALLEL, RERUNS, SCORES, Score
+from benchmarks.oracle.registered import DATA_PARALLEL, RERUNS, SCORES, Score
 from hpcbench.oracle import cost_model
 from hpcbench.oracle.calibration import calibration_store
 from hpcbench.oracle.machine import CommParameters
@@ -123,7 +123,7 @@ def _without_call_s() -> Callable[..., Any]:
     return applied
 
 
-BOX_VARIANTS: Mapping[str, _Patches] = {
+SHAPED_VARIANTS: Mapping[str, _Patches] = {
     "all terms": [],
     "without sums of gradients over micro-batches": _SUMS,
     "without a shared processor under overlap": _SHARES,
@@ -135,20 +135,20 @@ BOX_VARIANTS: Mapping[str, _Patches] = {
     "without own blocks": [(calibration_store, "apply_calibration", _without(kernels=[]))],
     "without own messages": [(calibration_store, "apply_calibration", _without(messages=[]))],
 }
-"""Terms of the score on the SLURM box, whose calibration has the shapes of its sweep."""
-BOX_COLUMNS = ("accuracy", "data parallelism", "signed", "regret")
+"""Terms of scores whose calibration has the shapes of their sweep."""
+SHAPED_COLUMNS = ("accuracy", "data parallelism", "signed", "regret")
 
 
-def box_variant_cases(variant: str, score: Score = BOX) -> list[ValidationCase]:
+def shaped_variant_cases(variant: str, score: Score) -> list[ValidationCase]:
     """Return the cases of a score as ``variant`` predicts them."""
-    return _varied_cases(score, BOX_VARIANTS[variant])
+    return _varied_cases(score, SHAPED_VARIANTS[variant])
 
 
-def box_rows(score: Score = BOX) -> dict[str, list[str]]:
-    """Return by variant the cells of ``BOX_COLUMNS``."""
+def shaped_rows(score: Score) -> dict[str, list[str]]:
+    """Return by variant the cells of ``SHAPED_COLUMNS``."""
     rows = {}
-    for name in BOX_VARIANTS:
-        found = box_variant_cases(name, score)
+    for name in SHAPED_VARIANTS:
+        found = shaped_variant_cases(name, score)
         whole = score_predictor(found, ORACLE_NAME)
         data = score_predictor([case for case in found if case.measured.spec.strategy in DATA_PARALLEL], ORACLE_NAME)
         assert whole.total is not None
@@ -195,8 +195,9 @@ def _pairs(found: Sequence[ValidationCase]) -> Iterator[tuple[float, float]]:
 
 
 def rows() -> dict[str, dict[str, list[str]]]:
-    """Return by rerun and variant the cells."""
-    return {name: {variant: cells(variant_cases(name, variant)) for variant in VARIANTS} for name in RERUNS}
+    """Return by rerun and variant the cells, of the reruns whose calibration has no shapes of their own."""
+    plain = [name for name in RERUNS if not SCORES[name].predictions.exists()]
+    return {name: {variant: cells(variant_cases(name, variant)) for variant in VARIANTS} for name in plain}
 
 
 if __name__ == "__main__":

@@ -143,13 +143,14 @@ def _side_by_side(rows: dict[str, dict[str, list[str]]], columns: Sequence[str])
 
 
 def ablation_block() -> dict[str, dict[str, str]]:
-    """Return by page and name the table of single terms, which takes as long as all others together."""
-    tables = {"oracle-ablation": _side_by_side(ablation.rows(), ablation.COLUMNS)}
-    if BOX.cases.exists():
-        rows = ablation.box_rows()
-        tables["oracle-box-ablation"] = rerun_figures.table(
-            ["", *ablation.BOX_COLUMNS], [[name, *cells] for name, cells in rows.items()]
-        )
+    """Return by page and name the tables of single terms, which take as long as all others together."""
+    tables = {"oracle-ablation": _side_by_side(plain, ablation.COLUMNS)} if (plain := ablation.rows()) else {}
+    for score in SCORES.values():
+        if score.shape is not None and score.cases.exists() and score.predictions.exists():
+            rows = ablation.shaped_rows(score)
+            tables[f"oracle-{score.name}-ablation"] = rerun_figures.table(
+                ["", *ablation.SHAPED_COLUMNS], [[name, *cells] for name, cells in rows.items()]
+            )
     return {"oracle-figures.md": tables}
 
 
@@ -174,7 +175,7 @@ def differences(docs: Path = DOCS, folder: Path = HERE) -> Iterator[str]:
 
 
 def other_differences() -> Iterator[str]:
-    """Yield where the table of single terms, and predictions for ABCI and published GPU runs are not the oracle's."""
+    """Yield where the tables of single terms, and predictions for ABCI and published GPU runs are not the oracle's."""
     yield from page_differences(ablation_block())
     if not abci.is_same(abci.predictions_csv(abci.fitted_machine()), abci.PREDICTIONS.read_text(encoding="utf-8")):
         yield f"{abci.PREDICTIONS.name}: the oracle predicts other times"

@@ -104,10 +104,9 @@ def box_rows(cases: Sequence[ValidationCase], present: Sequence[ValidationCase])
     ]
     rows = {"data parallelism": [_accuracy_text(summary) for summary in of_data]}
     rows["all"] = [_accuracy_text(score.total) for score in scores]
-    rows["mean over strategies"] = [
-        f"{fmean(summary.mean for summary in score.strategies.values() if summary.mean is not None):.1%}"
-        for score in scores
-    ]
+    # Where each model and strategy has one configuration, pilots leave none.
+    means = [[one.mean for one in score.strategies.values() if one.mean is not None] for score in scores]
+    rows["mean over strategies"] = [f"{fmean(own):.1%}" if own else "" for own in means]
     for strategy in scores[0].strategies:
         rows[f"`{strategy}`"] = [_accuracy_text(score.strategies.get(strategy)) for score in scores]
     noise = {f"`{name}`": summary.noise for name, summary in scores[0].strategies.items()}

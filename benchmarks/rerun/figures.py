@@ -30,7 +30,7 @@ Cell = tuple[str, str, int]
 
 
 def ratios(rows: Iterable[Row], figure: str) -> dict[tuple[Cell, str], float]:
-    """``figure`` of every cell and strategy over that of one device with the same model and data.
+    """``figure`` of every cell and strategy over that of one device with the same model and data, if that was measured.
 
     ``rows`` are of the data table, which leaves out degrees that no row sets; hybrids of data parallelism have names
     of their own.
@@ -40,7 +40,7 @@ def ratios(rows: Iterable[Row], figure: str) -> dict[tuple[Cell, str], float]:
     return {
         ((row["model"], row["dataset"], _devices(row)), named(row)): row[figure] / alone[row["model"], row["dataset"]]
         for row in fine
-        if row["strategy"] != "single"
+        if row["strategy"] != "single" and (row["model"], row["dataset"]) in alone
     }
 
 
@@ -76,8 +76,8 @@ def families_on_two(rows: Sequence[Row], figure: str) -> str:
                 for ((its, _, devices), name), value in found.items()
                 if (its, devices, name) == (model, 2, family)
             ]
-            span = f" [{min(own):.2f}, {max(own):.2f}]" if figure == TIME else ""
-            cells.append(f"{median(own):.2f}{span}")
+            span = f" [{min(own):.2f}, {max(own):.2f}]" if own and figure == TIME else ""
+            cells.append(f"{median(own):.2f}{span}" if own else "")
         body.append(cells)
     return table(["model", *FAMILIES], body)
 
@@ -105,10 +105,10 @@ def strategies_by_model(rows: Sequence[Row], figure: str) -> str:
 
 
 def _along(found: Mapping[tuple[Cell, str], float], model: str, data: str, name: str) -> str:
-    own = sorted(
-        (devices, value) for ((*at, devices), its), value in found.items() if (*at, its) == (model, data, name)
-    )
-    return ", ".join(f"{value:.2f}" for _, value in own)
+    """Return the values by ascending number of devices; a dash where others have one."""
+    scales = sorted({devices for (*at, devices), _ in found if at == [model, data]})
+    own = {devices: found.get(((model, data, devices), name)) for devices in scales}
+    return ", ".join("-" if value is None else f"{value:.2f}" for value in own.values()) if any(own.values()) else ""
 
 
 def fastest(rows: Sequence[Row]) -> str:
