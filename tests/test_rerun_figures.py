@@ -51,6 +51,14 @@ def test_scales_stand_beside_each_other() -> None:
     assert figures.fastest(rows).splitlines()[2:] == ["| `ddp` | 1 | 1 |", "| `pipedream` | 1 | 0 |"]
 
 
+def test_a_matrix_that_is_not_complete_has_dashes() -> None:
+    rows = [row("single", 10.0), row("ddp", 18.0, 2), row("ddp", 30.0, 4), row("model", 8.0, 4)]
+    assert figures.families_on_two(rows, figures.TIME).splitlines()[2:] == ["| vgg11 | 1.80 [1.80, 1.80] | - | - | - |"]
+    assert figures.families_at_scale(rows).splitlines()[2:] == ["| vgg11, mnist | 1.80, 3.00 | -, 0.80 | -, - | -, - |"]
+    # Nothing to compare with.
+    assert figures.ratios(rows[1:], figures.TIME) == {}
+
+
 def test_hybrids_have_names_of_their_own() -> None:
     rows = [row("single", 10.0), row("filter", 8.0, 2), row("filter", 6.0, 4), row("filter", 9.0, 4, dp_degree=2)]
     assert figures.strategies_by_model(rows, figures.TIME).splitlines()[2:] == [

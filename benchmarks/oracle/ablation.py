@@ -123,7 +123,7 @@ def _without_call_s() -> Callable[..., Any]:
     return applied
 
 
-SHAPED_VARIANTS: Mapping[str, _Patches] = {
+SWEEP_VARIANTS: Mapping[str, _Patches] = {
     "all terms": [],
     "without sums of gradients over micro-batches": _SUMS,
     "without a shared processor under overlap": _SHARES,
@@ -135,20 +135,15 @@ SHAPED_VARIANTS: Mapping[str, _Patches] = {
     "without own blocks": [(calibration_store, "apply_calibration", _without(kernels=[]))],
     "without own messages": [(calibration_store, "apply_calibration", _without(messages=[]))],
 }
-"""Terms of scores whose calibration has the shapes of their sweep."""
-SHAPED_COLUMNS = ("accuracy", "data parallelism", "signed", "regret")
+"""Terms of scores that are calibrated for their sweep."""
+SWEEP_COLUMNS = ("accuracy", "data parallelism", "signed", "regret")
 
 
-def shaped_variant_cases(variant: str, score: Score) -> list[ValidationCase]:
-    """Return the cases of a score as ``variant`` predicts them."""
-    return _varied_cases(score, SHAPED_VARIANTS[variant])
-
-
-def shaped_rows(score: Score) -> dict[str, list[str]]:
-    """Return by variant the cells of ``SHAPED_COLUMNS``."""
+def sweep_rows(score: Score) -> dict[str, list[str]]:
+    """Return by variant the cells of ``SWEEP_COLUMNS``."""
     rows = {}
-    for name in SHAPED_VARIANTS:
-        found = shaped_variant_cases(name, score)
+    for name, patches in SWEEP_VARIANTS.items():
+        found = _varied_cases(score, patches)
         whole = score_predictor(found, ORACLE_NAME)
         data = score_predictor([case for case in found if case.measured.spec.strategy in DATA_PARALLEL], ORACLE_NAME)
         assert whole.total is not None
@@ -195,7 +190,7 @@ def _pairs(found: Sequence[ValidationCase]) -> Iterator[tuple[float, float]]:
 
 
 def rows() -> dict[str, dict[str, list[str]]]:
-    """Return by rerun and variant the cells, of the reruns whose calibration has no shapes of their own."""
+    """Return by rerun and variant the cells, of the reruns that are not calibrated for their sweep."""
     plain = [name for name in RERUNS if not SCORES[name].predictions.exists()]
     return {name: {variant: cells(variant_cases(name, variant)) for variant in VARIANTS} for name in plain}
 

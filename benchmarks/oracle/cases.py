@@ -105,6 +105,13 @@ def with_earlier_launches(now: ScoreCases, before: ScoreCases) -> ScoreCases:
     return msgspec.structs.replace(now, cases=[*merged.values()])
 
 
+def prediction_kinds(cases: Sequence[ValidationCase]) -> dict[str, str]:
+    """Return by words the predictor of each calibration that the oracle's predictions of ``cases`` follow from."""
+    if any(CALIBRATED not in case.said for case in cases):
+        return {"calibrated": ORACLE_NAME}
+    return {"the profile alone": BLIND, "calibrated": CALIBRATED, "calibrated for the sweep": ORACLE_NAME}
+
+
 def read(path: Path) -> ScoreCases:
     """Read a file of cases."""
     return msgspec.json.decode(path.read_bytes(), type=ScoreCases)

@@ -55,12 +55,9 @@ def documents(found: Sequence[ValidationCase], held_out: Sequence[ValidationCase
         found: the cases of the rerun.
         held_out: the same, each moved by all others.
     """
-    kinds = {"the profile alone": cases.BLIND, "calibrated": cases.CALIBRATED, "calibrated for the sweep": ORACLE_NAME}
-    if any(cases.CALIBRATED not in case.said for case in found):
-        kinds = {"calibrated": ORACLE_NAME}
     columns = {
         words: document([ValidationCase(case.measured, case.said | {ORACLE_NAME: case.said[name]}) for case in found])
-        for words, name in kinds.items()
+        for words, name in cases.prediction_kinds(found).items()
     }
     columns["with one pilot"] = document(cases_after_pilots(found))
     return columns | {"moved by all other configurations": document(held_out)}
@@ -83,6 +80,7 @@ def blocks(docs: Path = DOCS, folder: Path = HERE) -> dict[str, dict[str, str]]:
         "reruns.md": tables,
         "oracle-figures.md": box
         | tables_of_local(folder)
+        | timeline_tables(folder)
         | {
             "oracle-intervals": intervals_table(folder),
             "oracle-regret": _side_by_side(regrets, ("accuracy", "regret", "every difference counted")),
@@ -100,15 +98,23 @@ def tables_of_box(score: Score) -> dict[str, str]:
     registered = cases.read(score.cases).validation_cases()
     present = cases.with_present_predictions(score, registered)
     regrets = {"box": regret_rows(held_out_cases(registered))}
-    rows = timelines.rows(score)
     return {
-        "oracle-box-timelines": rerun_figures.table(
-            ["", *timelines.COLUMNS], [[name, *row] for name, row in rows.items()]
-        ),
         "oracle-box": rerun_figures.table(
             _BOX_HEAD, [[name, *row] for name, row in box_rows(registered, present).items()]
         ),
         "oracle-box-regret": _side_by_side(regrets, ("accuracy", "regret", "every difference counted")),
+    }
+
+
+def timeline_tables(folder: Path) -> dict[str, str]:
+    """Return by name the tables of ranks one by one, of each score whose measured ranks are in the tree."""
+    found = [score._replace(folder=folder) for score in SCORES.values()]
+    return {
+        f"oracle-{score.name}-timelines": rerun_figures.table(
+            ["", *timelines.COLUMNS], [[name, *row] for name, row in timelines.rows(score).items()]
+        )
+        for score in found
+        if timelines.path_of(score).exists()
     }
 
 
@@ -138,18 +144,20 @@ def intervals_table(folder: Path) -> str:
 
 def _side_by_side(rows: dict[str, dict[str, list[str]]], columns: Sequence[str]) -> str:
     head = ["", *(f"{_TITLES[sweep]}: {name}" for sweep in rows for name in columns)]
-    names = list(next(iter(rows.values())))
-    return rerun_figures.table(head, [[name, *(cell for own in rows.values() for cell in own[name])] for name in names])
+    names, blank = dict.fromkeys(name for own in rows.values() for name in own), [""] * len(columns)
+    body = [[name, *(cell for own in rows.values() for cell in own.get(name, blank))] for name in names]
+    return rerun_figures.table(head, body)
 
 
 def ablation_block() -> dict[str, dict[str, str]]:
     """Return by page and name the tables of single terms, which take as long as all others together."""
     tables = {"oracle-ablation": _side_by_side(plain, ablation.COLUMNS)} if (plain := ablation.rows()) else {}
     for score in SCORES.values():
+        # On one machine there are too few cases for shares of an error.
         if score.shape is not None and score.cases.exists() and score.predictions.exists():
-            rows = ablation.shaped_rows(score)
+            rows = ablation.sweep_rows(score)
             tables[f"oracle-{score.name}-ablation"] = rerun_figures.table(
-                ["", *ablation.SHAPED_COLUMNS], [[name, *cells] for name, cells in rows.items()]
+                ["", *ablation.SWEEP_COLUMNS], [[name, *cells] for name, cells in rows.items()]
             )
     return {"oracle-figures.md": tables}
 

@@ -10,7 +10,7 @@ from statistics import median
 
 import msgspec
 
-from benchmarks.oracle.cases import BLIND, CALIBRATED
+from benchmarks.oracle.cases import prediction_kinds
 from hpcbench.oracle.baselines import CHOICE_BASELINES
 from hpcbench.oracle.measured_factors import LearnedFactor, MeasuredFactors, MeasuredRatio, model_key, strategy_key
 from hpcbench.oracle.prediction import PredictionInterval, correct_interval, neighbour_basis
@@ -164,10 +164,7 @@ def regret_text(score: PredictorScore) -> str:
 def regret_rows(held_out: Sequence[ValidationCase]) -> dict[str, list[str]]:
     """Return by predictor the cells of accuracy, regret and regret with every difference counted."""
     names = {
-        "the oracle, from the profile alone": BLIND,
-        "the oracle, calibrated": CALIBRATED,
-        "the oracle, calibrated for the sweep": MACHINE_ONLY,
-        "the oracle, moved by all other configurations": ORACLE_NAME,
+        "the oracle: moved by all other configurations": ORACLE_NAME,
         "always `ddp`": "always_ddp",
         "`ddp`, `fsdp` where it does not fit": "ddp_else_fsdp",
         "ParaDL's formulas": "paradl",
@@ -177,13 +174,15 @@ def regret_rows(held_out: Sequence[ValidationCase]) -> dict[str, list[str]]:
         "two devices, scaled perfectly": "perfect",
         "a line over log p": "log_p",
     }
+    # What the oracle predicted is here moved by all others.
+    kinds = {
+        f"the oracle: {words}": MACHINE_ONLY if name == ORACLE_NAME else name
+        for words, name in prediction_kinds(held_out).items()
+    }
     rows = {}
-    for words, name in names.items():
+    for words, name in {**kinds, **names}.items():
         score = score_predictor(held_out, name, None if name in (ORACLE_NAME, *CHOICE_BASELINES) else ORACLE_NAME)
         ranking = score.ranking
-        if not ranking.groups:
-            rows[words] = ["", "", ""]
-            continue
         total = "" if score.total is None else f"{score.total.mean:.1%} of {score.total.count}"
         every = "" if ranking.median_regret is None else f"{ranking.median_regret:.1%}"
         rows[words] = [total, f"{regret_text(score)} of {ranking.groups}", every]

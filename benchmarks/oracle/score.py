@@ -54,7 +54,7 @@ from hpcbench.results.results_tree import ResultsTree
 from hpcbench.submit.plan import SweepPlan, make_plan
 
 _CALIBRATING_JOBS = 2
-"""At once."""
+"""Jobs of the plain calibration at once."""
 SOME_FAILED = 1
 """How ``hpcbench run`` ends where runs did: they are cases, too."""
 _MEASURING = ("calibrate", "probe", "measure", "all")
@@ -132,8 +132,10 @@ def measure(bed: Testbed, score: Score, minutes: float, most: int = 10) -> int:
     Stops after ``minutes``; the same command continues. At most ``most`` launches of a configuration are measured.
     """
     bed.at(score.scored_mbit, score.scored_jobs)
-    sweep = _sweep_of_launches(bed, score, most) if score.launches else score.sweep
-    command = bed.start("run", str(sweep), "--cluster", bed.cluster, *_first_launches(sweep, most))
+    sweep, options = score.sweep, _first_launches(score.sweep, most)
+    if score.launches:
+        sweep, options = _sweep_of_launches(bed, score, most), []
+    command = bed.start("run", str(sweep), "--cluster", bed.cluster, *options)
     try:
         return command.wait(minutes * 60)
     except subprocess.TimeoutExpired:

@@ -77,7 +77,7 @@ def families_on_two(rows: Sequence[Row], figure: str) -> str:
                 if (its, devices, name) == (model, 2, family)
             ]
             span = f" [{min(own):.2f}, {max(own):.2f}]" if own and figure == TIME else ""
-            cells.append(f"{median(own):.2f}{span}" if own else "")
+            cells.append(f"{median(own):.2f}{span}" if own else "-")
         body.append(cells)
     return table(["model", *FAMILIES], body)
 
@@ -107,8 +107,8 @@ def strategies_by_model(rows: Sequence[Row], figure: str) -> str:
 def _along(found: Mapping[tuple[Cell, str], float], model: str, data: str, name: str) -> str:
     """Return the values by ascending number of devices; a dash where others have one."""
     scales = sorted({devices for (*at, devices), _ in found if at == [model, data]})
-    own = {devices: found.get(((model, data, devices), name)) for devices in scales}
-    return ", ".join("-" if value is None else f"{value:.2f}" for value in own.values()) if any(own.values()) else ""
+    own = [found.get(((model, data, devices), name)) for devices in scales]
+    return ", ".join("-" if value is None else f"{value:.2f}" for value in own)
 
 
 def fastest(rows: Sequence[Row]) -> str:

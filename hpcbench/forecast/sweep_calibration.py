@@ -93,9 +93,9 @@ class SweepCalibration:
         name, nodes = self.sweep.sweep.name, max(spec.nodes for spec in self.runs.values())
         hours = "unknown" if self.sweep_node_hours is None else f"{self.sweep_node_hours:.3g}"
         lines = [
-            f"calibration for {name}: {len(self.probes)} probe runs, predicted {self.node_hours:.3g} node-hours; at "
-            f"most {self.limit_node_hours:.3g}: the larger of a tenth of the sweep's {hours} and 15 minutes of {nodes} "
-            f"node{'s' * (nodes > 1)}"
+            f"calibration for {name}: {pluralize(len(self.probes), 'probe run')}, predicted {self.node_hours:.3g} "
+            f"node-hours; at most {self.limit_node_hours:.3g}: the larger of a tenth of the sweep's {hours} and 15 "
+            f"minutes of {pluralize(nodes, 'node')}"
         ]
         lines += [f"  {probe.what}: for {pluralize(probe.runs, 'configuration')}" for probe in self.probes]
         return [*lines, *(f"  {text}" for text in self.left_out), *(f"  {note}" for note in self.notes)]

@@ -124,7 +124,7 @@ def test_a_model_that_does_not_fit_on_a_device_is_left_out(call: Call, tmp_path:
     done = call("cluster", "calibrate", "selene", "--for", "mine.toml", "--out", "probes.toml")
     assert done.exit_code == 0, (done.output, done.exception)
     assert "left out: blocks of gpt_13b on tokens, 8 samples, 8 ranks a node: the whole model needs " in done.stderr
-    assert "1 probe runs" in done.stderr
+    assert "1 probe run, predicted" in done.stderr
 
 
 def test_predictions_rest_on_what_was_measured(call: Call, tmp_path: Path) -> None:

@@ -314,6 +314,19 @@ def test_a_part_of_a_layer_takes_no_memory_for_weights(whole: torch.nn.Module, s
     assert layer(part).shape[1] == (2 if split == "outputs" else 4)
 
 
+def test_no_gradient_of_a_group_of_layers_remains_for_the_next_one() -> None:
+    spec = spec_of()
+    strategy = ProbeLayersStrategy()
+    strategy.setup(build_model(spec), spec, RankContext(0, 1, CPU))
+    have_gradients: list[bool] = []
+
+    def check() -> None:
+        have_gradients.append(any(one.grad is not None for one in strategy.module.parameters()))
+
+    kernel_probes.measure_kernels(strategy, make_feed(spec, CPU).batch(0, 0), [1, 2], 0.0, check)
+    assert have_gradients == [False] * (kernel_probes.MIN_ROUNDS + 1)
+
+
 def test_a_part_of_a_norm_keeps_its_settings() -> None:
     whole = torch.nn.BatchNorm2d(8, eps=1e-3, momentum=0.2, affine=False)
     part = kernel_probes._slice_norm(whole, torch.zeros(2, 8, 3, 3), 4)

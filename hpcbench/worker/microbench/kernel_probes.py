@@ -152,7 +152,8 @@ _NORM_TYPES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 def slice_layer(module: Any, x: Tensor, split: str, parts: int) -> tuple[nn.Module, Tensor] | None:
     """Return a layer and the input for one of ``parts``; ``None`` where the layer cannot be split so.
 
-    The weights are in the memory of the whole layer's, in no certain order: only the time of a call is that of a part.
+    Its weights are the first numbers of the whole layer's, in their memory where that is contiguous: they give the time
+    of a part, not its result.
     """
     if split == CHANNELS:
         return _slice_norm(module, x, parts)
