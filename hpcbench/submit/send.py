@@ -2,10 +2,10 @@
 
 A limit on running jobs holds across arrays, where SLURM's own limit (``%N``) holds within one array. The allowed jobs
 are divided among throttle groups. Each array of a group may run as many jobs as the group has, and starts after the
-group's previous array has ended. Two running jobs and arrays of four, four and two jobs:
+group's previous array has ended. Three running jobs and arrays of six, two and two jobs:
 
-    group 0 (1 job)   array 0 %1  --afterany-->  array 2 %1
-    group 1 (1 job)   array 1 %1
+    group 0 (2 jobs)   array 0 %2  --afterany-->  array 2 %2
+    group 1 (1 job)    array 1 %1
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from pathlib import Path
 
 from hpcbench.config.cluster_profile import ClusterProfile
@@ -29,14 +30,19 @@ from hpcbench.submit.submission_record import JobArray, Submission
 def throttle_group_sizes(max_running: int, arrays: Sequence[int]) -> list[int]:
     """The number of jobs that each throttle group may run.
 
-    There are as many groups as arrays, or as ``max_running`` if that is fewer. Each has one job; each further job goes
-    to the group with the most jobs for each that may run.
+    There are as many groups, at most one per array, as finish first if all jobs take the same time: arrays of one group
+    run one after another. Each has one job; a further job goes to the group with the most jobs for each that may run.
 
     Args:
         max_running: jobs that may run at the same time.
         arrays: jobs of each array; array ``i`` belongs to group ``i % groups``.
     """
-    groups = max(1, min(max_running, len(arrays)))
+    most_groups = max(1, min(max_running, len(arrays)))
+    candidates = [_group_sizes(max_running, arrays, groups) for groups in range(most_groups, 0, -1)]
+    return min(candidates, key=lambda sizes: _job_rounds(sizes, arrays))
+
+
+def _group_sizes(max_running: int, arrays: Sequence[int], groups: int) -> list[int]:
     sizes, jobs = [1] * groups, [sum(arrays[group::groups]) for group in range(groups)]
     longest = [(-float(jobs[group]), group) for group in range(groups)]
     heapq.heapify(longest)
@@ -45,6 +51,12 @@ def throttle_group_sizes(max_running: int, arrays: Sequence[int]) -> list[int]:
         sizes[group] += 1
         heapq.heapreplace(longest, (-jobs[group] / sizes[group], group))
     return sizes
+
+
+def _job_rounds(sizes: Sequence[int], arrays: Sequence[int]) -> int:
+    """The jobs that the longest group runs one after another."""
+    groups = len(sizes)
+    return max(sum(ceil(jobs / sizes[group]) for jobs in arrays[group::groups]) for group in range(groups))
 
 
 def split_arrays(jobs: Iterable[int], largest: int) -> list[int]:

@@ -116,8 +116,9 @@ def test_a_profile_limits_submitted_jobs(
     [
         (100, ["0-3", "0-3", "0-1"], [None, None, None]),
         (9, ["0-3", "0-3%3", "0-1"], [None, None, None]),
-        (4, ["0-3%2", "0-3%1", "0-1%1"], [None, None, None]),
-        (2, ["0-3%1", "0-3%1", "0-1%1"], [None, None, "afterany:4711"]),
+        (4, ["0-3%2", "0-3%2", "0-1"], [None, None, "afterany:4711"]),
+        (2, ["0-3%2", "0-3%2", "0-1"], [None, "afterany:4711", "afterany:4712"]),
+        (1, ["0-3%1", "0-3%1", "0-1%1"], [None, "afterany:4711", "afterany:4712"]),
     ],
 )
 def test_the_cap_on_running_jobs_is_shared_among_arrays(

@@ -10,21 +10,24 @@ from hpcbench.submit.send import next_throttle_group, split_arrays, throttle_gro
     [
         (8, [20], [8]),
         (8, [20, 20], [4, 4]),
-        (8, [20, 20, 20], [3, 3, 2]),
-        (2, [20, 20, 20], [1, 1]),
+        (8, [20, 20, 20], [5, 3]),
+        (2, [20, 20, 20], [2]),
         (1, [1] * 10, [1]),
-        (5, [20, 1, 1, 1, 1], [1, 1, 1, 1, 1]),
+        (5, [20, 1, 1, 1, 1], [4, 1]),
         (8, [2, 18, 3, 3, 3], [1, 4, 1, 1, 1]),
         (20, [100, 2, 2], [18, 1, 1]),
-        (3, [2, 1, 4], [1, 1, 1]),
-        (4, [1, 9, 1, 9], [1, 1, 1, 1]),
-        (4, [1, 9, 8], [1, 2, 1]),
-        (6, [2, 10, 10, 2, 0, 2, 2], [1, 1, 1, 1, 1, 1]),
-        (4, [8, 2, 8, 2, 8], [1, 1, 1, 1]),
+        (3, [2, 1, 4], [2, 1]),
+        (3, [6, 2, 2], [2, 1]),
+        (4, [1, 9, 1, 9], [1, 3]),
+        (4, [1, 9, 8], [2, 2]),
+        (4, [48, 1, 1, 1], [4]),
+        (6, [2, 10, 10, 2, 0, 2, 2], [1, 2, 2, 1]),
         (3, [], [1]),
     ],
 )
-def test_most_may_run_where_most_waits(max_running: int, arrays: list[int], widths: list[int]) -> None:
+def test_groups_finish_first_where_jobs_take_equally_long(
+    max_running: int, arrays: list[int], widths: list[int]
+) -> None:
     found = throttle_group_sizes(max_running, arrays)
     assert found == widths
     assert sum(found) == max(1, min(max_running, sum(arrays)))
