@@ -79,6 +79,16 @@ class MeasuredOverlap(msgspec.Struct, frozen=True, kw_only=True):
         return self.workload, self.samples, self.nodes, self.tasks_per_node, self.operation
 
 
+class MeasuredCuts(NamedTuple):
+    """A number of parts into which every layer that can be cut was cut and measured."""
+
+    workload: str
+    """``workload_key`` of the runs that it is for."""
+    samples: int
+    conditions: KernelConditions
+    parts: int
+
+
 def workload_key(spec: RunSpec) -> str:
     """Return a text that is equal for runs whose layers are equal at equal numbers of samples."""
     parts = (spec.model, spec.model_options, spec.dataset, spec.input_size, spec.compute_precision, spec.channels_last)
@@ -91,6 +101,7 @@ class MeasuredShapes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     kernels: list[MeasuredKernel] = []
     messages: list[MeasuredMessage] = []
     overlaps: list[MeasuredOverlap] = []
+    cuts: list[MeasuredCuts] = []
     quota: CpuQuota | None = None
     """The quota of a node's processors, where one held the measured blocks back."""
     compute_spread: float = 0.0
@@ -127,6 +138,7 @@ class MeasuredShapes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             kernels=list(kernels.values()),
             messages=list(messages.values()),
             overlaps=list(overlaps.values()),
+            cuts=list(dict.fromkeys([*self.cuts, *later.cuts])),
             quota=later.quota if later.kernels else self.quota,
             compute_spread=max(self.compute_spread, later.compute_spread),
             comm_spread=max(self.comm_spread, later.comm_spread),

@@ -39,6 +39,14 @@ def message_s(payload_bytes: float) -> float:
     return 2e-4 + MESSAGE_S_PER_BYTE * payload_bytes
 
 
+def cuts_of(kind: str, parts: int, samples: int) -> list[str]:
+    """The ways in which ``probe_blocks`` cuts a layer; one sample is too few for a normalization."""
+    ways = ["samples"] if 2 * parts <= samples else []
+    if kind.startswith(("Conv", "Linear")):
+        ways += ["outputs", "inputs"]
+    return ways + (["channels"] if kind.startswith("BatchNorm") else [])
+
+
 def blocks_probe(
     profile: ClusterProfile, spec: RunSpec, slower: float, wall: float = 1.0, table: LayerTable | None = None
 ) -> ProbeResults:
@@ -51,7 +59,7 @@ def blocks_probe(
         whole_s = [slower * roofline.seconds(kernel) for kernel in row_kernels(spec, row, spec.batch_size)]
         for direction in (0, 1):
             own[row.block][direction] += whole_s[direction]
-        cuts = [(split, parts) for parts in shares for split in ("samples", "outputs", "inputs", "channels")]
+        cuts = [(split, parts) for parts in shares for split in cuts_of(row.kind, parts, spec.batch_size)]
         for split, parts in [("whole", 1), *cuts] if shares and sum(whole_s) else []:
             samples = spec.batch_size // parts if split == "samples" else spec.batch_size
             cut = row_kernels(spec, row, samples, part_share(split, parts))

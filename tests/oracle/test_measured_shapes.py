@@ -158,6 +158,17 @@ def test_a_sweep_is_probed_in_its_own_sizes_shares_and_places() -> None:
     assert message_probes(again, 1.0) == []
 
 
+def test_parts_that_no_probe_can_measure_are_not_probed_again() -> None:
+    spec = spec_of("filter", tasks_per_node=2, batch_size=2)
+    machine = measured([spec])
+    again = price_run(spec, table_of(spec), machine)
+    # In two parts of two samples a layer without weights is as one sample, which is not measured.
+    assert {kernel.kind for kernel in again.unmeasured.kernels} == {"MaxPool2d", "ReLU"}
+    assert block_probes([again], 1.0) == []
+    unlisted = msgspec.structs.replace(machine.measured, cuts=[])
+    assert len(block_probes([again._replace(measured=unlisted)], 1.0)) == 1
+
+
 def test_a_cut_layer_takes_its_share_of_the_block() -> None:
     spec = spec_of("filter", tasks_per_node=2)
     machine = measured([spec])

@@ -14,6 +14,8 @@ from hpcbench.oracle.calibration.fit_overheads import fit_comm_slowdown, fit_ove
 from hpcbench.oracle.cost_model import kernel_conditions, row_kernels, update_kernels
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.measured_shapes import (
+    KernelConditions,
+    MeasuredCuts,
     MeasuredKernel,
     MeasuredMessage,
     MeasuredOverlap,
@@ -44,13 +46,19 @@ def fit_shapes(machine: Machine, runs: Sequence[CalibrationRun], sweep: str, *, 
         is_disturbed: whether any run was disturbed: the time beside the processors' own is then uncertain, too.
     """
     kernels: list[MeasuredKernel] = []
+    cuts = list[MeasuredCuts]()
     quotas = list[CpuQuota]()
     spreads, other_work = list[float](), list[float]()
     for run in runs_of_strategy(runs, PROBE_BLOCKS):
         probe = run.result.probe
         if probe is None or not probe.blocks or probe.pass_s is None:
             continue
-        kernels += _kernels_of_run(machine, run, probe)
+        conditions = _conditions(run, probe)
+        kernels += _kernels_of_run(machine, run, probe, conditions)
+        cuts += [
+            MeasuredCuts(workload_key(run.spec), run.spec.batch_size, conditions, parts)
+            for parts in sorted({part.parts for part in probe.kernels} - {1})
+        ]
         quotas += [probe.quota] if probe.quota is not None and _is_throttled(probe) else []
         spreads.append(median(block.spread for block in probe.blocks))
         # A quota is in the measured times already.
@@ -70,6 +78,7 @@ def fit_shapes(machine: Machine, runs: Sequence[CalibrationRun], sweep: str, *, 
         kernels=kernels,
         messages=messages,
         overlaps=_fit_overlaps(runs),
+        cuts=cuts,
         quota=min(quotas, default=None),
         compute_spread=max(MIN_COMPUTE_SPREAD, hypot(median(spreads or [0.0]), outside)),
         comm_spread=max(MIN_COMPUTE_SPREAD, hypot(median(scatters or [0.0]), outside)),
@@ -127,9 +136,13 @@ def busy_notes(runs: Sequence[CalibrationRun]) -> list[str]:
     ]
 
 
-def _kernels_of_run(machine: Machine, run: CalibrationRun, probe: ProbeResults) -> list[MeasuredKernel]:
-    accumulates = any(block.accumulates for block in probe.blocks)
-    conditions = kernel_conditions(run.spec)._replace(accumulates=accumulates)
+def _conditions(run: CalibrationRun, probe: ProbeResults) -> KernelConditions:
+    return kernel_conditions(run.spec)._replace(accumulates=any(block.accumulates for block in probe.blocks))
+
+
+def _kernels_of_run(
+    machine: Machine, run: CalibrationRun, probe: ProbeResults, conditions: KernelConditions
+) -> list[MeasuredKernel]:
     held = _held_back(machine, probe)
     whole_s = _row_times(machine, run, probe.blocks, held)
     samples = run.spec.batch_size

@@ -13,7 +13,7 @@ from hpcbench.config.run_spec import PARAMETER_DEFAULTS, RunSpec
 from hpcbench.oracle.calibration.fit_kernels import part_share
 from hpcbench.oracle.cost_model import CostModel, UnmeasuredShapes, kernel_conditions, row_kernels
 from hpcbench.oracle.machine import Machine
-from hpcbench.oracle.measured_shapes import KernelConditions, per_sample_sizes, workload_key
+from hpcbench.oracle.measured_shapes import KernelConditions, MeasuredShapes, per_sample_sizes, workload_key
 from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.parallel.layer_table import LayerTable
 from hpcbench.parallel.strategies.probes import PROBE_BLOCKS, PROBE_MESSAGES
@@ -40,6 +40,8 @@ class PricedRun(NamedTuple):
     unmeasured: UnmeasuredShapes
     pass_s: float
     """Seconds of one micro-batch forward and backward through all layers."""
+    measured: MeasuredShapes | None
+    """Shapes that earlier probes measured."""
 
 
 class SweepProbe(NamedTuple):
@@ -67,7 +69,7 @@ def price_run(spec: RunSpec, table: LayerTable, machine: Machine) -> PricedRun:
     whole = CostModel(machine, spec)
     samples = spec.batch_size / spec.micro_batches
     passes_s = sum(whole.kernel_s(kernel) for row in table.layers for kernel in row_kernels(spec, row, samples))
-    return PricedRun(spec, table, cost_model.unmeasured, passes_s)
+    return PricedRun(spec, table, cost_model.unmeasured, passes_s, machine.measured)
 
 
 def block_probes(runs: Sequence[PricedRun], budget_s: float) -> list[SweepProbe]:
@@ -95,7 +97,12 @@ def _missing_cuts(run: PricedRun, mean: float, samples: int) -> set[int] | None:
     """Return the numbers of parts that lack a time, none where whole layers alone do; ``None`` where no probe helps."""
     lacking = {per_sample_sizes(kernel, mean) for kernel in run.unmeasured.kernels}
     lacking |= {per_sample_sizes(kernel, samples) for kernel in run.unmeasured.kernels}
-    degrees = {run.spec.tp_degree, run.spec.sp_degree} - {1}
+    # What still lacks of those cannot be measured: some layers are too small to be cut.
+    measured_parts = {
+        cuts.parts
+        for cuts in (run.measured.cuts if run.measured else ())
+        if cuts[:-1] == (workload_key(run.spec), samples, kernel_conditions(run.spec))
+    }
 
     def is_lacking(split: str, parts: int) -> bool:
         share = part_share(split, parts)
@@ -105,6 +112,7 @@ def _missing_cuts(run: PricedRun, mean: float, samples: int) -> set[int] | None:
             for kernel in row_kernels(run.spec, row, samples, share)
         )
 
+    degrees = {run.spec.tp_degree, run.spec.sp_degree} - {1} - measured_parts
     cuts = {parts for parts in degrees if any(is_lacking(split, parts) for split in CUTS)}
     return cuts if cuts or is_lacking("whole", 1) else None
 
