@@ -66,9 +66,9 @@ class HybridClock(CostModel):
         # Only buckets are handed over without waiting for them.
         return call if key is None else call._replace(seconds=0.0, latency_s=0.0)
 
-    def run(self, events: Iterable[StreamEvent]) -> StreamTimes:
+    def run(self, events: Iterable[StreamEvent], background_share: float = 0.0) -> StreamTimes:
         """The step, then the exchange."""
-        busy = super().run(events)
+        busy = super().run(events, background_share)
         table = next(table for name, table in TABLES.items() if MODELS[name] == self.spec.model)
         call = super()._collective("all_reduce", table.totals().parameters * 4.0, place_group(self.spec, *MESH_AXES))
         return busy._replace(

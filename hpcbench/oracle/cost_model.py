@@ -24,6 +24,7 @@ from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.layer_table import LayerRow, LayerTable, cached_by_identity, cached_by_run_fields
 from hpcbench.parallel.roofline import BACKWARD, COPY_KIND, FORWARD, UPDATE, Kernel, RooflineModel
 from hpcbench.parallel.traffic import OVERLAPPED_OPERATIONS, MessageShape, Traffic
+from hpcbench.results.probe_records import CpuQuota
 
 
 class RowShare(NamedTuple):
@@ -275,8 +276,10 @@ class CostModel:
         """Return the calls that ``traffic`` stands for, each waited for."""
         return [self.collective(traffic.operation, traffic.payload_bytes, group)] * traffic.count
 
-    def run(self, events: Iterable[stream_simulator.StreamEvent]) -> stream_simulator.StreamTimes:
-        """Simulate the events of a step."""
+    def run(
+        self, events: Iterable[stream_simulator.StreamEvent], background_share: float = 0.0
+    ) -> stream_simulator.StreamTimes:
+        """Simulate the events of a step, beside a thread that takes ``background_share`` of a rank's quota."""
         comm, step = self.machine.comm, list(events)
         slowdowns = None
         if (overlapped := main_overlapped_call(step)) is not None:
@@ -285,15 +288,37 @@ class CostModel:
             if slowdowns is None:
                 self.unmeasured.overlaps.add(overlapped)
         slowdown, comm_slowdown = slowdowns or (comm.overlap_slowdown, comm.comm_slowdown)
-        return stream_simulator.simulate_streams(step, slowdown, comm_slowdown, self.quota())
+        return stream_simulator.simulate_streams(step, slowdown, comm_slowdown, self.quota(background_share))
 
-    def quota(self) -> stream_simulator.ProcessorQuota | None:
-        """Return the quota of a rank: the ranks of a node share the node's."""
+    def quota(self, background_share: float = 0.0) -> stream_simulator.ProcessorQuota | None:
+        """Return the quota of a rank, of which another of its threads takes ``background_share``."""
+        own = self._rank_quota()
+        return None if own is None else stream_simulator.ProcessorQuota(own.cores, own.period_s, background_share)
+
+    def _rank_quota(self) -> CpuQuota | None:
+        """The ranks of a node share the node's."""
         shapes = self.machine.measured
         if self._measured is None or shapes is None or shapes.quota is None:
             return None
         cores = shapes.quota.cores / self.spec.tasks_per_node
-        return stream_simulator.ProcessorQuota(cores, shapes.quota.period_s) if cores < 1.0 else None
+        return CpuQuota(cores, shapes.quota.period_s) if cores < 1.0 else None
+
+    def polling_share(self, group: GroupPlacement, cycle_s: float) -> float:
+        """Return the part of a rank's quota for a thread that calls an empty all_reduce in every cycle.
+
+        A cycle takes at least the time of the call. Two busy threads share a quota evenly, so the thread
+        takes at most half; 0 without a quota, where it has a core of its own.
+        """
+        own = self._rank_quota()
+        if own is None or group.ranks < 2:
+            return 0.0
+        span = self._span(group)
+        sample = measured_collective(span, "all_reduce", self.machine.comm.collectives, 0.0)
+        if sample is None:
+            return 0.0
+        call_s = measured_collective_s(span, "all_reduce", sample, 0.0) + self.machine.comm.call_s
+        cpu_s = processor_s(span._replace(by_hop=False), "all_reduce", sample, 0.0)
+        return min(0.5, cpu_s / (max(cycle_s, call_s) * own.cores))
 
     def overhead_s(self) -> float:
         """Return the seconds of the computing thread in a step beside kernels and calls."""
@@ -420,9 +445,14 @@ class StepBreakdown(NamedTuple):
     """The part of ``exposed_comm_s`` that no bandwidth would shorten."""
 
 
-def step_from_events(cost_model: CostModel, events: Iterable[stream_simulator.StreamEvent]) -> StepBreakdown:
-    """Simulate ``events``, and add the overhead of a step and the wait for the slowest rank."""
-    times = cost_model.run(events)
+def step_from_events(
+    cost_model: CostModel, events: Iterable[stream_simulator.StreamEvent], background_share: float = 0.0
+) -> StepBreakdown:
+    """Simulate ``events``, and add the overhead of a step and the wait for the slowest rank.
+
+    ``background_share`` is the part of a rank's processor quota that another of its threads takes.
+    """
+    times = cost_model.run(events, background_share)
     overhead_s = cost_model.overhead_s()
     compute_s = times.compute_s + overhead_s
     straggler_s = cost_model.straggler_s(compute_s)

@@ -72,13 +72,17 @@ class ProcessorQuota:
                  | \_____/    \___  _: computes as seconds come in
     """
 
-    def __init__(self, cores: float, period_s: float) -> None:
-        """Begin empty. ``cores`` below 1 are granted a second, ``cores * period_s`` at most at once."""
-        self._cores, self._capacity_s, self._granted_s = cores, cores * period_s, 0.0
+    def __init__(self, cores: float, period_s: float, background_share: float = 0.0) -> None:
+        """Begin empty. ``cores`` below 1 are granted a second, ``cores * period_s`` at most at once.
+
+        A thread beside the computing one takes ``background_share`` of them.
+        """
+        self._rank_cores, self._cores = cores, cores * (1.0 - background_share)
+        self._capacity_s, self._granted_s = self._cores * period_s, 0.0
 
     def compute_s(self, held_back_s: float) -> float:
-        """Return the duration of a computation that takes ``held_back_s`` with an empty bucket."""
-        work_s, full_speed_s = held_back_s * self._cores, self._granted_s / (1.0 - self._cores)
+        """Return the duration of a computation that takes ``held_back_s`` with an empty bucket and no other thread."""
+        work_s, full_speed_s = held_back_s * self._rank_cores, self._granted_s / (1.0 - self._cores)
         if work_s <= full_speed_s:
             self._granted_s -= work_s * (1.0 - self._cores)
             return work_s

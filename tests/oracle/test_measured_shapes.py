@@ -165,6 +165,7 @@ def test_parts_that_no_probe_can_measure_are_not_probed_again() -> None:
     # In two parts of two samples a layer without weights is as one sample, which is not measured.
     assert {kernel.kind for kernel in again.unmeasured.kernels} == {"MaxPool2d", "ReLU"}
     assert block_probes([again], 1.0) == []
+    assert machine.measured is not None
     unlisted = msgspec.structs.replace(machine.measured, cuts=[])
     assert len(block_probes([again._replace(measured=unlisted)], 1.0)) == 1
 

@@ -125,3 +125,10 @@ def test_short_kernels_run_at_full_speed() -> None:
     assert times.compute_s == pytest.approx(0.02)
     # Without a quota nothing changes.
     assert simulate_streams(events).compute_s == pytest.approx(0.04)
+
+
+def test_a_thread_beside_the_computing_one_takes_its_part_of_the_quota() -> None:
+    events: list[StreamEvent] = [ComputeEvent(2.0), CommCall(1.0), ComputeEvent(0.02)]
+    times = simulate_streams(events, quota=ProcessorQuota(0.5, 0.1, background_share=0.75))
+    # 1 s of processor time at 1/8 of a core; the call fills the bucket by 12.5 ms, at full speed worth 14.3 ms.
+    assert times.compute_s == pytest.approx(8.0 + 0.01)
