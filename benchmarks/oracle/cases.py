@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from hpcbench.results.schema import STATUS_OK
 
 BLIND, CALIBRATED = "blind", "calibrated"
 """The oracle from the profile alone, and from a calibration without any shape of the sweep."""
+KINDS = {"the profile alone": BLIND, "calibrated": CALIBRATED, "calibrated for the sweep": ORACLE_NAME}
+"""By words the predictor of each calibration that the oracle's predictions follow from."""
 _SAME = 0.002
 """Relative difference up to which two predictions are the same one on another processor."""
 
@@ -105,13 +107,6 @@ def with_earlier_launches(now: ScoreCases, before: ScoreCases) -> ScoreCases:
     return msgspec.structs.replace(now, cases=[*merged.values()])
 
 
-def prediction_kinds(cases: Sequence[ValidationCase]) -> dict[str, str]:
-    """Return by words the predictor of each calibration that the oracle's predictions of ``cases`` follow from."""
-    if any(CALIBRATED not in case.said for case in cases):
-        return {"calibrated": ORACLE_NAME}
-    return {"the profile alone": BLIND, "calibrated": CALIBRATED, "calibrated for the sweep": ORACLE_NAME}
-
-
 def read(path: Path) -> ScoreCases:
     """Read a file of cases."""
     return msgspec.json.decode(path.read_bytes(), type=ScoreCases)
@@ -131,7 +126,7 @@ def forecasts_by_kind(score: Score, work: Path) -> dict[str, ClusterForecasts]:
     """
     kinds: dict[str, ClusterForecasts] = {}
     cluster = score.bed(work).cluster
-    for name in (ORACLE_NAME, CALIBRATED, BLIND):
+    for name in KINDS.values():
         shutil.rmtree(work / name, ignore_errors=True)
         tree = ResultsTree(work / name)
         own = tree.cluster(cluster)
@@ -145,15 +140,20 @@ def forecasts_by_kind(score: Score, work: Path) -> dict[str, ClusterForecasts]:
     return kinds
 
 
-def with_present_predictions(score: Score, cases: Sequence[ValidationCase]) -> list[ValidationCase]:
-    """Return ``cases`` with the oracle's predictions as it makes them now from the score's calibrations."""
+def with_present_predictions(
+    score: Score, cases: Sequence[ValidationCase], names: Collection[str] = tuple(KINDS.values())
+) -> list[ValidationCase]:
+    """Return ``cases`` with the oracle's predictions as it makes them now from the score's calibrations.
+
+    Those kinds of predictions that are not in ``names`` stay as registered.
+    """
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         score.bed(Path(folder)).describe(score.scored_mbit)
         os.chdir(folder)
         try:
             kinds = forecasts_by_kind(score, Path(folder))
-            predictors = {name: oracle_predictor(own, learns=False) for name, own in kinds.items()}
+            predictors = {name: oracle_predictor(own, learns=False) for name, own in kinds.items() if name in names}
             return [
                 ValidationCase(
                     case.measured, case.said | {name: predict(case.measured) for name, predict in predictors.items()}
@@ -165,10 +165,7 @@ def with_present_predictions(score: Score, cases: Sequence[ValidationCase]) -> l
 
 
 def differences(score: Score, reruns: Path) -> Iterator[str]:
-    """Yield where the cases of a score differ from its registered predictions and from the table of its results.
-
-    Without registered predictions they are those of the oracle as it is.
-    """
+    """Yield where the cases of a score differ from its registered predictions and from the table of its results."""
     stored = read(score.cases)
     table = reruns / f"{stored.sweep}.parquet"
     if table.exists():
@@ -176,11 +173,7 @@ def differences(score: Score, reruns: Path) -> Iterator[str]:
     for case in stored.cases:
         if case.predicted_step_time_s != case.said[ORACLE_NAME].step_time_s:
             yield f"{stored.sweep}: {case.config_id}: predicted_step_time_s is not that of the oracle"
-    if score.predictions.exists():
-        expected = {one.config_id: one.said for one in registered.read(score.predictions).configurations}
-    else:
-        cases = with_present_predictions(score, stored.validation_cases())
-        expected = {case.measured.config_id: case.said for case in cases}
+    expected = {one.config_id: one.said for one in registered.read(score.predictions).configurations}
     for case in stored.cases:
         before, after = case.said[ORACLE_NAME].step_time_s, expected[case.config_id][ORACLE_NAME].step_time_s
         if not _is_same(before, after):

@@ -49,7 +49,7 @@ def document(found: Sequence[ValidationCase]) -> dict[str, Any]:
 
 
 def documents(found: Sequence[ValidationCase], held_out: Sequence[ValidationCase]) -> dict[str, Any]:
-    """Return the columns of a rerun's tables, of those kinds of predictions that its cases have.
+    """Return the columns of a rerun's tables, by kind of prediction.
 
     Args:
         found: the cases of the rerun.
@@ -57,7 +57,7 @@ def documents(found: Sequence[ValidationCase], held_out: Sequence[ValidationCase
     """
     columns = {
         words: document([ValidationCase(case.measured, case.said | {ORACLE_NAME: case.said[name]}) for case in found])
-        for words, name in cases.prediction_kinds(found).items()
+        for words, name in cases.KINDS.items()
     }
     columns["with one pilot"] = document(cases_after_pilots(found))
     return columns | {"moved by all other configurations": document(held_out)}
@@ -151,14 +151,12 @@ def _side_by_side(rows: dict[str, dict[str, list[str]]], columns: Sequence[str])
 
 def ablation_block() -> dict[str, dict[str, str]]:
     """Return by page and name the tables of single terms, which take as long as all others together."""
-    tables = {"oracle-ablation": _side_by_side(plain, ablation.COLUMNS)} if (plain := ablation.rows()) else {}
+    tables = {}
     for score in SCORES.values():
         # On one machine there are too few cases for shares of an error.
         if score.shape is not None and score.cases.exists() and score.predictions.exists():
-            rows = ablation.sweep_rows(score)
-            tables[f"oracle-{score.name}-ablation"] = rerun_figures.table(
-                ["", *ablation.SWEEP_COLUMNS], [[name, *cells] for name, cells in rows.items()]
-            )
+            rows = [[variant, *cells] for variant, cells in ablation.rows(score).items()]
+            tables[f"oracle-{score.name}-ablation"] = rerun_figures.table(["", *ablation.COLUMNS], rows)
     return {"oracle-figures.md": tables}
 
 

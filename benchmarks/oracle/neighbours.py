@@ -10,7 +10,7 @@ from statistics import median
 
 import msgspec
 
-from benchmarks.oracle.cases import prediction_kinds
+from benchmarks.oracle.cases import KINDS
 from hpcbench.oracle.baselines import CHOICE_BASELINES
 from hpcbench.oracle.measured_factors import LearnedFactor, MeasuredFactors, MeasuredRatio, model_key, strategy_key
 from hpcbench.oracle.prediction import PredictionInterval, correct_interval, neighbour_basis
@@ -175,10 +175,7 @@ def regret_rows(held_out: Sequence[ValidationCase]) -> dict[str, list[str]]:
         "a line over log p": "log_p",
     }
     # What the oracle predicted is here moved by all others.
-    kinds = {
-        f"the oracle: {words}": MACHINE_ONLY if name == ORACLE_NAME else name
-        for words, name in prediction_kinds(held_out).items()
-    }
+    kinds = {f"the oracle: {words}": MACHINE_ONLY if name == ORACLE_NAME else name for words, name in KINDS.items()}
     rows = {}
     for words, name in {**kinds, **names}.items():
         score = score_predictor(held_out, name, None if name in (ORACLE_NAME, *CHOICE_BASELINES) else ORACLE_NAME)
