@@ -97,12 +97,9 @@ def _missing_cuts(run: PricedRun, mean: float, samples: int) -> set[int] | None:
     """Return the numbers of parts that lack a time, none where whole layers alone do; ``None`` where no probe helps."""
     lacking = {per_sample_sizes(kernel, mean) for kernel in run.unmeasured.kernels}
     lacking |= {per_sample_sizes(kernel, samples) for kernel in run.unmeasured.kernels}
-    # What still lacks of those cannot be measured: some layers are too small to be cut.
-    measured_parts = {
-        cuts.parts
-        for cuts in (run.measured.cuts if run.measured else ())
-        if cuts[:-1] == (workload_key(run.spec), samples, kernel_conditions(run.spec))
-    }
+    key = (workload_key(run.spec), samples, kernel_conditions(run.spec))
+    # Parts that still lack a time in these numbers cannot be measured: some layers cannot be cut.
+    measured_parts = {cuts.parts for cuts in (run.measured.cuts if run.measured else ()) if cuts[:-1] == key}
 
     def is_lacking(split: str, parts: int) -> bool:
         share = part_share(split, parts)
