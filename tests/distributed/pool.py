@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import io
 import multiprocessing
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -31,12 +34,17 @@ class Pool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(IMPORTED)
         self._store = TCPStore("127.0.0.1", 0, None, True, to_timedelta(_WAIT_S), wait_for_workers=False)
+        self._folder = tempfile.TemporaryDirectory()
         pipes = [context.Pipe() for _ in range(ranks)]
         self._pipes, self._calls = [ours for ours, _ in pipes], 0
         self._processes = [
-            context.Process(target=_serve, args=(rank, ranks, self._store.port, theirs), daemon=True)
+            context.Process(
+                target=_serve, args=(rank, ranks, self._store.port, theirs, self._stacks_of(rank)), daemon=True
+            )
             for rank, (_, theirs) in enumerate(pipes)
         ]
+        for rank in range(ranks):
+            self._stacks_of(rank).touch()
         self._groups = 0
         """The most process groups that a rank is in."""
         for process in self._processes:
@@ -81,7 +89,13 @@ class Pool:
     def _check_alive(self) -> None:
         """A process that has ended, as one that the kernel killed for memory has, would show as a broken pipe."""
         for rank, process in enumerate(self._processes):
-            assert process.exitcode is None, f"rank {rank} of the pool has ended with {process.exitcode}"
+            assert process.exitcode is None, (
+                f"rank {rank} of the pool has ended with {process.exitcode}\n{self._stacks_of(rank).read_text()}"
+            )
+
+    def _stacks_of(self, rank: int) -> Path:
+        """The file of a rank's threads, written where a signal such as SIGSEGV ends it."""
+        return Path(self._folder.name) / f"rank{rank}.txt"
 
     def close(self) -> None:
         """End the processes; it is an error if one has ended by itself."""
@@ -93,6 +107,7 @@ class Pool:
                     pipe.send(None)
                     process.join(10)
                     process.kill()
+            self._folder.cleanup()
 
 
 def return_freed_memory() -> None:
@@ -107,9 +122,10 @@ def _first_or_alone(rank: int, size: int, ranks: int) -> Any:
     return made[0] if rank < size else None
 
 
-def _serve(rank: int, ranks: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, ranks: int, port: int, pipe: Connection, stacks: Path) -> None:
     import os
 
+    faulthandler.enable(stacks.open("w"))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     # What was imported stays: no collection, and no search for tensors, need look at it.
