@@ -110,7 +110,7 @@ def timeline_tables(folder: Path) -> dict[str, str]:
     """Return by name the tables of ranks one by one, of each score whose measured ranks are in the tree."""
     found = [score._replace(folder=folder) for score in SCORES.values()]
     return {
-        f"oracle-{score.name}-timelines": rerun_figures.table(
+        f"oracle-{score.name.replace('_', '-')}-timelines": rerun_figures.table(
             ["", *timelines.COLUMNS], [[name, *row] for name, row in timelines.rows(score).items()]
         )
         for score in found

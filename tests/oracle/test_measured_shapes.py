@@ -297,6 +297,21 @@ def test_a_run_overlaps_as_its_own_blocks_and_collectives_did() -> None:
     assert overlap_probes([price_run(alone, table_of(alone), NOMINAL)], 1.0) == []
 
 
+def test_a_rank_that_shares_its_core_with_other_processes_widens_intervals() -> None:
+    """Half of two cores: the rank that shares one takes twice as long. A quota is in the measured times instead."""
+    spec, single = spec_of("probe_blocks"), spec_of("single")
+    runs = [
+        probe_run(PROFILE, spec, SLOWER, warnings=[f"other processes used the cores during the timed steps: {share}"])
+        for share in ("33% of the 2 cores of ranks 0, 1 on vm", "50% of the 2 cores of rank 0 on vm")
+    ]
+    shapes = fit_shapes(NOMINAL, runs, "s", is_disturbed=True)
+    interval = predict(single, table_of(single), msgspec.structs.replace(NOMINAL, measured=shapes)).interval
+    assert interval.high / interval.low == pytest.approx(4, rel=0.05)
+    probe = blocks_probe(PROFILE, spec, SLOWER, wall=4.0)
+    held_back = probe_run(PROFILE, spec, SLOWER, probe=probe, warnings=runs[1].result.warnings)
+    assert fit_shapes(NOMINAL, [held_back], "s", is_disturbed=True).compute_spread < 0.1
+
+
 def test_overlaps_of_other_links_are_not_used() -> None:
     spec = spec_of("ddp", nodes=4)
     shapes = measured([spec]).measured

@@ -8,7 +8,7 @@ from math import hypot, log
 from statistics import fmean, median
 from typing import Any
 
-from hpcbench.oracle.calibration.calibration_runs import CalibrationRun, runs_of_strategy
+from hpcbench.oracle.calibration.calibration_runs import CalibrationRun, disturbed_spread, runs_of_strategy
 from hpcbench.oracle.calibration.fit_kernels import MIN_COMPUTE_SPREAD, part_share
 from hpcbench.oracle.calibration.fit_overheads import fit_comm_slowdown, fit_overlap
 from hpcbench.oracle.cost_model import kernel_conditions, row_kernels, update_kernels
@@ -45,9 +45,7 @@ def fit_shapes(machine: Machine, runs: Sequence[CalibrationRun], sweep: str, *, 
         sweep: the name of the sweep that they were made for.
         is_disturbed: whether any run was disturbed: the time beside the processors' own is then uncertain, too.
     """
-    kernels: list[MeasuredKernel] = []
-    cuts = list[MeasuredCuts]()
-    quotas = list[CpuQuota]()
+    kernels, cuts, quotas = list[MeasuredKernel](), list[MeasuredCuts](), list[CpuQuota]()
     spreads, other_work = list[float](), list[float]()
     for run in runs_of_strategy(runs, PROBE_BLOCKS):
         probe = run.result.probe
@@ -72,8 +70,11 @@ def fit_shapes(machine: Machine, runs: Sequence[CalibrationRun], sweep: str, *, 
             tasks, cpu_s = run.spec.tasks_per_node, call.cpu_s or 0.0
             messages.append(MeasuredMessage(shape=shape, tasks_per_node=tasks, seconds=call.seconds, cpu_s=cpu_s))
             scatters.append(call.spread)
+    # Ranks of a step wait for the one that shares its core with other work, those of probes do not. Others use most
+    # where the fewest ranks keep them from the cores.
+    shared = [] if quotas else [disturbed_spread([run.result.warnings]) for run in runs]
     # The 90 % interval then includes a machine that is as busy.
-    outside = log(max(median(other_work or [1.0]), 1.0)) / _NORMAL_90 if is_disturbed else 0.0
+    outside = max([log(max(median(other_work or [1.0]), 1.0)) / _NORMAL_90, *shared]) if is_disturbed else 0.0
     return MeasuredShapes(
         kernels=kernels,
         messages=messages,
