@@ -95,15 +95,18 @@ def tables_of_box(score: Score) -> dict[str, str]:
     """Return by name the tables of the score on the SLURM box; none where its cases are not in the tree."""
     if not score.cases.exists():
         return {}
-    registered = cases.read(score.cases).validation_cases()
-    present = cases.with_present_predictions(score, registered)
-    regrets = {"box": regret_rows(held_out_cases(registered))}
+    regrets = {"box": regret_rows(held_out_cases(cases.read(score.cases).validation_cases()))}
     return {
-        "oracle-box": rerun_figures.table(
-            _BOX_HEAD, [[name, *row] for name, row in box_rows(registered, present).items()]
-        ),
+        "oracle-box": table_of_strategies(score),
         "oracle-box-regret": _side_by_side(regrets, ("accuracy", "regret", "every difference counted")),
     }
+
+
+def table_of_strategies(score: Score) -> str:
+    """Return the table of a score by strategy, one column for each kind of prediction."""
+    registered = cases.read(score.cases).validation_cases()
+    rows = box_rows(registered, cases.with_present_predictions(score, registered))
+    return rerun_figures.table(_BOX_HEAD, [[name, *row] for name, row in rows.items()])
 
 
 def timeline_tables(folder: Path) -> dict[str, str]:
@@ -120,25 +123,21 @@ def timeline_tables(folder: Path) -> dict[str, str]:
 
 def tables_of_local(folder: Path) -> dict[str, str]:
     """Return the tables of the scores on one machine, quiet and busy; none where their cases are not in the tree."""
-    tables: dict[str, str] = {}
-    for name in ("local", "local_busy"):
-        score = SCORES[name]._replace(folder=folder)
-        if score.cases.exists():
-            registered = cases.read(score.cases).validation_cases()
-            rows = box_rows(registered, cases.with_present_predictions(score, registered))
-            tables[f"oracle-{name.replace('_', '-')}"] = rerun_figures.table(
-                _BOX_HEAD, [[label, *row] for label, row in rows.items()]
-            )
-    return tables
+    scores = [SCORES[name]._replace(folder=folder) for name in ("local", "local_busy")]
+    return {
+        f"oracle-{score.name.replace('_', '-')}": table_of_strategies(score) for score in scores if score.cases.exists()
+    }
 
 
 def intervals_table(folder: Path) -> str:
-    """Return the table of the 90 % intervals of all registered predictions."""
-    stored = {score.name: score._replace(folder=folder).cases for score in SCORES.values()}
-    found = {name: cases.read(path).validation_cases() for name, path in stored.items() if path.exists()}
+    """Return the table of the 90 % intervals of all registered predictions, and of the present version's."""
+    scores = [score._replace(folder=folder) for score in SCORES.values()]
+    found = {score: cases.read(score.cases).validation_cases() for score in scores if score.cases.exists()}
+    present = {score: cases.with_present_predictions(score, own, [ORACLE_NAME]) for score, own in found.items()}
+    rows = [interval_rows({score.name: own for score, own in kind.items()}) for kind in (found, present)]
     return rerun_figures.table(
-        ["score", "configurations", "90 % interval holds", "median width"],
-        [[_TITLES.get(name, name), *row] for name, row in interval_rows(found).items()],
+        ["score", "configurations", "90 % interval holds", "median width", "present version: holds", "its width"],
+        [[_TITLES.get(name, name), *row, *rows[1][name][1:]] for name, row in rows[0].items()],
     )
 
 

@@ -60,9 +60,8 @@ def fit_shapes(machine: Machine, runs: Sequence[CalibrationRun], sweep: str, *, 
         quotas += [probe.quota] if probe.quota is not None and _is_throttled(probe) else []
         spreads.append(median(block.spread for block in probe.blocks))
         # A quota is in the measured times already.
-        other_work.append(wall_ratio(probe) / _held_back(machine, probe))
-    messages: list[MeasuredMessage] = []
-    scatters: list[float] = []
+        other_work.append(wall_ratio(probe) / _held_back(machine, probe) if is_disturbed else 1.0)
+    messages, scatters = list[MeasuredMessage](), list[float]()
     for run in runs_of_strategy(runs, PROBE_MESSAGES):
         for call in run.result.probe.collectives if run.result.probe else ():
             rivals = call.groups if call.nodes > 1 else 1
@@ -72,9 +71,10 @@ def fit_shapes(machine: Machine, runs: Sequence[CalibrationRun], sweep: str, *, 
             scatters.append(call.spread)
     # Ranks of a step wait for the one that shares its core with other work, those of probes do not. Others use most
     # where the fewest ranks keep them from the cores.
-    shared = [] if quotas else [disturbed_spread([run.result.warnings]) for run in runs]
+    ranks_per_node = {run.spec.tasks_per_node for run in runs if not quotas}
+    alike = ([run.result.warnings for run in runs if run.spec.tasks_per_node == ranks] for ranks in ranks_per_node)
     # The 90 % interval then includes a machine that is as busy.
-    outside = max([log(max(median(other_work or [1.0]), 1.0)) / _NORMAL_90, *shared]) if is_disturbed else 0.0
+    outside = max([0.0, log(median(other_work or [1.0])) / _NORMAL_90, *map(disturbed_spread, alike)])
     return MeasuredShapes(
         kernels=kernels,
         messages=messages,
