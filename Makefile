@@ -158,8 +158,8 @@ bench: $(VENV)/.worker ## measure hpcbench's own costs against lower bounds and 
 gpu-check: $(VENV)/.worker ## run every strategy on the GPUs of one node and write a file to send (CLUSTER)
 	$(BIN)/hpcbench doctor --gpu $(if $(CLUSTER),--cluster $(CLUSTER))
 
-oracle-score: $(VENV)/.dev ## score the oracle on the SLURM box: calibrate, predict, measure, compare (root, 2 hours)
-	$(BIN)/python -m benchmarks.oracle.score box all
+oracle-score: $(VENV)/.dev ## score the oracle on the SLURM box: calibrate, predict, measure, compare; commits (root, 2 hours)
+	$(BIN)/python -m benchmarks.oracle.score box all --commit
 
 rerun-ddlbench rerun-paradl: rerun-%: $(VENV)/.dev ## rerun a paper's matrix on the SLURM box, score the oracle on it, and write its pages (root, 2 hours)
 	$(BIN)/python -m benchmarks.rerun $*

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import subprocess
 import time
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import msgspec
 
 from benchmarks.testbed import EIGHT_NODES, FOUR_NODES, RATE_MBIT, LocalMachine, Shape, Testbed
 from hpcbench.config.run_spec import RunSpec, config_id
+from hpcbench.errors import HpcbenchError
 from hpcbench.fileio import write_atomic
 from hpcbench.oracle.scoring import MeasuredConfiguration, PredictorResult
 from hpcbench.report.oracle_validation import CasePredictor
@@ -143,8 +145,8 @@ def read(path: Path) -> Register:
 
 def commit(path: Path) -> Commit | None:
     """The commit of the file, if it is in one as it stands."""
-    changed = _git("status", "--porcelain", "--", str(path))
-    found = _git("log", "-1", "--format=%h %ct", "--", str(path))
+    changed = _git(path.parent, "status", "--porcelain", "--", str(path))
+    found = _git(path.parent, "log", "-1", "--format=%h %ct", "--", str(path))
     if changed or not found:
         return None
     name, unix_s = found.split()
@@ -161,6 +163,44 @@ def looks(path: Path, looks_path: Path) -> list[Look]:
     return before
 
 
-def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=HERE, capture_output=True, text=True, check=False)
+def require_git(folder: Path) -> None:
+    """Raise HpcbenchError where nothing can be committed in ``folder``: no repository, or nobody to commit as."""
+    if not (_git(folder, "rev-parse", "--show-toplevel") and _git(folder, "var", "GIT_COMMITTER_IDENT")):
+        raise HpcbenchError(
+            f"{folder} is in no git repository, or git has no user name",
+            hint="clone the project and set user.name and user.email, or score without --commit",
+        )
+
+
+def copy_files(paths: Sequence[Path], own: Score, score: Score) -> list[Path]:
+    """Copy files and folders of ``own`` over those of ``score``, and return the copies."""
+    copies = [score.folder / path.relative_to(own.folder) for path in paths]
+    for path, target in zip(paths, copies, strict=True):
+        if path.is_dir():
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(path, target)
+        else:
+            shutil.copy(path, target)
+    return copies
+
+
+def commit_files(paths: Sequence[Path], folder: Path, subject: str, body: str) -> None:
+    """Commit ``paths`` alone in the repository of ``folder``, if any of them has changed.
+
+    Raises:
+        HpcbenchError: Git refused the commit.
+    """
+    names = [str(path) for path in paths]
+    if not _git(folder, "status", "--porcelain", "--", *names):
+        return
+    for arguments in (["add", "--all", "--", *names], ["commit", "-m", subject, "-m", body, "--only", "--", *names]):
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise HpcbenchError(
+                f"git {arguments[0]} failed: {(done.stderr or done.stdout).strip()}", hint="the same command continues"
+            )
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else ""

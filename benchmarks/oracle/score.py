@@ -6,7 +6,8 @@
     python -m benchmarks.oracle.score box measure      box.toml, in slices of --minutes; measured launches stay
     python -m benchmarks.oracle.score box cases        add the measured launches to box_cases.json; commit it
     python -m benchmarks.oracle.score box table        compare; counts as a look
-    python -m benchmarks.oracle.score box all          all missing parts, in this order, with predictions of its own
+    python -m benchmarks.oracle.score box all          all missing parts, in this order, with predictions of its own;
+                                                       with --commit, which needs git, these and the cases are committed
 
 ``box``, and ``paradl`` and ``ddlbench``, the papers' matrices, need the SLURM box, so root. ``local`` is scored on this
 machine itself, ``local_busy`` on the same beside a process that computes all the time. The results tree lies under
@@ -233,8 +234,14 @@ def table(score: Score) -> int:
     return 0
 
 
-def _all(bed: Testbed, score: Score, minutes: float) -> int:
-    """Run all parts, or continue an interrupted score. These predictions are in no commit, and the table states so."""
+def _all(bed: Testbed, score: Score, minutes: float, commits: bool) -> int:
+    """Run all parts, or continue an interrupted score, in files of the work folder.
+
+    With ``commits`` these replace the project's files and are committed: the predictions before the first launch, the
+    launches after a slice. Without, the predictions are in no commit, and the table states so.
+    """
+    if commits:
+        registered.require_git(score.folder)
     own = score._replace(folder=bed.work)
     stored = _calibrations(bed)
     if not stored and (code := calibrate(bed, own)):
@@ -243,10 +250,20 @@ def _all(bed: Testbed, score: Score, minutes: float) -> int:
         return code
     if not own.predictions.exists() and (code := predict(bed, own)):
         return code
+    sources = "Predicted from " + "; ".join(registered.read(own.predictions).sources) + "."
+    if commits:
+        files = registered.copy_files([own.predictions, own.calibrations], own, score)
+        registered.commit_files(files, score.folder, f"Register predictions of the score {score.name}", sources)
     code = measure(bed, own, minutes)
     if code in (0, SOME_FAILED):
-        code = write_cases(bed, own) or table(own)
-    return code
+        code = write_cases(bed, own)
+    if code or not commits:
+        return code or table(own)
+    files = registered.copy_files([own.cases, timelines.path_of(own)], own, score)
+    table(score)
+    files.append(score.looks)
+    registered.commit_files(files, score.folder, f"Add measured launches of the score {score.name}", sources)
+    return 0
 
 
 def main() -> int:
@@ -258,6 +275,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=120.0, help="of a slice of measure (default: %(default)g)")
     parser.add_argument("--launches", type=int, default=10, help="of a configuration, at most (default: all)")
     parser.add_argument("--unregistered", action="store_true", help="measure without committed predictions")
+    parser.add_argument("--commit", action="store_true", help="all: commit predictions, then launches, in the project")
     parser.add_argument("--busy", action="store_true", help="on a machine that has other work, too")
     arguments = parser.parse_args()
     score = SCORES[arguments.score]
@@ -278,13 +296,13 @@ def main() -> int:
         "measure": lambda: measure(bed, score, arguments.minutes, arguments.launches),
         "cases": lambda: write_cases(bed, score),
         "table": lambda: table(score),
-        "all": lambda: _all(bed, score, arguments.minutes),
+        "all": lambda: _all(bed, score, arguments.minutes, arguments.commit),
     }
     try:
         with _other_work(score) if arguments.step in _MEASURING else contextlib.nullcontext():
             return steps[arguments.step]()
     except HpcbenchError as error:
-        print(error.message, file=sys.stderr)
+        print(error, file=sys.stderr)
         return 2
 
 
