@@ -19,7 +19,7 @@ from hpcbench.parallel.gradient_buckets import MIB
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.dry_run.modelled_libraries import ModelledHorovod
 from hpcbench.worker.model_execution import summed_loss
-from hpcbench.worker.strategies.horovod import HorovodStrategy
+from hpcbench.worker.strategies.horovod import HorovodStrategy, load_horovod
 from tests.conftest import require_horovod
 from tests.distributed.cases import CPU, Case, build, run_parallel
 from tests.distributed.pool import Pool
@@ -45,6 +45,8 @@ def train_with_timeline(case: Case, file: str, group: dist.ProcessGroup | None) 
     """Train on a rank; Horovod's first rank writes ``file``, which is complete when it has ended."""
     os.environ["HOROVOD_TIMELINE"] = file
     run_parallel(case, group)
+    # A shutdown drops the events that the timeline's thread has not written yet.
+    load_horovod().stop_timeline()
     HorovodStrategy.close()
 
 
