@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from hpcbench.parallel.mesh import RankMesh
 from hpcbench.parallel.traffic import Traffic
+from hpcbench.worker.distributed.point_to_point import Message, exchange
 from hpcbench.worker.distributed.process_groups import make_axis_groups
 from hpcbench.worker.strategies.fsdp import make_shard_mesh
 from tests.distributed.fake import fake_world
@@ -27,10 +28,11 @@ def test_a_fake_rank_has_the_groups_of_its_world(rank: int, world_size: int, dp_
         def talk() -> None:
             dist.all_gather([torch.empty(3) for _ in range(4)], part, group=found["tp"].members())
             dist.all_reduce(part, group=found["dp"].members())
-            peer = found["tp"].global_rank((found["tp"].place + 1) % 4)
-            operations = [dist.P2POp(dist.isend, part, peer), dist.P2POp(dist.irecv, torch.empty(3), peer)]
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
+            peer = (found["tp"].place + 1) % 4
+            messages = [Message(part, peer)], [Message(torch.empty(3), peer)]
+            for transfers in exchange(*messages, found["tp"].members()):
+                for transfer in transfers:
+                    transfer.wait()
 
         assert record_traffic(talk) == [
             Traffic(operation="all_gather", group_size=4, payload_bytes=12),

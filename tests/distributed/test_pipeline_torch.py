@@ -30,9 +30,9 @@ def spec_of(strategy: str, stages: int, model: str, dataset: str, **more: Any) -
     )  # fmt: skip
 
 
-def set_up(spec: RunSpec, group: dist.ProcessGroup, **more: float) -> PipelineStrategy:
+def set_up(spec: RunSpec, group: dist.ProcessGroup, wait_s: float = 300.0) -> PipelineStrategy:
     strategy = PipelineStrategy()
-    strategy.setup(build_model(spec), spec, RankContext(dist.get_rank(group), spec.ranks, CPU, group, **more))
+    strategy.setup(build_model(spec), spec, RankContext(dist.get_rank(group), spec.ranks, CPU, group, wait_s))
     return strategy
 
 

@@ -14,6 +14,9 @@ from torch.utils._pytree import tree_structure
 
 from hpcbench.parallel.pipeline.exchange_order import Exchange, pipeline_links
 from hpcbench.parallel.pipeline.schedules import Action, PipelineLayout, PipelineMessage
+from hpcbench.worker.distributed import point_to_point
+from hpcbench.worker.distributed.point_to_point import Message
+from hpcbench.worker.distributed.process_groups import RankGroup
 from hpcbench.worker.model_execution import MixedPrecision
 from hpcbench.worker.strategies.pipeline import p2p
 from hpcbench.worker.strategies.pipeline.chunk import ActivationMeta, TensorMeta
@@ -88,7 +91,7 @@ class RecordingPaired(PairedTransport):
     """Records the messages of every exchange."""
 
     def __init__(self, recorder: Recorder, links: Sequence[tuple[int, int]]) -> None:
-        super().__init__(dict.fromkeys(links), CPU, 1.0)  # type: ignore[arg-type]
+        super().__init__(dict.fromkeys(links, RankGroup((0, 1), 0, mock.Mock())), CPU, 1.0)
         self.recorder = recorder
 
     def exchange(self, exchange: Exchange) -> None:
@@ -97,7 +100,7 @@ class RecordingPaired(PairedTransport):
             assert (message in self._outgoing) == label.startswith("sends")
         self.recorder.calls.append(tuple(labels))
         sends, receives = ([Work(self.recorder, one) for one in labels if one.startswith(verb)] for verb in ("s", "r"))
-        with mock.patch.object(p2p, "_start_together", return_value=(sends, receives)):
+        with mock.patch.object(point_to_point, "exchange", return_value=(sends, receives)):
             super().exchange(exchange)
 
 
@@ -197,13 +200,12 @@ def test_the_model_posts_as_many_receives_ahead() -> None:
 def test_a_pair_of_messages_waits_for_one_or_two_works(answers: int) -> None:
     """gloo answers a pair with a work for each call, NCCL with one for both."""
     works = [mock.Mock() for _ in range(answers)]
-    link = mock.Mock(place=1)
     numbers = torch.zeros(1), torch.zeros(1)
     with (
         mock.patch.object(dist, "P2POp") as call,
         mock.patch.object(dist, "batch_isend_irecv", return_value=works) as batch,
     ):
-        sends, receives = p2p._start_together([(numbers[0], 3)], [(numbers[1], 4)], link)
+        sends, receives = point_to_point.exchange([Message(numbers[0], 0, 3)], [Message(numbers[1], 0, 4)], mock.Mock())
     assert (sends, receives) == (works[:1], works[-1:])
     assert len(batch.call_args.args[0]) == 2
     assert [(one.args, one.kwargs["tag"], one.kwargs["group_peer"]) for one in call.call_args_list] == [

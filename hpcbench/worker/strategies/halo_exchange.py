@@ -31,6 +31,7 @@ from hpcbench.parallel.strategies.halo import (
     compute_halo,
     owned_box,
 )
+from hpcbench.worker.distributed import point_to_point
 from hpcbench.worker.distributed.process_groups import RankGroup
 from hpcbench.worker.strategies.model_parallel import all_gather_equal_parts
 
@@ -104,22 +105,19 @@ class HaloExchange:
         self.received = [source.new_empty((*source.shape[:2], *map(len, message.box))) for message in receives]
         # Kept until the end: a message may leave after this call.
         self._sent = [box_view(source, message.box, origin).contiguous() for message in sends]
-        messages = [
-            *((dist.isend, message.rank, tensor) for message, tensor in zip(sends, self._sent, strict=True)),
-            *((dist.irecv, message.rank, tensor) for message, tensor in zip(receives, self.received, strict=True)),
+        sent, received = (
+            [point_to_point.Message(tensor, message.rank) for message, tensor in zip(halos, tensors, strict=True)]
+            for halos, tensors in ((sends, self._sent), (receives, self.received))
+        )
+        self._transfers = [
+            each for part in point_to_point.exchange(sent, received, grid.group.members()) for each in part
         ]
-        group = grid.group
-        operations = [
-            dist.P2POp(function, tensor, group.global_rank(rank), group.members())
-            for function, rank, tensor in messages
-        ]
-        self._works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> list[Tensor]:
         """Return the received tensors in the order of ``receives``, each [n, channels, *extents of its box]."""
-        for work in self._works:
-            work.wait()
-        self._works, self._sent = [], []
+        for transfer in self._transfers:
+            transfer.wait()
+        self._transfers, self._sent = [], []
         return self.received
 
 

@@ -14,11 +14,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hpcbench.parallel.pipeline.exchange_order import Exchange, RankProgram, exchange_order
 from hpcbench.parallel.pipeline.schedules import Action, PipelineLayout, PipelineMessage
+from hpcbench.worker.distributed import point_to_point
+from hpcbench.worker.distributed.point_to_point import Transfer
 from hpcbench.worker.distributed.process_groups import RankContext, RankGroup, make_group_of_ranks, to_timedelta
 from hpcbench.worker.strategies.pipeline.chunk import TensorMeta
 
@@ -82,9 +83,9 @@ def warm_up_links(groups: P2PGroups, links: Iterable[PipelineMessage], rank: int
     for link in {(link.source, link.target, link.is_forward): link for link in links}.values():
         number = torch.zeros(1, device=device)
         if rank == link.source:
-            dist.send(number, group=groups.of(link).members(), group_dst=link.target)
+            point_to_point.send(number, groups.of(link).members(), link.target)
         elif rank == link.target:
-            dist.recv(number, group=groups.of(link).members(), group_src=link.source)
+            point_to_point.receive(number, groups.of(link).members(), link.source)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -98,10 +99,10 @@ class MessageTransport(ABC):
     def __init__(self, device: torch.device, wait_s: float) -> None:
         self._wait_s = wait_s
         self._device = device
-        self._posted: dict[PipelineMessage, tuple[tuple[Tensor, ...], list[dist.Work]]] = {}
-        """Messages whose receives were started: their buffers and works."""
+        self._posted: dict[PipelineMessage, tuple[tuple[Tensor, ...], list[Transfer]]] = {}
+        """Messages whose receives were started: their buffers and transfers."""
         self._numbers: dict[tuple[int, int, bool], int] = {}
-        self._sent: list[tuple[dist.Work, Sequence[Tensor]]] = []
+        self._sent: list[tuple[Transfer, Sequence[Tensor]]] = []
         self._shapes: MessageShapes = lambda _: ()
 
     def order(
@@ -157,7 +158,7 @@ class MessageTransport(ABC):
             self._wait(work)
         self._sent.clear()
 
-    def _wait(self, work: dist.Work) -> None:
+    def _wait(self, work: Transfer) -> None:
         if self._device.type == "cuda":
             # The stream waits, not the host; NCCL applies the group's own limit.
             work.wait()
@@ -220,9 +221,8 @@ class P2PTransport(MessageTransport):
         group = self._groups.of(message)
         self._forget_finished_sends()
         for flat in self._flat_tensors(message, tensors):
-            work = dist.isend(flat, group=group.members(), group_dst=message.target, tag=self._tag(message))
-            assert work is not None, "a send of a rank outside its group"
-            self._sent.append((work, [flat]))
+            sent = point_to_point.Message(flat, message.target, self._tag(message))
+            self._sent.append((point_to_point.isend(sent, group.members()), [flat]))
 
     def receive(self, message: PipelineMessage) -> tuple[Tensor, ...]:
         link = self._awaited[message.source, message.is_forward]
@@ -236,9 +236,8 @@ class P2PTransport(MessageTransport):
             message = link.popleft()
             group = self._groups.of(message)
             for flat in self._make_buffers(message):
-                work = dist.irecv(flat, group=group.members(), group_src=message.source, tag=self._tag(message))
-                assert work is not None, "a receive of a rank outside its group"
-                self._posted[message][1].append(work)
+                awaited = point_to_point.Message(flat, message.source, self._tag(message))
+                self._posted[message][1].append(point_to_point.ireceive(awaited, group.members()))
 
 
 LinkGroups = Mapping[tuple[int, int], RankGroup]
@@ -262,9 +261,11 @@ def open_links(group: RankGroup, links: Iterable[tuple[int, int]], context: Rank
     groups = {link: make_group_of_ranks((group.ranks[rank] for rank in link), context, "link") for link in own_links}
     for link_group in groups.values():
         sent, received = torch.zeros(1, device=context.device), torch.empty(1, device=context.device)
-        for works in _start_together([(sent, 0)], [(received, 0)], link_group):
-            for work in works:
-                work.wait()
+        peer = 1 - link_group.place
+        message, answer = point_to_point.Message(sent, peer), point_to_point.Message(received, peer)
+        for transfers in point_to_point.exchange([message], [answer], link_group.members()):
+            for transfer in transfers:
+                transfer.wait()
     if context.device.type == "cuda":
         torch.cuda.synchronize(context.device)
     return groups
@@ -303,13 +304,18 @@ class PairedTransport(MessageTransport):
         """Start to send and receive the messages of ``exchange`` together, without waiting."""
         self._forget_finished_sends()
         outgoing = [message for message in exchange.messages if message in self._outgoing]
-        sends = [(flat, self._tag(message)) for message in outgoing for flat in self._outgoing.pop(message)]
-        receives: list[tuple[Tensor, int]] = []
+        link = self._links[exchange.link]
+
+        def on_link(message: PipelineMessage, flats: Iterable[Tensor]) -> list[point_to_point.Message]:
+            return [point_to_point.Message(flat, 1 - link.place, self._tag(message)) for flat in flats]
+
+        sends = [each for message in outgoing for each in on_link(message, self._outgoing.pop(message))]
+        receives: list[point_to_point.Message] = []
         for message in exchange.messages:
             if message not in outgoing:
-                receives += [(flat, self._tag(message)) for flat in self._make_buffers(message)]
-        send_works, receive_works = _start_together(sends, receives, self._links[exchange.link])
-        tensors_sent = [flat for flat, _ in sends]
+                receives += on_link(message, self._make_buffers(message))
+        send_works, receive_works = point_to_point.exchange(sends, receives, link.members())
+        tensors_sent = [each.tensor for each in sends]
         self._sent += [(work, tensors_sent) for work in send_works]
         for message in exchange.messages:
             if message not in outgoing:
@@ -325,17 +331,3 @@ def _shifted_entry(entry: Action | Exchange, micro_batches: int) -> Action | Exc
         return _shifted(entry, micro_batches)
     messages = (message._replace(action=_shifted(message.action, micro_batches)) for message in entry.messages)
     return Exchange(entry.link, tuple(messages))
-
-
-def _start_together(
-    sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], link: RankGroup
-) -> tuple[list[dist.Work], list[dist.Work]]:
-    """Start to send and receive flat tensors with their tags over ``link``; return the works of both."""
-    group, peer = link.members(), 1 - link.place
-    calls = [dist.P2POp(dist.isend, flat, group=group, tag=tag, group_peer=peer) for flat, tag in sends]
-    calls += [dist.P2POp(dist.irecv, flat, group=group, tag=tag, group_peer=peer) for flat, tag in receives]
-    works = dist.batch_isend_irecv(calls) if calls else []
-    if len(works) == len(calls):
-        return works[: len(sends)], works[len(sends) :]
-    # NCCL answers with one work for all calls.
-    return works if sends else [], works if receives else []

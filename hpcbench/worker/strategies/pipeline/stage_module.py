@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from hpcbench.parallel.pipeline.schedules import FORWARD, Action, PipelineLayout
+from hpcbench.worker.distributed import point_to_point
 from hpcbench.worker.distributed.process_groups import RankGroup
 from hpcbench.worker.strategies.model_parallel import update_running_statistics
 from hpcbench.worker.strategies.pipeline.chunk import ActivationMetaCache
@@ -29,7 +30,7 @@ def sum_tied_gradients(ties: Sequence[TiedParameter], group: RankGroup) -> None:
 
     def receive(source: int, like: Tensor) -> Tensor:
         received = torch.empty_like(like, memory_format=torch.contiguous_format)
-        dist.recv(received, group=group.members(), group_src=source)
+        point_to_point.receive(received, group.members(), source)
         return received
 
     for ranks, parameter in ties:
@@ -39,13 +40,13 @@ def sum_tied_gradients(ties: Sequence[TiedParameter], group: RankGroup) -> None:
             parameter.grad = torch.zeros_like(parameter)
         grad, (first, *others) = parameter.grad, ranks
         if group.place != first:
-            dist.send(grad.contiguous(), group=group.members(), group_dst=first)
+            point_to_point.send(grad.contiguous(), group.members(), first)
             grad.copy_(receive(first, grad))
             continue
         for rank in others:
             grad.add_(receive(rank, grad))
         for rank in others:
-            dist.send(grad.contiguous(), group=group.members(), group_dst=rank)
+            point_to_point.send(grad.contiguous(), group.members(), rank)
 
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
@@ -155,11 +156,11 @@ class StageModule(nn.Module):
         meta, group = self.boundaries.outputs_of(chunk, samples), self.group.members()
         if self.group.place == source:
             for shape, tensor in zip(meta.shapes, tree_leaves(value), strict=True):
-                dist.send(shape.flat(tensor.to(shape.dtype)), group=group, group_dst=target)
+                point_to_point.send(shape.flat(tensor.to(shape.dtype)), group, target)
             return value
         received = [shape.empty(self.boundaries.device) for shape in meta.shapes]
         for shape, tensor in zip(meta.shapes, received, strict=True):
-            dist.recv(shape.flat(tensor), group=group, group_src=source)
+            point_to_point.receive(shape.flat(tensor), group, source)
         return tree_unflatten(received, meta.treespec)
 
 

@@ -22,6 +22,7 @@ from hpcbench.parallel.pipeline.schedules import Action, message_after, schedule
 from hpcbench.parallel.strategies.pipeline import cuts_exclusion, pipeline_layout
 from hpcbench.results.schema import TimelineSpan
 from hpcbench.worker.data.feed import DataFeed
+from hpcbench.worker.distributed import point_to_point
 from hpcbench.worker.distributed.gradient_reducer import GradientReducer
 from hpcbench.worker.distributed.process_groups import RankContext, RankGroup, make_group, make_group_of_ranks
 from hpcbench.worker.layers import zero_batch
@@ -312,8 +313,8 @@ def open_communicators(
     pairs = {(ranks[0], other) for ranks, _ in ties for other in ranks[1:]}
     for source, target in sorted({*pairs, *((target, source) for source, target in pairs)}):
         if group.place == source:
-            dist.send(number, group=group.members(), group_dst=target)
+            point_to_point.send(number, group.members(), target)
         elif group.place == target:
-            dist.recv(number, group=group.members(), group_src=source)
+            point_to_point.receive(number, group.members(), source)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
