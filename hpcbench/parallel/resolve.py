@@ -233,7 +233,6 @@ def cuda_graph_exclusion(spec: RunSpec, is_cpu: bool) -> str | None:
         "compile: torch.compile makes graphs of its own": spec.compile,
         "activation_checkpointing: it reads the state of random numbers from the device": spec.activation_checkpointing,
         "compression: its hooks are not captured": spec.options.get("compression", "none") != "none",
-        "verify: the compared steps come before the capture": spec.verify,
         f"profile_steps {spec.profile_steps}: a graph has no phases, 0 is right": spec.profile_steps > 0,
         f"warmup_steps {spec.warmup_steps}: {eager_steps} run before the capture, {eager_steps + 1} or more is right": (
             spec.warmup_steps <= eager_steps
