@@ -131,6 +131,11 @@ class ClusterProfile(TomlTable):
             request, node = self.request_of(key), self.node_of(key)
             if request.gpus == "gres-typed" and not (node.gres_type or node.device_type):
                 raise ValueError("request.gpus = 'gres-typed' needs node.gres_type or node.device_type")
+            if node.ranks_per_device > 1 and not self.scheduler.traits.runs_here:
+                raise ValueError(
+                    f"node.ranks_per_device = {node.ranks_per_device} is for scheduler.kind = 'local', this profile's "
+                    f"is {self.scheduler.kind!r}: give every rank a device"
+                )
             if request.gpus_on != "job" and self.launcher in ("mpirun", "ibrun"):
                 raise ValueError(
                     f"request.gpus_on = {request.gpus_on!r} speaks to srun, but launcher = {self.launcher!r}"

@@ -44,6 +44,9 @@ class NodeConfig(TomlTable):
     """Accelerators, as the scheduler counts them (an MI250X is two). Absent: no limit is checked."""
     device_type: str | None = None
     """A key of `devices`."""
+    ranks_per_device: PositiveInt = 1
+    """Ranks that share each device, with `scheduler.kind = "local"` alone. They communicate over gloo, with messages
+    staged in the host's memory, so such runs show that the software is right and have no times."""
     gres_type: NonSpaceText | None = None
     """Name of the accelerator at the scheduler, where that is not `device_type`."""
     arch: Literal["x86_64", "aarch64"] | None = None
@@ -56,6 +59,11 @@ class NodeConfig(TomlTable):
     """Storage of the node itself; `$VARIABLES` are the job's. The probe job writes there."""
     tmp_in_memory: bool = False
     """`/tmp` is memory and counts as the job's."""
+
+    @property
+    def device_places(self) -> int | None:
+        """Return how many ranks its devices have room for; ``None`` if nothing limits them."""
+        return None if self.devices is None else self.devices * self.ranks_per_device
 
 
 class DeviceConfig(TomlTable):

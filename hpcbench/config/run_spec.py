@@ -205,6 +205,8 @@ class TaskFileHeader(msgspec.Struct, frozen=True, kw_only=True):
     peak_flops_per_s: dict[str, float] = {}
     """Peak FLOP/s of one device, by precision; empty if the profile does not set it."""
     cores_per_task: int | None = None
+    ranks_per_device: int = 1
+    """Ranks that share a device; runs of several ranks then have no times."""
     pack: int = 1
     """Consecutive runs that one job carries, one after another."""
     environment_key: str | None = None
@@ -251,6 +253,18 @@ def read_task(path: Path, index: int) -> tuple[TaskFileHeader, RunTask]:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WorkerError(f"{path} is not a task file of this version of hpcbench: {error}") from error
     raise WorkerError(f"{path} has no run number {index}")
+
+
+def read_tasks(path: Path) -> list[RunTask]:
+    """All runs of a task file; raises as ``read_task``."""
+    try:
+        lines = path.read_bytes().splitlines()
+        msgspec.json.decode(lines[0] if lines else b"", type=TaskFileHeader)
+        return [msgspec.json.decode(line, type=RunTask) for line in lines[1:]]
+    except OSError as error:
+        raise WorkerError(f"cannot read the task file {path}: {error.strerror}") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WorkerError(f"{path} is not a task file of this version of hpcbench: {error}") from error
 
 
 def max_job_minutes(

@@ -387,6 +387,8 @@ class RunResult(_ResultRecord, kw_only=True):
     """Time of every timed step on its slowest rank."""
     traffic: RankTraffic | None = None
     """Traffic of one step with a whole batch, on the rank that passes most bytes."""
+    untimed: str | None = None
+    """The reason why the run has no times although it has steps: its ranks shared a device."""
     warnings: list[str] = []
     """Reasons to distrust a figure, as printed below tables."""
     verification: VerificationResult | None = None

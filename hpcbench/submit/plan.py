@@ -422,7 +422,7 @@ def partition_limits(profile: ClusterProfile, partition: str | None) -> Partitio
         max_nodes=1 if is_local else queue.max_nodes,
         cores_per_node=None if is_local else node.cores,
         cpus_per_task=request.cpus_per_task or request.cpus_per_device,
-        devices_per_node=node.devices if profile.device != "cpu" else None,
+        devices_per_node=node.device_places if profile.device != "cpu" else None,
         max_time_min=queue.max_time_min,
         min_nodes=queue.min_nodes,
         time_steps=tuple((step.nodes, step.max_time_min) for step in queue.max_time_by_nodes),

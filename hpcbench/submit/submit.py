@@ -197,6 +197,7 @@ def _task_header(plan: SweepPlan, tree: ClusterTree, folder: Path, group: JobGro
         rehearsed=emulated_clusters((plan.runs[key] for key in group.run_ids if key in plan.runs), tree),
         peak_flops_per_s={str(key): value for key, value in device.peak_flops_per_s.items()} if device else {},
         cores_per_task=cpus_per_task(shape, profile),
+        ranks_per_device=profile.node_of(shape.partition).ranks_per_device,
         pack=group.pack,
         environment_key=plan.environment_key(shape.environment),
         model_folder=str(plan.model_folder) if plan.model_folder else None,

@@ -75,12 +75,15 @@ class RankMeasurements:
     """Peak memory before the first timed step; ``None`` where the system's peak cannot be reset there."""
     pipeline_state: Callable[[], str | None] | None = None
     """Description of what a pipeline's rank is doing."""
+    is_pooled: bool = False
+    """The process is older than the run: neither its age nor, on a cpu, its memory is the run's."""
 
     @classmethod
     def of(cls, context: RunContext) -> RankMeasurements:
         numbers = {name: getattr(context.info, name) for name in ("rank", "local_rank", "node_rank")}
         result = RankResult(**numbers, host=socket.gethostname(), pid=os.getpid(), device=context.header.device)
-        return cls(result, pending={"verification"} if context.spec.verify else set())
+        pending = {"verification"} if context.spec.verify else set[str]()
+        return cls(result, pending, is_pooled=context.info.launcher == "pool")
 
     def rank_result(self, status: str, failure: FailureRecord | None, may_wait: bool) -> RankResult:
         """Complete the record of this rank. Nothing waits for the device unless ``may_wait``."""
@@ -97,6 +100,10 @@ class RankMeasurements:
             result.device = str(self.device)
         if self.progress is not None:
             self.progress.write_into(result, may_wait)
+        if self.is_pooled:
+            result.time_to_first_step_s = None
+            if self.device is None or self.device.type == "cpu":
+                result.peak_memory_bytes = result.steady_peak_memory_bytes = None
         if self.counters is not None:
             self.counters.write_into(result)
         if failure is not None and self.pipeline_state is not None:

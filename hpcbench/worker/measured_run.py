@@ -53,7 +53,7 @@ def measure_run(finalizer: RunFinalizer) -> None:
     header, spec, info, result = context.header, context.spec, context.info, measurements.result
     env = context.user_env | spec.env
     result.warnings += set_torch_threads(env, header, info)
-    device = measurements.device = choose_device(header.device, info)
+    device = measurements.device = choose_device(header.device, info, header.ranks_per_device)
     choose_convolution_algorithms(spec.cudnn_benchmark, device)
     if device.type == "cpu":
         keep_freed_memory(env)
@@ -64,7 +64,7 @@ def measure_run(finalizer: RunFinalizer) -> None:
     channel = finalizer.channel = open_control_channel(
         info, header, context.attempt.rendezvous_path, launch, single_node, stop
     )
-    rank_context = join_world(spec, info, device, channel, header.wait_s)
+    rank_context = join_world(spec, info, device, channel, header.wait_s, header.ranks_per_device)
     provenance = result.provenance = collect_provenance(header, spec, info, device)
     digest = environment_digest(
         provenance, header, rank_environment.user_performance_environment(context.user_env, spec.env)

@@ -215,7 +215,10 @@ def summarize_run(
     error: schema.FailureRecord | None = None,
 ) -> schema.RunResult:  # fmt: skip
     """The result of a run from its ranks' files; ranks that left none are named in ``ranks``."""
-    spec = task.spec
+    spec, untimed = task.spec, None
+    if header.ranks_per_device > 1 and spec.devices > 1:
+        untimed = f"up to {header.ranks_per_device} ranks share a device and stage their messages in the host's memory"
+        ranks = {rank: _without_times(result) for rank, result in ranks.items()}
     slowest = timing_statistics.slowest_rank_times_s(ranks)
     provenance = _run_provenance(ranks)
     if header.environment_key is not None:
@@ -250,6 +253,7 @@ def summarize_run(
         ranks=[_rank_entry(rank, ranks.get(rank), skipped, intervals_s.get(rank)) for rank in range(spec.ranks)],
         step_times_s=slowest,
         traffic=_max_rank_traffic(ranks),
+        untimed=untimed,
         warnings=[
             *warnings,
             *_batch_warnings(spec, len(slowest), samples),
@@ -265,6 +269,13 @@ def summarize_run(
         environment_digest=provenance.pop("environment_digest", None),
         error=None if status == schema.STATUS_OK else error,
     )
+
+
+def _without_times(result: schema.RankResult) -> schema.RankResult:
+    return msgspec.structs.replace(
+        result, step_times_s=[], time_to_first_step_s=None, phases=None, host_syncs=None, timeline=[], watched=None,
+        energy_j=None, evaluations=[], probe=None, predicted=None,
+    )  # fmt: skip
 
 
 _NVML_UPDATE_S = 0.1

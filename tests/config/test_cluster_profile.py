@@ -116,6 +116,10 @@ def test_the_longest_job_time_follows_nodes_steps_and_node_hours(
         ({"request": {"gpus": "gres-typed"}}, "needs node.gres_type"),
         ({"request": {"gpus_on": "step"}, "launcher": "mpirun"}, "speaks to srun"),
         ({"binding": {"device_order": [1, 1]}, "node": {"devices": 2}}, "does not name each of the 2 devices once"),
+        (
+            {"node": {"ranks_per_device": 2}},
+            "node.ranks_per_device = 2 is for scheduler.kind = 'local', this profile's is 'slurm'",
+        ),
         ({"match": {"hosts": ["("]}}, "no regular expression"),
         ({"environments": {"e": {"container": {}}}}, "either `command` or `kind`"),
         ({"environments": {"e": {"container": {"kind": "pyxis"}}}}, "needs an `image`"),

@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 import pytest
 
-from hpcbench.config.cluster_profile import ClusterProfile
+from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
 from hpcbench.config.profile_tables import PartitionConfig
 from hpcbench.config.run_spec import config_id
 from hpcbench.config.sweep_loader import Sweep
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import RunResult
-from hpcbench.submit.plan import SweepPlan, make_plan
+from hpcbench.submit.plan import SweepPlan, make_plan, partition_limits
 
 Write = Callable[[str], Sweep]
 
@@ -85,3 +85,11 @@ def test_runs_on_more_nodes_than_their_partition_has_are_named(
     assert len(plan.runs) == 12
     (warning,) = plan.node_warnings()
     assert warning.startswith("2 runs on 4 nodes, but small has 2: ")
+
+
+def test_ranks_that_share_devices_have_room_on_a_node() -> None:
+    local, _ = load_cluster("local")
+    node = local.node.model_copy(update={"devices": 2, "ranks_per_device": 3})
+    profile = local.model_copy(update={"device": "cuda", "node": node})
+    assert partition_limits(profile, None).devices_per_node == 6
+    assert partition_limits(profile.model_copy(update={"device": "cpu"}), None).devices_per_node is None

@@ -211,3 +211,22 @@ def test_fewer_gpus_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(WorkerError, match="4 ranks on .* see 2 GPUs"):
         choose_device("cuda", RankInfo(0, 0, 4, 4, 0, "srun", "x"))
+
+
+@pytest.mark.parametrize(("seen", "local_rank", "index"), [(1, 3, 0), (2, 1, 1), (2, 3, 1), (4, 3, 3)])
+def test_ranks_that_share_devices_take_them_in_turn(
+    monkeypatch: pytest.MonkeyPatch, seen: int, local_rank: int, index: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    info = RankInfo(local_rank, local_rank, 4, 4, 0, "pool", "x")
+    assert choose_device("cuda", info, ranks_per_device=4) == torch.device("cuda", index)
+
+
+def test_more_ranks_than_may_share_the_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(WorkerError, match="4 ranks on .* see 1 GPUs") as refused:
+        choose_device("cuda", RankInfo(0, 0, 4, 4, 0, "pool", "x"), ranks_per_device=2)
+    assert "ranks per GPU: 2" in str(refused.value)

@@ -54,6 +54,8 @@ class RankContext:
     """The group of all ranks; ``None``: the default group, or none if there is one rank."""
     wait_s: float = 300.0
     """Seconds that a rank waits for the other ranks before the run fails."""
+    shares_device: bool = False
+    """Whether several ranks, or several devices of one rank, may be the same device."""
 
     def members(self) -> dist.ProcessGroup:
         """Return the process group of all ranks, for libraries that need it as an argument.
@@ -90,10 +92,6 @@ class RankGroup(NamedTuple):
         """Return the process group; an error (``AssertionError``) for a group of one rank, which has none."""
         assert self.process_group is not None, "a single rank has no other rank to talk to"
         return self.process_group
-
-    def global_rank(self, place: int) -> int:
-        """Return the rank of ``ranks[place]`` in the default group, which torch's point-to-point calls need."""
-        return dist.get_global_rank(self.members(), place)
 
 
 def make_group(mesh: RankMesh, context: RankContext, *axes: str, purpose: str = "") -> RankGroup:

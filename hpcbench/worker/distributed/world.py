@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
+import sys
 from pathlib import Path
 
 import torch
@@ -13,19 +15,22 @@ from hpcbench.config.run_spec import RunSpec, TaskFileHeader
 from hpcbench.errors import WorkerError
 from hpcbench.parallel.catalog import get_strategy
 from hpcbench.worker.distributed import process_groups
+from hpcbench.worker.distributed.point_to_point import stage_messages
 from hpcbench.worker.distributed.rank_environment import RankInfo
 from hpcbench.worker.distributed.rendezvous import ControlChannel, join_store, set_interface_variables, wait_for_keys
 from hpcbench.worker.measure.gpu import device_uuid
 from hpcbench.worker.shutdown import PeerEnded, StopController
 
 
-def choose_device(kind: str, info: RankInfo) -> torch.device:
+def choose_device(kind: str, info: RankInfo, ranks_per_device: int = 1) -> torch.device:
     """Return the device of this rank: the cpu, or among the visible GPUs the one of its local rank.
 
-    A rank that sees a single GPU was assigned it by the launcher.
+    A rank that sees a single GPU was assigned it by the launcher. Ranks that share devices take them in turn.
 
     Args:
         kind: the cluster profile's device, ``cpu`` or ``cuda``.
+        info: this rank.
+        ranks_per_device: how many ranks may share a device.
 
     Raises:
         WorkerError: fewer GPUs are visible than ranks need.
@@ -40,13 +45,13 @@ def choose_device(kind: str, info: RankInfo) -> torch.device:
             f"(CUDA_VISIBLE_DEVICES {visible})",
             hint="does the job ask for GPUs, and is this torch built for CUDA?",
         )
-    if 1 < count < info.local_world_size:
+    if 1 < count * ranks_per_device < info.local_world_size:
         raise WorkerError(
             f"{info.local_world_size} ranks on {socket.gethostname()} see {count} GPUs "
             f"(CUDA_VISIBLE_DEVICES {visible})",
-            hint="one rank per GPU: let tasks_per_node be at most the GPUs of a node",
+            hint=f"ranks per GPU: {ranks_per_device}; let tasks_per_node be at most the GPUs of a node times that",
         )
-    device = torch.device("cuda", 0 if count == 1 else info.local_rank)
+    device = torch.device("cuda", info.local_rank % count)
     torch.cuda.set_device(device)
     return device
 
@@ -75,17 +80,22 @@ def open_control_channel(
 
 
 def join_world(
-    spec: RunSpec, info: RankInfo, device: torch.device, channel: ControlChannel | None, wait_s: float
-) -> process_groups.RankContext:
+    spec: RunSpec, info: RankInfo, device: torch.device, channel: ControlChannel | None, wait_s: float,
+    ranks_per_device: int = 1,
+) -> process_groups.RankContext:  # fmt: skip
     """Create the default process group; a lone rank gets one only where its strategy needs one.
 
+    Ranks that share a device communicate over gloo, since NCCL refuses them, and stage their messages.
+
     Raises:
-        WorkerError: two ranks have the same GPU.
+        WorkerError: two ranks have the same GPU, and ``ranks_per_device`` is 1.
     """
-    context = process_groups.RankContext(info.rank, info.world_size, device, wait_s=wait_s)
+    shares_device = ranks_per_device > 1
+    stage_messages(shares_device)
+    context = process_groups.RankContext(info.rank, info.world_size, device, wait_s=wait_s, shares_device=shares_device)
     store: process_groups.Store
     if channel is not None:
-        if device.type == "cuda":
+        if device.type == "cuda" and not shares_device:
             _refuse_shared_devices(channel.store, context, wait_s)
         # A separate connection: while a collective is set up, the channel's must stay free for the stop thread.
         store = process_groups.PrefixStore("group", process_groups.clone_connection(channel.store))
@@ -95,13 +105,26 @@ def join_world(
     else:
         return context
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        "gloo" if device.type != "cuda" or (shares_device and channel is not None) else "nccl",
         store=store,
         rank=context.rank,
         world_size=context.world_size,
         timeout=process_groups.to_timedelta(wait_s),
     )
     return context
+
+
+def leave_world() -> None:
+    """Undo ``join_world`` in a process that has more runs to come: only what libraries keep is left of this one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    process_groups.clear_group_cache()
+    stage_messages(False)
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
 
 
 def _refuse_shared_devices(store: process_groups.Store, context: process_groups.RankContext, wait_s: float) -> None:

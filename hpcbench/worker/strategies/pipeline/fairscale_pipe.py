@@ -66,7 +66,7 @@ class FairscalePipeStrategy(DataParallelStrategy):
         pipe = import_fairscale("nn").Pipe(
             module,
             balance=[len(held) for held in blocks],
-            devices=_stage_devices(spec.pp_degree, context.device),
+            devices=_stage_devices(spec.pp_degree, context),
             chunks=spec.micro_batches,
             checkpoint=self.options["recompute"],
         )
@@ -96,11 +96,11 @@ class FairscalePipeStrategy(DataParallelStrategy):
         return {name.split(".", 3)[3]: tensor for name, tensor in super().gradients().items()}
 
 
-def _stage_devices(count: int, device: torch.device) -> list[torch.device]:
-    if device.type != "cuda":
-        return [device] * count
+def _stage_devices(count: int, context: RankContext) -> list[torch.device]:
+    if context.device.type != "cuda":
+        return [context.device] * count
     available = torch.cuda.device_count()
-    if available < count:
+    if available < count and not context.shares_device:
         message = f"fairscale_pipe with pp_degree {count} needs as many GPUs in one process, and sees {available}"
         raise unsupported(message, "the profile must give a task all of its devices_per_task")
-    return [torch.device("cuda", number) for number in range(count)]
+    return [torch.device("cuda", number % available) for number in range(count)]
