@@ -36,6 +36,17 @@ def run_rank(tasks: Path, index: int, attempt_number: int | None) -> int:
         return 0
     marker = attempt.read_start()
     stop.set_deadline(marker.deadline_unix_s if marker else None, task.time_limit_s, header.warning_s)
+    return execute_rank(header, task, attempt, info, user_env, stop)
+
+
+def execute_rank(
+    header: TaskFileHeader, task: RunTask, attempt: Attempt, info: rank_environment.RankInfo, user_env: dict[str, str],
+    stop: StopController,
+) -> int:  # fmt: skip
+    """Measure as this rank of the attempt and write its file, on rank 0 the result too; returns the exit code.
+
+    ``user_env``: the environment before the run's own variables were set.
+    """
     context = RunContext(header, task, attempt, info, user_env)
     finalizer = RunFinalizer(context, RankMeasurements.of(context), stop)
     stop.abort = finalizer.abort
