@@ -21,6 +21,7 @@ import psutil
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.run_spec import RunSpec, config_id, run_id, run_label
 from hpcbench.errors import HpcbenchError, StorageError
+from hpcbench.forecast.fitted_decoders import by_published_runs
 from hpcbench.forecast.layer_table_cache import load_layer_table
 from hpcbench.oracle.calibration.calibration_store import (
     StoredCalibration,
@@ -170,9 +171,13 @@ class Forecast:
             self._predictions[key] = (
                 memory
                 if isinstance(memory, NotPredicted)
-                else self._apply(spec, lambda table: predict(spec, table, machine, memory=memory))
+                else self._apply(spec, lambda table: self._price(spec, table, machine, memory))
             )
         return self._predictions[key]
+
+    def _price(self, spec: RunSpec, table: LayerTable, machine: Machine, memory: MemoryBreakdown) -> Prediction:
+        prediction = predict(spec, table, machine, memory=memory)
+        return by_published_runs(prediction, spec, self.profile, machine)
 
     def launch_s(self, spec: RunSpec, prediction: Prediction) -> float:
         """Seconds of one launch, its start included, without evaluation, checks and the time in the queue."""

@@ -174,7 +174,7 @@ _WORKSPACE_BYTES, _HOPPER_WORKSPACE_BYTES = 2 * 4096 * 1024 + 8 * 16 * 1024, 8 *
 """Defaults of CUBLAS_WORKSPACE_CONFIG, which torch's allocator gives to a cuBLAS handle on a stream
 (``aten/src/ATen/cuda/CublasHandlePool.cpp``)."""
 _CUBLAS_HANDLES = 2
-"""Of the thread that runs forward, and of autograd's."""
+"""The thread that runs forward has one, and autograd's."""
 _DEFAULTS_SPREAD = 0.7
 
 

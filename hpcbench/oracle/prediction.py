@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from math import exp, hypot, log
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -35,9 +35,9 @@ class PredictionInterval(msgspec.Struct, frozen=True, kw_only=True):
 
 
 MEASURED_FOR_SWEEP: Final = "calibrated for this sweep"
-BasisKind = Literal["profile", "calibrated", "calibrated for this sweep", "measured neighbours"]
-"""The profile's numbers alone; a calibration's; measured times of all layers and messages of the run itself; any of
-these, moved by measured configurations."""
+BasisKind = Literal["profile", "published runs", "calibrated", "calibrated for this sweep", "measured neighbours"]
+"""The profile's numbers alone; a decoder's step learned from published runs; a calibration's; measured times of all
+layers and messages of the run itself; any of these, moved by measured configurations."""
 
 
 class PredictionBasis(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -83,6 +83,11 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """``nominal``, ``calibrated`` or ``fitted``."""
     source: str
     rests_on: PredictionBasis
+
+    def scaled(self, factor: float, **changes: Any) -> Prediction:
+        """Return a copy with all times multiplied by ``factor``, and ``changes``."""
+        times = {name: getattr(self, name) * factor for name in _TIMES}
+        return msgspec.structs.replace(self, **times, samples_per_s=self.samples_per_s / factor, **changes)
 
 
 def predict(
@@ -154,7 +159,7 @@ def wait_for_host(
 
 
 _BASIS_TEXTS: Mapping[BasisKind, str] = {
-    "profile": "by the profile", "calibrated": "by the calibration",
+    "profile": "by the profile", "published runs": "by published runs", "calibrated": "by the calibration",
     MEASURED_FOR_SWEEP: "by the calibration for this sweep", "measured neighbours": "by measured neighbours",
 }  # fmt: skip
 
@@ -180,12 +185,8 @@ def correct_prediction(prediction: Prediction, learned: LearnedFactor) -> Predic
     The interval is that of the factor's posterior and of the configurations' own scatter. It is not wider than before,
     unless that scatter alone is.
     """
-    factor = learned.factor
-    times = {name: getattr(prediction, name) * factor for name in _TIMES}
-    return msgspec.structs.replace(
-        prediction,
-        **times,
-        samples_per_s=prediction.samples_per_s / factor,
+    return prediction.scaled(
+        learned.factor,
         interval=correct_interval(prediction.step_time_s, prediction.interval, learned),
         rests_on=neighbour_basis(learned, prediction.rests_on.kind),
     )

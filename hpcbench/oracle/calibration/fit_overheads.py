@@ -130,7 +130,7 @@ def workload_key(run: CalibrationRun) -> WorkloadKey:
 
 
 def fit_base_bytes(runs: Sequence[CalibrationRun], device: str) -> tuple[float | None, list[FitResidual]]:
-    """Return the bytes beside the predicted tensors, as measured peaks count; a probe on cuda knows no workspaces."""
+    """Return the bytes beside the predicted tensors, as measured peaks count; a probe on cuda has no workspaces."""
     pairs = [
         (float(peak_rank_memory(run.spec, run.table, device).total_bytes), float(peak))
         for run in runs
