@@ -49,7 +49,7 @@ from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_
 from hpcbench.parallel.workloads import DATASETS, is_custom_model
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_OK, RunResult
-from hpcbench.results.timing_statistics import LAUNCH_S
+from hpcbench.results.timing_statistics import OPERATOR_S
 from hpcbench.submit.plan import SweepPlan, available_cores
 from hpcbench.submit.submit import emulated_machine
 from hpcbench.units import format_seconds
@@ -360,7 +360,7 @@ class PlanForecast:
             count = count_operators(runs[key], table)
             lines.append(
                 f"{len(slow)} of {len(runs)} will probably wait for the host: {run_label(runs[key])} "
-                f"launches about {count:,} operators in {format_seconds(count * LAUNCH_S)}, longer than its device "
+                f"launches about {count:,} operators in {format_seconds(count * OPERATOR_S)}, longer than its device "
                 "computes and sends (a larger batch_size, or compile)"
             )
         if self.predictions and any(machine.depth == "nominal" for machine in self.forecast.machines()):

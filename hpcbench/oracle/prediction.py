@@ -17,7 +17,7 @@ from hpcbench.oracle.peak_memory import MemoryBreakdown
 from hpcbench.oracle.strategies.base import count_operators, resolve_cost
 from hpcbench.oracle.uncertainty import CostModelFactory, log_step_spreads
 from hpcbench.parallel.layer_table import LayerTable
-from hpcbench.results.timing_statistics import LAUNCH_S
+from hpcbench.results.timing_statistics import OPERATOR_S
 from hpcbench.units import format_bytes
 
 NORMAL_90 = 1.645
@@ -153,7 +153,7 @@ def wait_for_host(
     """
     if machine.device == "cpu" or spec.compile or spec.cuda_graph or spec.rehearse is not None:
         return step, 0.0
-    host_s = count_operators(spec, table) * LAUNCH_S
+    host_s = count_operators(spec, table) * OPERATOR_S
     wait_s = max(host_s - step.step_time_s, 0.0)
     return step._replace(step_time_s=step.step_time_s + wait_s, compute_s=step.compute_s + wait_s), wait_s
 
