@@ -162,7 +162,7 @@ ALLOWED_NAMES: dict[str, tuple[set[str], str]] = {
     ),
     "parallel/catalog.py": ({"pipedream"}, "name of a reference training"),
     "oracle/transformer/layout.py": ({"fsdp", "tensor"}, "a software, and a field of a layout"),
-    "oracle/transformer/layout_search.py": ({"tensor"}, "field of a layout"),
+    "oracle/transformer/layout_search.py": ({"fsdp", "tensor"}, "a software, and a field of a layout"),
     "oracle/transformer/work.py": ({"tensor"}, "field of a layout"),
     "report/recommendation_view.py": ({"fsdp", "zero1"}, "words for the degrees of a layout"),
     "submit/plan.py": ({"horovod"}, "name of a package"),

@@ -57,7 +57,7 @@ def rank_strategies(
         missing["--batch-size"] = ["a number", "--global-batch-size"]
     check_options(missing)
     request = RecommendRequest(nodes=nodes or (1,), objective=objective, **options)
-    recommendation = recommend_layouts(request, cluster_name, model_folder)
+    recommendation = recommend_layouts(request, cluster_name, model_folder, results)
     if isinstance(recommendation, LayoutRecommendation):
         _show_layouts(recommendation, request, cluster_name, top, out, as_json=as_json)
         return

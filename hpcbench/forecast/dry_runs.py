@@ -147,10 +147,12 @@ def _record(key: str, spec: RunSpec, answer: DryRunAnswer, forecast: Forecast, *
 
 
 def _memory_limit(spec: RunSpec, forecast: Forecast) -> float | None:
+    """Return the bytes that a rank's tensors may take, as ``predict`` counts them."""
     try:
-        return forecast.machine(spec).memory_bytes
+        machine = forecast.machine(spec)
     except HpcbenchError:
         return None
+    return None if machine.memory_bytes is None else machine.memory_bytes - machine.base_bytes
 
 
 def _answers(tasks: Sequence[DryRunTask], on_answer: Callable[[DryRunAnswer], None]) -> list[DryRunAnswer]:

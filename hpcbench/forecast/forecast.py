@@ -21,6 +21,7 @@ import psutil
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.run_spec import RunSpec, config_id, run_id, run_label
 from hpcbench.errors import HpcbenchError, StorageError
+from hpcbench.forecast.fitted_decoders import by_published_runs
 from hpcbench.forecast.layer_table_cache import load_layer_table
 from hpcbench.oracle.calibration.calibration_store import (
     StoredCalibration,
@@ -48,7 +49,7 @@ from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_
 from hpcbench.parallel.workloads import DATASETS, is_custom_model
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_OK, RunResult
-from hpcbench.results.timing_statistics import LAUNCH_S
+from hpcbench.results.timing_statistics import OPERATOR_S
 from hpcbench.submit.plan import SweepPlan, available_cores
 from hpcbench.submit.submit import emulated_machine
 from hpcbench.units import format_seconds
@@ -170,9 +171,13 @@ class Forecast:
             self._predictions[key] = (
                 memory
                 if isinstance(memory, NotPredicted)
-                else self._apply(spec, lambda table: predict(spec, table, machine, memory=memory))
+                else self._apply(spec, lambda table: self._price(spec, table, machine, memory))
             )
         return self._predictions[key]
+
+    def _price(self, spec: RunSpec, table: LayerTable, machine: Machine, memory: MemoryBreakdown) -> Prediction:
+        prediction = predict(spec, table, machine, memory=memory)
+        return by_published_runs(prediction, spec, self.profile, machine)
 
     def launch_s(self, spec: RunSpec, prediction: Prediction) -> float:
         """Seconds of one launch, its start included, without evaluation, checks and the time in the queue."""
@@ -355,7 +360,7 @@ class PlanForecast:
             count = count_operators(runs[key], table)
             lines.append(
                 f"{len(slow)} of {len(runs)} will probably wait for the host: {run_label(runs[key])} "
-                f"launches about {count:,} operators in {format_seconds(count * LAUNCH_S)}, longer than its device "
+                f"launches about {count:,} operators in {format_seconds(count * OPERATOR_S)}, longer than its device "
                 "computes and sends (a larger batch_size, or compile)"
             )
         if self.predictions and any(machine.depth == "nominal" for machine in self.forecast.machines()):

@@ -255,7 +255,7 @@ def _check_strategy(
         check.step_time_s = metrics.step_time_s.median if metrics.step_time_s is not None else None
         check.peak_memory_bytes = metrics.steady_peak_memory_bytes or metrics.peak_memory_bytes
         syncs = [msgspec.convert(rank["host_syncs"], HostSyncs) for rank in result.ranks if rank.get("host_syncs")]
-        check.host_syncs = max(syncs, key=lambda counts: (counts.per_step, counts.pageable_copies), default=None)
+        check.host_syncs = max(syncs, key=lambda counts: (counts.per_step, counts.pageable_copies or 0), default=None)
     return check
 
 
@@ -278,7 +278,10 @@ def _find_deviations(checks: Iterable[StrategyCheck], loops: LoopsCheck, *, on_g
         syncs = check.host_syncs
         if syncs is not None and (syncs.per_step or syncs.pageable_copies):
             calls = ", ".join(f"{name} {count}" for name, count in syncs.calls.items()) or "none of the runtime's"
-            text = f"{check.strategy}: the host waits {syncs.per_step} times in a step for the device ({calls})"
+            library = STRATEGIES[check.strategy].library if check.strategy in STRATEGIES else None
+            is_known = library is not None and syncs.sites and all(f"/{library}/" in site for site in syncs.sites)
+            text = f"{check.strategy}: " + f"known waits inside {library}: " * bool(is_known)
+            text += f"the host waits {syncs.per_step} times in a step for the device ({calls})"
             text += f", with {syncs.pageable_copies} copies of memory that is not pinned" * bool(syncs.pageable_copies)
             yield text + (f": {', '.join(syncs.sites)}" if syncs.sites else "")
         measured_bytes, predicted_bytes = check.peak_memory_bytes, check.predicted_peak_memory_bytes

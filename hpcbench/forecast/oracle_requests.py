@@ -4,7 +4,7 @@ published runs, and calibrations of a cluster as sweeps."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 import msgspec
 
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
-from hpcbench.config.profile_tables import DeviceConfig
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
 from hpcbench.fileio import write_file
+from hpcbench.forecast.fitted_decoders import device_of_profile, machine_of_profile, run_point
 from hpcbench.forecast.forecast import Forecast
 from hpcbench.oracle.calibration.calibration_runs import (
     CalibrationRun,
@@ -26,22 +26,23 @@ from hpcbench.oracle.calibration.calibration_runs import (
 )
 from hpcbench.oracle.calibration.calibration_store import read_calibrations
 from hpcbench.oracle.candidate_points import DeviceAllocation
-from hpcbench.oracle.prediction import NotPredicted
+from hpcbench.oracle.prediction import MemoryFit, NotPredicted
 from hpcbench.oracle.recommend import OBJECTIVES, Recommendation, recommend
 from hpcbench.oracle.transformer.layout import Layout
 from hpcbench.oracle.transformer.layout_search import (
     SHARDED_SOFTWARE,
-    UNSHARDED_SOFTWARE,
+    SPLIT_SOFTWARE,
+    WHOLE_SOFTWARE,
     LayoutRanking,
     LayoutWish,
+    priced_only_reason,
     rank_layouts,
 )
-from hpcbench.oracle.transformer.machines import FittedMachine, fitted_machine
+from hpcbench.oracle.transformer.machines import FittedMachine
 from hpcbench.parallel.catalog import get_model as catalog_model
-from hpcbench.parallel.catalog import representative
 from hpcbench.parallel.decoder_shapes import DecoderShape, named_shape, named_shapes
 from hpcbench.parallel.layer_table import default_input_size
-from hpcbench.parallel.resolve import InfeasiblePoint, single_device_run
+from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point, single_device_run
 from hpcbench.parallel.strategies.probes import PROBE_LOOPS
 from hpcbench.parallel.workloads import DATASETS, check_custom_model, is_custom_model
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
@@ -213,9 +214,11 @@ class LayoutRecommendation(NamedTuple):
 
 
 def recommend_layouts(
-    wish: RecommendRequest, cluster_name: str, model_folder: Path
+    wish: RecommendRequest, cluster_name: str, model_folder: Path, results: ResultsTree | None = None
 ) -> LayoutRecommendation | list[str]:
     """Rank layouts for each number of nodes; where nothing was learned of model or device, notes that state it.
+
+    A calibration among ``results`` prices runs better than runs of others; a note then states that.
 
     Raises ``ConfigErrors`` with everything that is wrong with ``wish``, and ``ConfigError`` for a profile that names a
     machine without package data.
@@ -225,7 +228,7 @@ def recommend_layouts(
     profile, _ = load_cluster(cluster_name)
     if wish.partition is not None and wish.partition not in profile.partitions:
         return []
-    device = _device(profile, wish.partition)
+    device = device_of_profile(profile, wish.partition)
     if device is None or device.fitted is None:
         name = profile.node_of(wish.partition).device_type or "this device"
         return [
@@ -237,6 +240,9 @@ def recommend_layouts(
     per_node = wish.tasks_per_node or default_tasks_per_node(profile, wish.partition)
     machine = machine_of_profile(profile, wish.partition, per_node)
     limits = partition_limits(profile, wish.partition or profile.default_partition)
+    forecast = Forecast(profile, results.cluster(profile.name) if results is not None else None, model_folder)
+    if forecast.machine(single_run).depth != "nominal":
+        return [f"{wish.model} is priced by the calibration of {profile.name}, without layouts that only others run"]
     rankings, batches = {}, []
     for nodes in sorted(set(wish.nodes)):
         if limits.max_nodes is not None and nodes > limits.max_nodes:
@@ -247,11 +253,14 @@ def recommend_layouts(
             batch = max(1, DEFAULT_TOKENS_PER_GPU * gpus // sequence)
             batches.append(batch)
         asked = LayoutWish(gpus=gpus, sequence=sequence, global_batch=batch, replica_batch=wish.batch_size)
-        rankings[nodes] = rank_layouts(shape, machine, asked)
+        run = {"dataset": wish.dataset, "input_size": sequence, "partition": wish.partition, "nodes": nodes}
+        own_memory = partial(_own_memory_gib, forecast, limits, shape, {**run, "tasks_per_node": per_node})
+        rankings[nodes] = rank_layouts(shape, machine, asked, own_memory=own_memory)
     notes = [
         f"published runs: {machine.name}: {machine.provenance[0]}",
-        f"whole parameters are priced as {UNSHARDED_SOFTWARE} trains, shards as {SHARDED_SOFTWARE}, in bf16 with fused "
-        f"Adam, {sequence} tokens a sample; hpcbench's own loop is in none of these runs",
+        f"runs of whole parameters are priced as {WHOLE_SOFTWARE} trains, shards as {SHARDED_SOFTWARE}, layouts that "
+        f"hpcbench does not run as {SPLIT_SOFTWARE}, in bf16 with fused Adam, {sequence} tokens a sample; hpcbench's "
+        "own loop is in none of these runs, and intervals contain how much loops differ",
         "rates between nodes are the profile's, not measured; messages of context parallelism are not priced",
     ]
     if batches:
@@ -267,66 +276,16 @@ def recommend_layouts(
     )
 
 
-def machine_of_profile(profile: ClusterProfile, partition: str | None, per_node: int) -> FittedMachine:
-    """Return the fitted machine that a profile's device names, with the profile's links.
-
-    An unknown name is a ConfigError with the valid ones.
-    """
-    device = _device(profile, partition)
-    if device is None or device.fitted is None:
-        raise ConfigError(f"the profile {profile.name} names no fitted machine", hint="devices.X.fitted")
-    try:
-        machine = fitted_machine(device.fitted)
-    except ConfigError as error:
-        name = profile.node_of(partition).device_type
-        raise ConfigError(error.message, where=f"{profile.name}: devices.{name}.fitted", hint=error.hint) from error
-    node = replace(machine.device, gpus=per_node)
-    intra, inter = profile.links.intra_node, profile.links.inter_node
-    if intra is not None:
-        node = replace(node, nvlink_bytes_s=intra.bandwidth_bytes_per_s)
-    if inter is not None:
-        devices = profile.node_of(partition).devices or per_node
-        node = replace(node, nic_bytes_s=inter.bandwidth_bytes_per_s * inter.per_node / devices)
-    return msgspec.structs.replace(machine, device=node)
-
-
-def _device(profile: ClusterProfile, partition: str | None) -> DeviceConfig | None:
-    name = profile.node_of(partition).device_type
-    return profile.devices.get(name) if name is not None else None
-
-
-def priced_only_reason(shape: DecoderShape, layout: Layout) -> str | None:
-    """Return why hpcbench cannot run a layout yet; ``None`` where it can."""
-    is_split = layout.tensor > 1 or layout.pipeline > 1
-    if layout.context > 1:
-        return "context parallelism"
-    if layout.shards > 1 and is_split:
-        return "fully sharded parameters inside tensor parallelism or pipelines"
-    if layout.zero and is_split:
-        return "ZeRO 1 across replicas of split models"
-    if layout.tensor > 1 and layout.pipeline > 1:
-        return "sequence parallelism inside pipelines"
-    if layout.tensor > shape.kv_heads:
-        return f"tensor degree above {shape.kv_heads} key-value heads"
-    return None
-
-
-def run_point(layout: Layout) -> dict[str, Any]:
-    """Return the parameters of the run of a layout that hpcbench can run."""
-    point: dict[str, Any] = {
-        "batch_size": layout.micro_batch * layout.accumulation, "dp_degree": layout.data_degree,
-        "micro_batches": layout.accumulation, "activation_checkpointing": layout.recompute == "full",
-    }  # fmt: skip
-    if layout.shards > 1:
-        hybrid = {"options": {"shard_degree": layout.shards}} if layout.replicas > 1 else {}
-        return {**point, "strategy": representative("sharded_parameters"), **hybrid}
-    if layout.tensor > 1:
-        strategy = representative("split_layers")
-        return {**point, "strategy": strategy, "tp_degree": layout.tensor, "options": {"sequence_parallel": True}}
-    if layout.pipeline > 1:
-        interleaved = {"options": {"virtual_stages": layout.chunks}} if layout.chunks > 1 else {}
-        schedule = representative("interleaved_stages" if interleaved else "stages")
-        return {**point, "strategy": schedule, "pp_degree": layout.pipeline, **interleaved}
-    if layout.zero:
-        return {**point, "strategy": representative("sharded_optimizer")}
-    return {**point, "strategy": representative("replicas" if layout.gpus > 1 else "single_device")}
+def _own_memory_gib(
+    forecast: Forecast, limits: PartitionLimits, shape: DecoderShape, run: dict[str, Any], layout: Layout
+) -> tuple[float, float] | None:
+    """Return the peak of hpcbench's own run of ``layout``, as ``predict`` states it, and the limit."""
+    if priced_only_reason(shape, layout) is not None:
+        return None
+    point = {**run, "model": shape.name, "precision": "bf16", "optimizer": "adamw", **run_point(layout)}
+    spec = resolve_point({name: value for name, value in point.items() if value is not None}, limits)
+    fit = spec if isinstance(spec, InfeasiblePoint) else forecast.memory_fit(spec)
+    if not isinstance(fit, MemoryFit):
+        return None
+    limit = float("inf") if fit.memory_limit_bytes is None else fit.memory_limit_bytes / 2**30
+    return fit.peak_memory_bytes / 2**30, limit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import msgspec
@@ -144,9 +145,9 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """Mean delay (s) of a node in a step, caused by other users of the network and the file system: exponentially
     distributed, fitted to what means of steps lie above their medians. A prediction's interval contains the longest."""
     base_bytes: float = 0.0
-    """Bytes that a rank's process holds on the device before any tensor of the run."""
+    """Bytes beside the run's tensors in a measured peak: the process on a CPU, cuBLAS's workspaces on cuda."""
     memory_bytes: float | None = None
-    """Memory of one rank: the device's, or its part of the node's."""
+    """Memory that such a peak may reach: a rank's part of the node's, or the device's without a CUDA context."""
     notes: list[str] = []
     """Notes on figures that the profile lacks and that are assumed."""
     posterior: Posterior | None = None
@@ -164,8 +165,16 @@ _DEFAULT_LINKS = {
     "cpu": (HockneyLink(50e-6, 1 / 2e9), HockneyLink(100e-6, 1 / 1.25e9)),
     "cuda": (HockneyLink(10e-6, 1 / 50e9), HockneyLink(20e-6, 1 / 12.5e9)),
 }
-_BASE_BYTES = {"cpu": 300 * 2**20, "cuda": 600 * 2**20}
-"""An interpreter with torch; a CUDA context with its libraries' workspaces."""
+_PROCESS_BYTES = 300 * 2**20
+"""An interpreter with torch."""
+_CONTEXT_BYTES = 600 * 2**20
+"""A CUDA context with the kernels of its libraries. torch's allocator, whose peak is measured, does not count it."""
+_HOPPER = re.compile(r"g?h(20|100|200|800)(?!\d)", re.IGNORECASE)
+_WORKSPACE_BYTES, _HOPPER_WORKSPACE_BYTES = 2 * 4096 * 1024 + 8 * 16 * 1024, 8 * 4096 * 1024
+"""Defaults of CUBLAS_WORKSPACE_CONFIG, which torch's allocator gives to a cuBLAS handle on a stream
+(``aten/src/ATen/cuda/CublasHandlePool.cpp``)."""
+_CUBLAS_HANDLES = 2
+"""The thread that runs forward has one, and autograd's."""
 _DEFAULTS_SPREAD = 0.7
 
 
@@ -174,7 +183,8 @@ def nominal_machine(profile: ClusterProfile, partition: str | None = None, tasks
     notes: list[str] = []
     node, is_cpu = profile.node_of(partition), profile.device == "cpu"
     device = device_description(profile, node)
-    memory_bytes = device.memory_bytes if device and not is_cpu else None
+    memory_bytes = device.memory_bytes - _CONTEXT_BYTES if device and device.memory_bytes else None
+    workspace_bytes = _HOPPER_WORKSPACE_BYTES if _HOPPER.match(node.device_type or "") else _WORKSPACE_BYTES
     if is_cpu:
         requested = profile.request.memory_bytes
         node_bytes = float(requested) if isinstance(requested, int | float) else node.memory_bytes
@@ -185,7 +195,7 @@ def nominal_machine(profile: ClusterProfile, partition: str | None = None, tasks
         source=f"nominal numbers of the profile {profile.name}",
         compute=_nominal_compute(profile, node, device, tasks_per_node, notes),
         comm=_nominal_comm(profile, notes),
-        base_bytes=_BASE_BYTES[profile.device],
+        base_bytes=_PROCESS_BYTES if is_cpu else _CUBLAS_HANDLES * workspace_bytes,
         memory_bytes=memory_bytes,
         notes=notes,
     )

@@ -142,7 +142,8 @@ def _activation_bytes(spec: RunSpec, table: LayerTable, rows: Sequence[RowCost])
     moments, saved, received, block_inputs, block = [], -views, 0, -views, -1
     for layer, row in zip(table.layers, rows, strict=True):
         if spec.activation_checkpointing and layer.block != block:
-            block_inputs += row.block_input_bytes
+            # The loss is behind the last block: it keeps no input to be computed again.
+            block_inputs += row.block_input_bytes if layer.block < table.blocks else 0
             saved, received, block = block_inputs, 0, layer.block
         saved += row.saved_bytes
         received += row.received_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from math import exp, hypot, log
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -17,7 +17,7 @@ from hpcbench.oracle.peak_memory import MemoryBreakdown
 from hpcbench.oracle.strategies.base import count_operators, resolve_cost
 from hpcbench.oracle.uncertainty import CostModelFactory, log_step_spreads
 from hpcbench.parallel.layer_table import LayerTable
-from hpcbench.results.timing_statistics import LAUNCH_S
+from hpcbench.results.timing_statistics import OPERATOR_S
 from hpcbench.units import format_bytes
 
 NORMAL_90 = 1.645
@@ -35,9 +35,9 @@ class PredictionInterval(msgspec.Struct, frozen=True, kw_only=True):
 
 
 MEASURED_FOR_SWEEP: Final = "calibrated for this sweep"
-BasisKind = Literal["profile", "calibrated", "calibrated for this sweep", "measured neighbours"]
-"""The profile's numbers alone; a calibration's; measured times of all layers and messages of the run itself; any of
-these, moved by measured configurations."""
+BasisKind = Literal["profile", "published runs", "calibrated", "calibrated for this sweep", "measured neighbours"]
+"""The profile's numbers alone; a decoder's step learned from published runs; a calibration's; measured times of all
+layers and messages of the run itself; any of these, moved by measured configurations."""
 
 
 class PredictionBasis(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -83,6 +83,11 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """``nominal``, ``calibrated`` or ``fitted``."""
     source: str
     rests_on: PredictionBasis
+
+    def scaled(self, factor: float, **changes: Any) -> Prediction:
+        """Return a copy with all times multiplied by ``factor``, and ``changes``."""
+        times = {name: getattr(self, name) * factor for name in _TIMES}
+        return msgspec.structs.replace(self, **times, samples_per_s=self.samples_per_s / factor, **changes)
 
 
 def predict(
@@ -148,13 +153,13 @@ def wait_for_host(
     """
     if machine.device == "cpu" or spec.compile or spec.cuda_graph or spec.rehearse is not None:
         return step, 0.0
-    host_s = count_operators(spec, table) * LAUNCH_S
+    host_s = count_operators(spec, table) * OPERATOR_S
     wait_s = max(host_s - step.step_time_s, 0.0)
     return step._replace(step_time_s=step.step_time_s + wait_s, compute_s=step.compute_s + wait_s), wait_s
 
 
 _BASIS_TEXTS: Mapping[BasisKind, str] = {
-    "profile": "by the profile", "calibrated": "by the calibration",
+    "profile": "by the profile", "published runs": "by published runs", "calibrated": "by the calibration",
     MEASURED_FOR_SWEEP: "by the calibration for this sweep", "measured neighbours": "by measured neighbours",
 }  # fmt: skip
 
@@ -180,12 +185,8 @@ def correct_prediction(prediction: Prediction, learned: LearnedFactor) -> Predic
     The interval is that of the factor's posterior and of the configurations' own scatter. It is not wider than before,
     unless that scatter alone is.
     """
-    factor = learned.factor
-    times = {name: getattr(prediction, name) * factor for name in _TIMES}
-    return msgspec.structs.replace(
-        prediction,
-        **times,
-        samples_per_s=prediction.samples_per_s / factor,
+    return prediction.scaled(
+        learned.factor,
         interval=correct_interval(prediction.step_time_s, prediction.interval, learned),
         rests_on=neighbour_basis(learned, prediction.rests_on.kind),
     )

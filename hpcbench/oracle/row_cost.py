@@ -24,6 +24,7 @@ from hpcbench.oracle.tensor_sizes import (
     input_bytes,
     input_gradient_bytes,
     row_number_bytes,
+    saved_row_bytes,
     weight_layout_copies,
 )
 from hpcbench.parallel.layer_table import LayerTable, cached_by_run_fields
@@ -104,9 +105,7 @@ def unsharded_rows(spec: RunSpec, table: LayerTable) -> list[RowCost]:
             RowCost(
                 [ComputeOp(kernels.forward)],
                 [ComputeOp(kernels.backward)],
-                saved_bytes=(layer.activation_bytes * samples + layer.activation_fixed_bytes)
-                * number_bytes
-                // FP32_BYTES,
+                saved_bytes=saved_row_bytes(spec, layer, samples),
                 working_bytes=(gradients + weight_copies) * number_bytes // FP32_BYTES,
                 block_input_bytes=input_bytes(layer) * samples * number_bytes // FP32_BYTES,
             )

@@ -42,8 +42,6 @@ _FIRST_COLUMN_LAYERS = ("attention.query", "mlp.up")
 _TOKEN_EMBEDDING = "0.tokens"  # noqa: S105
 _ROWS_AFTER_EMBEDDING = ("0.dropout", "0")
 _NORMS = ("norm1", "norm2")
-_AUTOCAST_KINDS = ("Linear", "Conv2d", "Attention", "Mlp")
-"""Kinds of layers that autocast computes in bf16."""
 
 
 class Fraction(NamedTuple):
@@ -164,7 +162,7 @@ class TensorParallelRank:
     def _with_memory(self, operations: RowCost, layer: LayerRow) -> RowCost:
         fractions = self.fractions(layer)
         inputs, outputs = fractions.inputs, fractions.outputs
-        number_bytes = self.sent_bytes if layer.kind.startswith(_AUTOCAST_KINDS) else row_number_bytes(self.spec, layer)
+        number_bytes = row_number_bytes(self.spec, layer)
         whole_in, whole_out, gradient_in = (
             size * self.samples // FP32_BYTES
             for size in (input_bytes(layer), layer.output_bytes, input_gradient_bytes(layer))
@@ -200,8 +198,6 @@ class TensorParallelRank:
 
     def _row_saved_bytes(self, layer: LayerRow) -> int:
         per_sample = layer.activation_bytes * row_number_bytes(self.spec, layer) // FP32_BYTES
-        if self.spec.precision == "bf16" and layer.kind.startswith(_AUTOCAST_KINDS):
-            per_sample //= 2
         fraction = self.fractions(layer).saved
         per_sample = per_sample * fraction.part // fraction.total
         return per_sample * self.samples + layer.activation_fixed_bytes + self._cast_weight_bytes.get(layer.name, 0)

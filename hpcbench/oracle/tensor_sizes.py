@@ -28,9 +28,45 @@ def wide_number_bytes(spec: RunSpec) -> int:
     return max(parameter_number_bytes(spec), FP32_BYTES)
 
 
+_WIDE_KINDS = ("LayerNorm", "RMSNorm", "Embedding", "TransformerBlock.other")
+"""Kinds of layers that work with the residual stream of a transformer, which autocast leaves in fp32."""
+
+_SHARED_INPUT_LAYERS = ("attention.key", "attention.value", "mlp.gate")
+"""Layers whose input an earlier layer of their block has, too."""
+
+
 def row_number_bytes(spec: RunSpec, layer: LayerRow) -> int:
     """Return the bytes of one number that a row keeps."""
-    return wide_number_bytes(spec) if layer.name == LOSS_ROW_NAME else parameter_number_bytes(spec)
+    if layer.name == LOSS_ROW_NAME:
+        return wide_number_bytes(spec)
+    return parameter_number_bytes(spec) if layer.kind in _WIDE_KINDS else activation_number_bytes(spec)
+
+
+def saved_row_bytes(spec: RunSpec, layer: LayerRow, samples: int) -> int:
+    """Return the bytes that autograd keeps for a row of one device, autocast's copies included.
+
+    Autocast casts the output of a norm for each of the layers that use it.
+    """
+    kept, number_bytes = layer.activation_bytes * samples + layer.activation_fixed_bytes, row_number_bytes(spec, layer)
+    # The places of maxima are integers in every precision.
+    is_pool = layer.kind.startswith("MaxPool") and number_bytes < FP32_BYTES
+    places = min(prod(layer.output_shape) * _INDEX_BYTES * samples, kept) if is_pool else 0
+    is_cast_again = spec.precision in ("bf16", "fp16") and layer.name.endswith(_SHARED_INPUT_LAYERS)
+    copies = input_bytes(layer) * samples * HALF_BYTES // FP32_BYTES if is_cast_again else 0
+    return (kept - places) * number_bytes // FP32_BYTES + places + copies + cast_weight_bytes(spec, layer)
+
+
+def cast_weight_bytes(spec: RunSpec, layer: LayerRow) -> int:
+    """Return the bytes of autocast's copy of a weight, which is kept for the gradient of the row's input.
+
+    A tied weight is none of its row's parameters, and is cast all the same.
+    """
+    if spec.precision not in ("bf16", "fp16") or not layer.kind.startswith(("Linear", "Conv")):
+        return 0
+    numbers = layer.parameters
+    if layer.kind == "Linear":
+        numbers = int(layer.attributes["in_features"]) * int(layer.attributes["out_features"])
+    return numbers * HALF_BYTES
 
 
 def activation_number_bytes(spec: RunSpec) -> int:

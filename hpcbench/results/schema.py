@@ -260,10 +260,11 @@ class HostSyncs(_ResultRecord, kw_only=True):
     """The largest number in a step."""
     calls: dict[str, int] = {}
     """Number over all profiled steps by the name of the runtime's call, such as ``cudaStreamSynchronize``."""
-    pageable_copies: int = 0
-    """Copies between the device and host memory that is not pinned, over all profiled steps."""
-    launches: int = 0
-    """Kernels and copies that the host starts on the device in a step: the median."""
+    pageable_copies: int | None = 0
+    """Copies between the device and host memory that is not pinned, over all profiled steps; absent where the profiler
+    recorded no events of the device."""
+    launches: int | None = 0
+    """Kernels and copies that the host starts on the device in a step: the median; absent as the copies are."""
     sites: list[str] = []
     """``file:line`` of the waits that torch reports, of code outside of torch."""
 

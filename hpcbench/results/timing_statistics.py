@@ -15,8 +15,11 @@ from typing import Any
 from hpcbench.results.schema import RankResult, StepTimeStatistics
 
 LAUNCH_S = 5e-6
-"""Host time that an operator takes until its kernel is enqueued on cuda. A typical time of eager torch, not a measured
-one."""
+"""Host time that a kernel takes until it is enqueued on cuda. A typical time, not a measured one."""
+
+OPERATOR_S = 10e-6
+"""Host time of an operator with its launch: Python, autograd, the dispatcher, the allocator. Operators of eager torch
+take 8 to 15 us, and more on slow processors; not a measured one."""
 
 TimeInterval = tuple[int, int]
 """(begin, end)."""

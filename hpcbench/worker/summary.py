@@ -303,7 +303,7 @@ def _launch_warnings(ranks: Mapping[int, schema.RankResult]) -> list[str]:
     """Warn where a rank's host takes longer to launch a step's work than its device takes for it."""
     slow = {}
     for rank, result in ranks.items():
-        phases, launches = result.phases, result.host_syncs.launches if result.host_syncs is not None else 0
+        phases, launches = result.phases, (result.host_syncs.launches or 0) if result.host_syncs is not None else 0
         if phases is None or phases.compute_s is None:
             continue
         device_s = phases.compute_s + (phases.exposed_comm_s or 0.0)

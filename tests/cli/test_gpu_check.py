@@ -146,6 +146,22 @@ def test_waits_peaks_and_slow_steps_are_findings(
     assert len(check.findings) == 4
 
 
+@pytest.mark.parametrize(
+    ("sites", "known"),
+    [
+        (["/site/fairscale/nn/fsdp.py:880", "/site/fairscale/optim/oss.py:608"], "known waits inside fairscale: "),
+        (["/site/fairscale/nn/fsdp.py:880", "hpcbench/worker/x.py:7"], ""),
+        ([], ""),
+    ],
+)
+def test_waits_inside_a_library_are_named_as_its_own(
+    evaluate: Callable[..., GpuCheck], sites: list[str], known: str
+) -> None:
+    waiting = rank_with(per_step=2, calls={"cudaDeviceSynchronize": 4}, sites=sites)
+    (finding,) = evaluate(fairscale_fsdp={"ranks": waiting}).findings
+    assert finding.startswith(f"fairscale_fsdp: {known}the host waits 2 times in a step")
+
+
 def test_a_strategy_that_fails_is_named_and_the_others_count(evaluate: Callable[..., GpuCheck]) -> None:
     differs = FailureRecord(type="VerificationFailed", message="compared with its reference in fp64, ...")
     lacking = FailureRecord(type="MissingModule", message="no horovod")

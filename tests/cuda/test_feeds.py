@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.worker.data.feed import Batch, DataFeed, DataSource
 from hpcbench.worker.data.feeds import FileFeed, SyntheticFeed, make_feed
 from hpcbench.worker.data.make_samples import make_samples
@@ -60,3 +61,16 @@ def test_samples_in_files(tmp_path: Path) -> None:
             assert inputs.shape == (spec.batch_size, 3, SIZE, SIZE)
     finally:
         feed.close()
+
+
+def test_a_new_epoch_of_a_resident_set_begins_without_a_wait() -> None:
+    """The permutation of an epoch is copied where the epoch begins, within a timed step."""
+    spec = RunSpec(model="resnet18", dataset="digits", strategy="single", batch_size=64)
+    feed = make_feed(spec, DEVICE)
+    feed.prepare(0)
+    for epoch in (1, 2):
+        before = count_calls([*WAITS, *COPIES])
+        order = feed.epoch_order(epoch)
+        after = count_calls([*WAITS, *COPIES])
+        assert {name: after[name] - before[name] for name in after} == {**dict.fromkeys(WAITS, 0), COPIES[0]: 1}
+        assert order.device == DEVICE

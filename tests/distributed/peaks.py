@@ -76,6 +76,14 @@ CASES = [
     _case("interleaved_1f1b", "cosmoflow", 7, 8, pp_degree=2, micro_batches=4),
     _case("zero_bubble", "vit", 63, 64, **_FOUR),
     _case("pipedream", "cosmoflow", 0, 8, **_FOUR),
+    _case("single", "resnet18", 0, batch_size=64, precision="bf16"),
+    _case("single", "vit", 0, batch_size=64, precision="fp16"),
+    _case("single", "llama_1b", 0, batch_size=1, input_size=8192, precision="bf16"),
+    _case("single", "llama_1b", 0, batch_size=1, input_size=8192, precision="bf16", **_RECOMPUTED),
+    _case("fsdp", "gpt_350m", 3, 4, precision="bf16"),
+    _case("spatial", "resnet18", 0, 4, sp_degree=4, batch_size=64, precision="bf16"),
+    _case("tensor", "gpt_350m", 0, 4, tp_degree=4, precision="bf16"),
+    _case("1f1b", "gpt_350m", 0, 4, precision="bf16", **_FOUR),
 ]
 
 

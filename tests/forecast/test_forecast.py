@@ -15,7 +15,7 @@ from hpcbench.oracle.prediction import NotPredicted, Prediction, peak_rank_memor
 from hpcbench.oracle.strategies.base import count_operators
 from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
-from hpcbench.results.timing_statistics import LAUNCH_S
+from hpcbench.results.timing_statistics import OPERATOR_S
 
 BOX, _ = load_cluster("slurmbox")
 ABCI, _ = load_cluster("abci-v100")
@@ -131,7 +131,7 @@ def test_a_device_waits_for_the_host_that_launches_its_operators() -> None:
     # As a calibration measures it, which times kernels that wait in the device's queue.
     quick = msgspec.structs.replace(machine, compute=msgspec.structs.replace(machine.compute, launch_s=1e-6))
     found, without, other = (predict(one, table, quick) for one in (eager, compiled, large))
-    host_s = count_operators(eager, table) * LAUNCH_S
+    host_s = count_operators(eager, table) * OPERATOR_S
     assert (found.bound_by, without.bound_by, other.bound_by) == ("host", "compute", "compute")
     assert found.step_time_s == pytest.approx(host_s)
     assert without.step_time_s < found.step_time_s < other.step_time_s

@@ -43,6 +43,18 @@ def test_the_calibration_size_follows_the_clusters_partition(
     assert cluster_size(load_cluster(cluster)[0], partition, 2) == expected
 
 
+@pytest.mark.parametrize(("devices", "ranks"), [(None, 1), (1, 1), (2, 2)])
+def test_ranks_of_this_machine_have_a_gpu_each(devices: int | None, ranks: int) -> None:
+    """16 cores and one GPU: nothing is planned for two ranks."""
+    local, _ = load_cluster("local")
+    node = local.node.model_copy(update={"devices": devices})
+    profile = local.model_copy(update={"device": "cuda", "node": node})
+    assert cluster_size(profile, None, 16) == CalibrationScale(1, ranks)
+    text = calibration_sweep_toml(profile, None, 16, 0)
+    assert ("tasks_per_node = 2" in text) == (ranks > 1)
+    assert "tasks_per_node = 4" not in text
+
+
 @pytest.mark.parametrize(
     ("size", "expected"),
     [

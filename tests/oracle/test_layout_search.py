@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hpcbench.errors import ConfigError
 from hpcbench.oracle.transformer.layout import Layout
-from hpcbench.oracle.transformer.layout_search import LayoutRanking, LayoutWish, layout_degrees, rank_layouts
+from hpcbench.oracle.transformer.layout_search import (
+    LayoutRanking,
+    LayoutWish,
+    layout_degrees,
+    rank_layouts,
+    software_of,
+)
 from hpcbench.oracle.transformer.machines import fitted_machine, predict_step
 from hpcbench.parallel.decoder_shapes import named_shape
 
@@ -62,9 +70,9 @@ def test_an_exhaustive_search_finds_nothing_faster() -> None:
             for recompute in ("none", "selective", "full"):
                 layout = Layout(
                     gpus=8, sequence=8192, micro_batch=micro_batch, global_batch=16, recompute=recompute,
-                    software="torchtitan" if degrees["shards"] > 1 else "megatron", **degrees,  # type: ignore[arg-type]
+                    **degrees,  # type: ignore[arg-type]
                 )  # fmt: skip
-                step = predict_step(shape, layout, H100)
+                step = predict_step(shape, replace(layout, software=software_of(shape, layout)), H100)
                 priced += step.fits
                 assert not step.fits or step.step_time_s >= best * (1 - 1e-9), layout
     assert priced > found.priced > 100

@@ -7,11 +7,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.forecast.forecast import Forecast
+from hpcbench.oracle.machine import nominal_machine
 from hpcbench.oracle.peak_memory import MemoryBreakdown
+from hpcbench.oracle.prediction import MemoryFit, predict
 from hpcbench.oracle.row_cost import unsharded_rows
 from hpcbench.oracle.strategies.base import resolve_cost
-from hpcbench.oracle.tensor_sizes import held_sample_bytes
+from hpcbench.oracle.tensor_sizes import held_sample_bytes, saved_sample_bytes
 from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
 
 VOLUME = 4 * 128**3 * 4
@@ -65,7 +69,8 @@ def test_fp64_convolutions_hold_no_weights_in_the_layout_of_the_library() -> Non
 def test_the_first_layer_keeps_the_samples_themselves() -> None:
     """Autocast keeps a copy, and a rank with a part of each volume one of the part."""
     whole, cast = memory_of(volumes()), memory_of(volumes(precision="bf16"))
-    assert cast.activations_bytes - whole.activations_bytes == 8 * VOLUME
+    table = table_of(volumes())
+    assert [saved_sample_bytes(volumes(precision=name), table) for name in ("fp32", "bf16")] == [VOLUME, 0]
     assert cast.samples_bytes == whole.samples_bytes
     first, last = (memory_of(pipeline("gpipe", "cosmoflow", "cosmoflow"), rank) for rank in (0, 7))
     assert first.samples_bytes == last.samples_bytes == whole.samples_bytes
@@ -114,3 +119,30 @@ def test_fairscale_copies_the_gradients_of_a_unit_into_one() -> None:
     )
     difference = memory_of(flat).total_bytes - memory_of(apart).total_bytes
     assert difference == pytest.approx(4 * largest_unit, rel=0.01)
+
+
+@pytest.mark.parametrize(("cluster", "workspace_bytes"), [("h100-80gb-ib", 32 * 2**20), ("a100-80gb-ib", 8_519_680)])
+def test_a_peak_on_a_gpu_has_workspaces_and_its_limit_no_context(cluster: str, workspace_bytes: int) -> None:
+    """torch's allocator, whose peak is measured, gives workspaces to two cuBLAS handles and knows no context."""
+    profile, _ = load_cluster(cluster)
+    spec = RunSpec(model="resnet18", dataset="cifar10", strategy="single", batch_size=64)
+    found = predict(spec, table_of(spec), nominal_machine(profile))
+    assert found.peak_memory_bytes == memory_of(spec).total_bytes + 2 * workspace_bytes
+    assert found.memory_limit_bytes == 80e9 - 600 * 2**20
+
+
+@pytest.mark.parametrize("room_bytes", [-1, 0])
+def test_a_run_fits_beside_the_context_of_its_process(room_bytes: int) -> None:
+    profile, _ = load_cluster("h100-80gb-ib")
+    spec = RunSpec(model="resnet18", dataset="cifar10", strategy="single", batch_size=64)
+    needed = predict(spec, table_of(spec), nominal_machine(profile)).peak_memory_bytes + 600 * 2**20
+    device = profile.devices["h100"].model_copy(update={"memory_bytes": needed + room_bytes})
+    small = profile.model_copy(update={"devices": {"h100": device}})
+    assert predict(spec, table_of(spec), nominal_machine(small)).fits is (room_bytes == 0)
+    assert memory_fit(small, spec).is_enough is (room_bytes == 0)
+
+
+def memory_fit(profile: ClusterProfile, spec: RunSpec) -> MemoryFit:
+    fit = Forecast(profile).memory_fit(spec)
+    assert isinstance(fit, MemoryFit)
+    return fit

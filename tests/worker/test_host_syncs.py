@@ -98,3 +98,12 @@ def test_nothing_is_set_on_a_cpu(debug_modes: list[Any]) -> None:
     with record_sync_sites(CPU, []):
         pass
     assert debug_modes == []
+
+
+def test_without_events_of_the_device_launches_and_pageable_copies_are_unknown() -> None:
+    """A profiler without CUPTI has the host's events alone: 0 would state that the device was given nothing."""
+    wait = ProfilerEvent("cudaStreamSynchronize", 10, 20, on_device=False, is_async=False, launched=None)
+    kernel = ProfilerEvent("kernel", 30, 40, on_device=True, is_async=True, launched=25)
+    found, seen = count_host_syncs([(0, 50)], [wait], []), count_host_syncs([(0, 50)], [wait, kernel], [])
+    assert (found.launches, found.pageable_copies, found.per_step) == (None, None, 1)
+    assert (seen.launches, seen.pageable_copies) == (1, 0)

@@ -355,3 +355,36 @@ def test_waiting_ends_when_the_run_is_stopped(links: list[ControlChannel]) -> No
 
     with pytest.raises(Stopped):
         links[1].wait_while_progressing("progress", "done", 30.0, told, "something")
+
+
+@pytest.mark.parametrize("by_trial", [True, False])
+@pytest.mark.parametrize("fails", [False, True])
+def test_cudnn_tries_no_algorithms_while_a_run_is_verified(
+    by_trial: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two trainings of one device would take other kernels by chance; the run's own choice is back afterwards."""
+    seen: list[bool] = []
+
+    def train(*_: object) -> None:
+        seen.append(torch.backends.cudnn.benchmark)
+        raise Stopped("timeout", "no time") if fails else RuntimeError("enough")
+
+    monkeypatch.setattr(verifying, "_train_like_run", train)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", by_trial)
+    context = RankContext(0, 1, torch.device("cuda"))
+    inputs = verifying.VerificationInputs(NO_FILES, None)
+    with pytest.raises(Stopped if fails else RuntimeError):
+        verifying.verify_run(make_spec(), context, inputs, StopController(), None, 1.0)
+    assert seen == [False]
+    assert torch.backends.cudnn.benchmark is by_trial
+
+
+def test_on_a_gpu_other_kernels_are_the_first_other_order() -> None:
+    inputs = verifying.VerificationInputs(NO_FILES, None)
+    spec = make_spec(strategy="ddp", batch_size=4, dp_degree=2, tasks_per_node=2)
+    orders = {
+        name: ReferenceComparer(spec, torch.device(name), inputs, lambda: None)._other_orders()
+        for name in ("cpu", "cuda")
+    }
+    assert orders["cuda"][0] == "other kernels"
+    assert sorted(orders["cuda"]) == sorted(orders["cpu"])

@@ -130,15 +130,15 @@ def workload_key(run: CalibrationRun) -> WorkloadKey:
 
 
 def fit_base_bytes(runs: Sequence[CalibrationRun], device: str) -> tuple[float | None, list[FitResidual]]:
-    """Return the bytes of a process beside the predicted tensors, as measured peaks count."""
+    """Return the bytes beside the predicted tensors, as measured peaks count; a probe on cuda has no workspaces."""
     pairs = [
         (float(peak_rank_memory(run.spec, run.table, device).total_bytes), float(peak))
         for run in runs
         if run.spec.strategy not in (PROBE_LAYERS, PROBE_COLLECTIVES) and (peak := run.result.metrics.peak_memory_bytes)
     ]
     if not pairs:
-        probed = [float(run.result.probe.base_memory_bytes or 0) for run in runs if run.result.probe is not None]
-        return max(probed, default=None), []
+        probes = [run.result.probe for run in runs if run.result.probe is not None and device == "cpu"]
+        return max((float(probe.base_memory_bytes or 0) for probe in probes), default=None), []
     base = max(median(peak - predicted for predicted, peak in pairs), 0.0)
     return base, [fit_residual("memory", "peak of a rank", [(predicted + base, peak) for predicted, peak in pairs])]
 

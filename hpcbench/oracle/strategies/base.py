@@ -9,7 +9,7 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.cost_model import CostModel, StepBreakdown
 from hpcbench.oracle.peak_memory import MemoryBreakdown
 from hpcbench.parallel.catalog import STRATEGIES, get_strategy, load_object, options_with_defaults
-from hpcbench.parallel.layer_table import LayerTable, cached_by_identity
+from hpcbench.parallel.layer_table import LayerRow, LayerTable, cached_by_identity
 from hpcbench.parallel.mesh import RankMesh
 from hpcbench.parallel.traffic import Traffic
 
@@ -91,24 +91,52 @@ class _PassOperators(NamedTuple):
     """Number of casts of weights, of their gradients and around norms, with autocast."""
 
 
+_INPUT_LAYERS = ("attention.query", "attention.key", "attention.value", "mlp.up", "mlp.gate")
+"""Layers of a transformer whose input is a norm's output, which autocast leaves in fp32."""
+_ROTARY_OPERATORS = 18
+"""Operators by which a layer's queries, or its keys, are turned in a pass (``worker.models.transformer``)."""
+_MASTER_OPERATORS = 2
+"""Operators for a parameter whose master weight is updated: casts of its gradient and of its new value."""
+
+
 @cached_by_identity(64)
 def _operators_of_table(table: LayerTable) -> _PassOperators:
     rows = [row for row in table.layers if row.forward_flops or row.forward_moved_bytes]
-    # BatchNorm counts its batches.
+    names = {tensor.name for tensor in table.parameter_tensors}
+    is_rotary = "0.tokens.weight" in names and "0.positions.weight" not in names
+    counts = [_row_operators(row, is_rotary=is_rotary) for row in rows]
     return _PassOperators(
-        forward=sum(2 if row.kind.startswith("BatchNorm") else 1 for row in rows),
-        backward=sum(2 if row.parameters else 1 for row in rows),
-        # autocast computes LayerNorm in fp32, forward and backward.
-        casts=4 * sum(row.kind == "LayerNorm" for row in rows)
-        + 2 * sum(bool(row.parameters and row.forward_flops) for row in rows),
+        forward=sum(forward for forward, _ in counts),
+        backward=sum(backward for _, backward in counts),
+        # Of weights and their gradients, and of what enters the layers behind norms.
+        casts=2 * len([row for row in rows if row.parameters and row.forward_flops])
+        + 2 * sum(_has_bias(row) + row.name.endswith(_INPUT_LAYERS) for row in rows),
     )
+
+
+def _row_operators(row: LayerRow, *, is_rotary: bool) -> tuple[int, int]:
+    """Return the operators of a row forward and backward."""
+    turned = 2 * _ROTARY_OPERATORS if is_rotary and row.kind == "Attention.other" else 0
+    if row.kind == "TransformerBlock.other":
+        # Both residual sums; backward also sums of what came through queries, keys and values.
+        return 2, 4
+    if row.kind == "Linear":
+        return 1, 2 + _has_bias(row)
+    # BatchNorm counts its batches.
+    return 1 + row.kind.startswith("BatchNorm") + turned, 1 + turned
+
+
+def _has_bias(row: LayerRow) -> bool:
+    sizes = row.attributes.get("in_features", 0) * row.attributes.get("out_features", 0)
+    return row.kind == "Linear" and row.parameters > sizes
 
 
 def count_operators(spec: RunSpec, table: LayerTable) -> int:
     """Estimate the operators that the host of a rank launches in one step.
 
-    Each row of the table is one operator forward and, with weights, two backward. Beside the passes there are: sums of
-    the gradients of micro-batches, copies of gradients into buckets and back (DDP's unless gradients are views),
+    A row of the table is about one operator forward and one backward, a linear layer one more for its weight and one
+    for its bias; a norm is one, as on cuda. Beside the passes there are: sums of the gradients of micro-batches, copies
+    of gradients into buckets and back (DDP's unless gradients are views), casts of bf16 and fp16, master weights,
     operators around communication calls by the factor of the strategy's cost, and a fused update.
     ``tests/distributed/test_dry_run_operators.py`` compares it with dry runs.
     """
@@ -121,4 +149,5 @@ def count_operators(spec: RunSpec, table: LayerTable) -> int:
     copies = (2 if fills_buckets else cost.copies_per_gradient) * tensors if spec.dp_degree > 1 else 0
     sums = (spec.micro_batches - 1) * tensors
     calls = max(sum(call.count for call in cost.traffic(spec, table, rank)) for rank in cost.ranks_that_differ(spec))
-    return (spec.micro_batches * operators + sums + copies) // stages + calls * cost.operators_per_call + 1
+    masters = _MASTER_OPERATORS * tensors if spec.precision == "bf16_params" else 0
+    return (spec.micro_batches * operators + sums + copies + masters) // stages + calls * cost.operators_per_call + 1

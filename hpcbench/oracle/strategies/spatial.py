@@ -23,8 +23,11 @@ from hpcbench.oracle.tensor_sizes import (
     FP32_BYTES,
     activation_number_bytes,
     buffer_bytes,
+    cast_weight_bytes,
     parameter_bytes,
     parameter_number_bytes,
+    row_number_bytes,
+    saved_row_bytes,
     weight_layout_copies,
 )
 from hpcbench.parallel.catalog import options_with_defaults
@@ -54,14 +57,14 @@ _INDEX_BYTES = 8
 
 
 def whole_row(spec: RunSpec, row: LayerRow) -> RowCost:
-    """Return a row that is whole on the rank. Half precision is kept as fp32."""
-    samples, number_bytes = spec.batch_size // spec.micro_batches, parameter_number_bytes(spec)
-    unit, weights = samples * number_bytes, _weight_layout_bytes(spec, row)
+    """Return a row that is whole on the rank."""
+    samples = spec.batch_size // spec.micro_batches
+    unit, weights = samples * row_number_bytes(spec, row), _weight_layout_bytes(spec, row)
     forward, backward = row_kernels(spec, row, samples)
     return RowCost(
         [ComputeOp(forward)],
         [ComputeOp(backward)],
-        saved_bytes=(samples * row.activation_bytes + row.activation_fixed_bytes) * number_bytes // FP32_BYTES,
+        saved_bytes=saved_row_bytes(spec, row, samples),
         working_bytes=unit * (row.output_bytes // FP32_BYTES + prod(row.input_shape)) + weights,
         block_input_bytes=unit * prod(row.input_shape),
     )
@@ -82,10 +85,8 @@ class SpatialRank:
         self.options = options_with_defaults(spec)
         self.samples = spec.batch_size // spec.micro_batches
         self.activation_unit = self.samples * activation_number_bytes(spec)
-        """Bytes of one number per sample, as it is computed and sent."""
+        """Bytes of one number per sample, as it is computed, kept and sent."""
         self.number_bytes = parameter_number_bytes(spec)
-        self.memory_unit = self.samples * self.number_bytes
-        """Bytes of one number per sample, as it is kept: half precision is counted as fp32."""
 
     def describe_rows(self) -> list[RowCost]:
         """Return every row of the table; equal ones are described once."""
@@ -196,7 +197,7 @@ class SpatialRank:
         whole = whole_row(self.spec, row)
         if number > self.split.end:
             return whole
-        own_input = self.memory_unit * self._owned_numbers(row.input_shape)
+        own_input = self.activation_unit * self._owned_numbers(row.input_shape)
         channels = self.split.rows[number - 1].output_shape[0]
         if self.split.by_mean and self.options["global_pool"] == "reduce":
             fraction = box_volume(self._owned(row.input_shape)) / prod(spatial.spatial_extents(row.input_shape))
@@ -206,7 +207,7 @@ class SpatialRank:
             leave: list[RowOp] = [CollectiveOp("all_reduce", payload, self.group, _STREAM)]
         else:
             forward, backward = list(whole.forward), list(whole.backward)
-            received, is_left_again = self.memory_unit * prod(row.input_shape), self._keeps_activations_from(number)
+            received, is_left_again = self.activation_unit * prod(row.input_shape), self._keeps_activations_from(number)
             payload = self.activation_unit * channels * box_volume(owned_box(self.split.extents, self.split.grid, 0))
             leave = [
                 copy_op(self.spec, payload * self.spec.sp_degree),
@@ -234,12 +235,12 @@ class SpatialRank:
         weights = received = 0
         if row.kind in spatial.CONVOLUTION_KINDS:
             weights, halo = _weight_layout_bytes(self.spec, row), self._halo(row)
-            received = self.memory_unit * _message_numbers(row, halo.receives)
+            received = self.activation_unit * _message_numbers(row, halo.receives)
         return operations._replace(
             saved_bytes=self._saved_bytes(row),
             received_bytes=received,
-            working_bytes=self.memory_unit * self._working_numbers(row) + weights,
-            block_input_bytes=self.memory_unit * self._owned_numbers(row.input_shape),
+            working_bytes=self.activation_unit * self._working_numbers(row) + weights,
+            block_input_bytes=self.activation_unit * self._owned_numbers(row.input_shape),
         )
 
     def _saved_bytes(self, row: LayerRow) -> int:
@@ -249,7 +250,8 @@ class SpatialRank:
         if row.kind in spatial.POOL_KINDS:
             return self.samples * shape[0] * positions * _INDEX_BYTES if row.kind in spatial.MAX_POOL_KINDS else 0
         per_batch = self.samples * row.activation_bytes * positions // prod(spatial.spatial_extents(shape))
-        return (per_batch + row.activation_fixed_bytes) * self.number_bytes // FP32_BYTES
+        kept = (per_batch + row.activation_fixed_bytes) * row_number_bytes(self.spec, row) // FP32_BYTES
+        return kept + cast_weight_bytes(self.spec, row)
 
     def _working_numbers(self, row: LayerRow) -> int:
         """Return the numbers per sample that are alive while a cut layer runs backwards."""

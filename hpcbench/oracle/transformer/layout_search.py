@@ -8,7 +8,7 @@ micro-batches of one sample: with more, fewer GPUs a sample have as many tokens 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import exp, hypot
 
@@ -16,15 +16,18 @@ import msgspec
 
 from hpcbench.errors import ConfigError
 from hpcbench.oracle.candidate_points import divisors
-from hpcbench.oracle.transformer.layout import CollectiveRates, Layout, Recompute, nominal_rates
-from hpcbench.oracle.transformer.machines import FittedMachine, interval_class
+from hpcbench.oracle.transformer.layout import CollectiveRates, Layout, Recompute, Software, nominal_rates
+from hpcbench.oracle.transformer.machines import FittedMachine, interval_class, loop_interval_s
 from hpcbench.oracle.transformer.memory import MemoryTerms, reserved_gib, stage_memory_terms
 from hpcbench.oracle.transformer.pricing import Figures, StepTime, step_time
 from hpcbench.oracle.transformer.work import step_work
 from hpcbench.parallel.decoder_shapes import DecoderShape
 
-UNSHARDED_SOFTWARE, SHARDED_SOFTWARE = "megatron", "torchtitan"
-"""Software whose published runs price layouts with whole parameters, and with fully sharded ones."""
+WHOLE_SOFTWARE: Software = "fsdp"
+SHARDED_SOFTWARE: Software = "torchtitan"
+SPLIT_SOFTWARE: Software = "megatron"
+"""Software whose published runs price layouts: those that hpcbench runs by torch's own kernels, as its loop has them,
+with whole parameters; fully sharded ones; and those of other programs alone."""
 MAX_TENSOR = 16
 MAX_CONTEXT = 16
 MIN_CONTEXT_TOKENS = 1024
@@ -99,12 +102,40 @@ class LayoutWish:
         return total if total % data_degree == 0 else 0
 
 
+OwnMemory = Callable[[Layout], "tuple[float, float] | None"]
+"""The peak and its limit, in GiB, of a layout that hpcbench runs; ``None`` for the others."""
+
+
+def software_of(shape: DecoderShape, layout: Layout) -> Software:
+    """Return the software whose published runs price ``layout``."""
+    if layout.shards > 1:
+        return SHARDED_SOFTWARE
+    return WHOLE_SOFTWARE if priced_only_reason(shape, layout) is None else SPLIT_SOFTWARE
+
+
+def priced_only_reason(shape: DecoderShape, layout: Layout) -> str | None:
+    """Return why hpcbench cannot run a layout yet; ``None`` where it can."""
+    is_split = layout.tensor > 1 or layout.pipeline > 1
+    if layout.context > 1:
+        return "context parallelism"
+    if layout.shards > 1 and is_split:
+        return "fully sharded parameters inside tensor parallelism or pipelines"
+    if layout.zero and is_split:
+        return "ZeRO 1 across replicas of split models"
+    if layout.tensor > 1 and layout.pipeline > 1:
+        return "sequence parallelism inside pipelines"
+    if layout.tensor > shape.kv_heads:
+        return f"tensor degree above {shape.kv_heads} key-value heads"
+    return None
+
+
 @dataclass
 class _Search:
     shape: DecoderShape
     machine: FittedMachine
     request: LayoutWish
     rates: CollectiveRates
+    own_memory: OwnMemory
     fitting: list[RankedLayout] = field(default_factory=list)
     tight: list[RankedLayout] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
@@ -121,7 +152,11 @@ class _Search:
         if not total:
             self.refused["the global batch cannot be shared evenly by the replicas"] += 1
             return
-        software = SHARDED_SOFTWARE if degrees["shards"] > 1 else UNSHARDED_SOFTWARE
+        one = Layout(
+            gpus=self.request.gpus, sequence=self.request.sequence, micro_batch=1, global_batch=data_degree,
+            **degrees,  # type: ignore[arg-type]
+        )  # fmt: skip
+        software = software_of(self.shape, one)
         for micro_batch in _micro_batches(total // data_degree, 1 if degrees["context"] > 1 else MAX_MICRO_BATCH):
             accumulation = total // data_degree // micro_batch
             if degrees["chunks"] > 1 and accumulation % degrees["pipeline"]:
@@ -132,11 +167,12 @@ class _Search:
                     gpus=self.request.gpus, sequence=self.request.sequence, micro_batch=micro_batch, global_batch=total,
                     recompute=recompute, software=software, **degrees,  # type: ignore[arg-type]
                 )  # fmt: skip
-                peak = self._peak_gib(layout)
-                if peak <= self.machine.fits_below_gib:
+                own = self.own_memory(layout)
+                peak, limit = own or (self._peak_gib(layout), self.machine.fits_below_gib)
+                if peak <= limit:
                     self.fitting.append(self._priced(layout, peak))
                     break
-                if peak <= self.machine.device.memory_gib:
+                if own is None and peak <= self.machine.device.memory_gib:
                     self.tight.append(self._priced(layout, peak))
                 self.refused["it does not fit in memory"] += 1
             else:
@@ -152,20 +188,24 @@ class _Search:
         if layout.software not in self.figures:
             self.figures[layout.software] = self.machine.figures_of(layout.software)
         parts = step_time(step_work(self.shape, layout, self.machine.device, self.rates), self.figures[layout.software])
-        kind = interval_class(layout, self.machine.device)
+        low_s, high_s = loop_interval_s(parts.total_s, layout, self.machine)
         self.priced += 1
         return RankedLayout(
             layout=layout,
             step_time_s=parts.total_s,
-            step_time_low_s=parts.total_s * exp(self.machine.log_error_low[kind]),
-            step_time_high_s=parts.total_s * exp(self.machine.log_error_high[kind]),
+            step_time_low_s=low_s,
+            step_time_high_s=high_s,
             parts=parts,
             peak_memory_gib=peak_gib,
         )
 
 
 def rank_layouts(
-    shape: DecoderShape, machine: FittedMachine, request: LayoutWish, rates: CollectiveRates | None = None
+    shape: DecoderShape,
+    machine: FittedMachine,
+    request: LayoutWish,
+    rates: CollectiveRates | None = None,
+    own_memory: OwnMemory = lambda _: None,
 ) -> LayoutRanking:
     """Rank the layouts of a decoder that fit, by the time of a sample.
 
@@ -176,7 +216,7 @@ def rank_layouts(
         raise ConfigError(f"{request.gpus} GPUs and {request.sequence} tokens: at least 1 of each is required")
     if (request.global_batch is None) == (request.replica_batch is None):
         raise ConfigError("one of global batch and batch of a replica is required")
-    search = _Search(shape, machine, request, rates or nominal_rates(machine.device, request.gpus))
+    search = _Search(shape, machine, request, rates or nominal_rates(machine.device, request.gpus), own_memory)
     for degrees in layout_degrees(shape, request.gpus, request.sequence, machine.device.gpus):
         search.add(degrees)
     ranked, tight = sorted(search.fitting, key=_rank_key), sorted(search.tight, key=_rank_key)

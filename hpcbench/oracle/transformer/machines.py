@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from functools import cache
 from importlib import resources
-from math import exp
+from math import exp, hypot
 from typing import Any
 
 import msgspec
@@ -91,6 +91,21 @@ def interval_class(layout: Layout, node: GpuNode) -> str:
     if layout.tensor > node.gpus:
         return "wide_tensor"
     return "large" if layout.gpus >= 16 * node.gpus else "small"
+
+
+LOOP_LOG_ERROR = 0.2
+"""Bound of 90 % of a loop's own factor, as a logarithm. Four softwares on one GPU differ by 0.12 (standard deviation),
+and hpcbench's loop is in no published run."""
+
+
+def loop_interval_s(step_time_s: float, layout: Layout, machine: FittedMachine) -> tuple[float, float]:
+    """Return the bounds of the 90 % interval of a step by hpcbench's own loop: the fit's error, and the loop's."""
+    kind = interval_class(layout, machine.device)
+    low, high = (
+        hypot(min(0.0, machine.log_error_low[kind]), LOOP_LOG_ERROR),
+        hypot(max(0.0, machine.log_error_high[kind]), LOOP_LOG_ERROR),
+    )
+    return step_time_s * exp(-low), step_time_s * exp(high)
 
 
 def predict_step(

@@ -54,7 +54,10 @@ class ResidentFeed(DataFeed):
     def epoch_order(self, epoch: int) -> Tensor:
         """Return the permutation of ``epoch``, cached on the device so that no step waits for it."""
         if self._order[0] != epoch:
-            self._order = (epoch, super().epoch_order(epoch).to(self.device))
+            order = super().epoch_order(epoch)
+            # A step may begin an epoch: its host must not wait for a copy.
+            order = order.pin_memory() if self.device.type == "cuda" else order
+            self._order = (epoch, order.to(self.device, non_blocking=True))
         return self._order[1]
 
     def prepare(self, replica: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -103,8 +103,12 @@ def process_age_s() -> float:
         return time.time() - float(psutil.Process().create_time())
 
 
-SLEEP_CYCLES = 20_000_000
-"""So long a GPU sleeps (about 10 ms) while it is given work: what launching takes of the host is then in no reading."""
+_SLEEP_HZ = 2e9
+"""Cycles of a GPU that sleeps for a second, at most: at a lower clock it sleeps longer."""
+_LEAST_SLEEP_S, _LONGEST_SLEEP_S = 10e-3, 1.0
+_CALL_S = 250e-6
+"""Host time of a call that was not timed before: a layer backward through autograd takes 100 to 150 us."""
+_SLEEP_MARGIN = 1.5
 
 
 class CallTimer:
@@ -118,6 +122,21 @@ class CallTimer:
         self._device = device
         self._read = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
         self._pending: list[tuple[list[float], torch.cuda.Event, torch.cuda.Event]] = []
+        self._host_s: dict[Hashable, float] = {}
+
+    def time_all(self, calls: Iterable[tuple[Callable[[], object], list[float]]], count: int, name: Hashable) -> None:
+        """Time ``calls`` that follow each other, ``count`` of them. A GPU sleeps until all have been launched.
+
+        The host's time for launching is then in no reading. The sleep is as long as the host took for the calls of
+        this ``name`` the last time, and a margin.
+        """
+        if self._device.type == "cuda":
+            sleep_s = max(_LEAST_SLEEP_S, count * _CALL_S, _SLEEP_MARGIN * self._host_s.get(name, 0.0))
+            torch.cuda._sleep(int(min(sleep_s, _LONGEST_SLEEP_S) * _SLEEP_HZ))  # type: ignore[no-untyped-call]
+        began = time.perf_counter()
+        for call, into in calls:
+            self.time(call, into)
+        self._host_s[name] = time.perf_counter() - began
 
     def time(self, call: Callable[[], object], into: list[float]) -> None:
         """Append the seconds that ``call`` takes to ``into``, at the latest in ``flush``."""
@@ -131,11 +150,6 @@ class CallTimer:
         call()
         last.record()
         self._pending.append((into, first, last))
-
-    def queue_sleep(self) -> None:
-        """Give the device something to wait on."""
-        if self._device.type == "cuda":
-            torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
 
     def flush(self) -> None:
         """Wait for the device, and write what is missing."""

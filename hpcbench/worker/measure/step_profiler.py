@@ -189,6 +189,8 @@ def run_profiled_steps(
         return ProfiledSteps()
     steps = _step_intervals(events)
     host_syncs = count_host_syncs(steps, events, sites) if steps and device.type == "cuda" else None
+    if host_syncs is not None and host_syncs.launches is None:
+        warnings.append(NO_DEVICE_EVENTS)
     return ProfiledSteps(split_phases(events, device.type == "cuda"), host_syncs)
 
 
@@ -258,6 +260,10 @@ def _is_host_event(event: Any) -> bool:
     return bool(event.device_type().name == "CPU")
 
 
+NO_DEVICE_EVENTS = (
+    "no device events: the profiler recorded none of the GPU, so launches and copies of memory that is not pinned are "
+    "unknown (CUPTI needs rights that containers and virtual machines may lack)"
+)
 _WAITING_CALLS = frozenset(
     f"{runtime}{call}"
     for runtime in ("cuda", "hip")
@@ -276,7 +282,8 @@ def count_host_syncs(steps: Sequence[TimeInterval], events: Iterable[ProfilerEve
     Args:
         steps: Begin and end of each profiled step. The last call of each that waits for the whole device is the
             profiler's own and is not counted.
-        events: Of the host, calls of the runtime among them, and of the device.
+        events: Of the host, calls of the runtime among them, and of the device. Without any of the device (CUPTI may
+            be forbidden) copies and launches are unknown.
         sites: Lines that torch has reported, with repetitions.
     """
     events = list(events)
@@ -298,8 +305,8 @@ def count_host_syncs(steps: Sequence[TimeInterval], events: Iterable[ProfilerEve
     return HostSyncs(
         per_step=per_step,
         calls=dict(sorted(calls.items())),
-        pageable_copies=pageable_copies,
-        launches=statistics.median_low(launches),
+        pageable_copies=pageable_copies if on_device else None,
+        launches=statistics.median_low(launches) if on_device else None,
         sites=list(dict.fromkeys(sites)),
     )
 

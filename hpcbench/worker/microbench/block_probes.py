@@ -68,11 +68,10 @@ def measure_blocks(
     """
     device, calls = batch[0].device, _capture_blocks(strategy, batch)
     passes_s: list[float] = []
-    ends, done = time.perf_counter() + budget_s, 0
+    ends, done, timer = time.perf_counter() + budget_s, 0, CallTimer(device)
     while done < MIN_ROUNDS + 1 or (done < MAX_ROUNDS and not agree(time.perf_counter() >= ends)):
         check()
         _clear(calls, accumulates)
-        timer = CallTimer(device)
         time_passes(calls, timer)
         timer.flush()
         _clear(calls, accumulates)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
@@ -338,10 +338,9 @@ def _run_rounds(
     agree: Callable[[bool], bool],
 ) -> None:  # fmt: skip
     """Append the times of all rounds. The first is not used: memory is taken, and libraries choose their algorithms."""
-    ends, done = time.perf_counter() + budget_s, 0
+    ends, done, timer = time.perf_counter() + budget_s, 0, CallTimer(device)
     while done < MIN_ROUNDS + 1 or (done < MAX_ROUNDS and not agree(time.perf_counter() >= ends)):
         check()
-        timer = CallTimer(device)
         for group, optimizer in groups:
             time_passes(group, timer)
             # Of large weights the update leaves nothing in the caches.
@@ -356,13 +355,15 @@ def _run_rounds(
 
 def time_passes(calls: Sequence[LayerCall], timer: CallTimer) -> None:
     """Time each of ``calls`` forward, then each of them backward, in reverse order."""
-    timer.queue_sleep()
-    for call in calls:
-        timer.time(call.forward, call.forward_s)
+    timer.time_all([(call.forward, call.forward_s) for call in calls], len(calls), (id(calls), "forward"))
     back = [call for call in reversed(calls) if call.prepare_backward()]
-    timer.queue_sleep()
-    for call in back:
-        timer.time(call.backward, call.backward_s)
+    timer.time_all(_backward_calls(back), len(back), (id(calls), "backward"))
+
+
+def _backward_calls(calls: Sequence[LayerCall]) -> Iterator[tuple[Callable[[], object], list[float]]]:
+    for call in calls:
+        yield call.backward, call.backward_s
+        # Its memory is free for the next one.
         call.output = None
 
 
@@ -396,13 +397,12 @@ def measure_optimizer_updates(spec: RunSpec, module: nn.Module, repeats: int = 5
         by_size.setdefault(parameter.numel() * parameter.element_size(), []).append(parameter)
     optimizers = {size: _optimizer(spec, parameters) for size, parameters in by_size.items()}
     readings: dict[int, list[float]] = {size: [] for size in by_size}
-    device = next(module.parameters()).device
+    timer = CallTimer(next(module.parameters()).device)
     for _ in range(repeats + 1):
         for parameter in module.parameters():
             parameter.grad = torch.ones_like(parameter)
-        timer = CallTimer(device)
-        for size, optimizer in optimizers.items():
-            timer.time(partial(_optimizer_step, optimizer), readings[size])
+        updates = [(partial(_optimizer_step, optimizer), readings[size]) for size, optimizer in optimizers.items()]
+        timer.time_all(updates, len(updates), "updates")
         timer.flush()
     # The optimizer's state is made in its first step. Tensors of a size share their reading.
     shares = {size: [seconds / len(by_size[size]) for seconds in readings[size][1:]] for size in by_size}

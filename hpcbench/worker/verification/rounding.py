@@ -210,7 +210,7 @@ def other_kernels() -> Iterator[None]:
         torch._C._set_cudnn_enabled(before[1])
 
 
-AS_IT_IS = "as it is"
+AS_IT_IS, OTHER_KERNELS = "as it is", "other kernels"
 
 ORDERS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     AS_IT_IS: nullcontext,
@@ -218,6 +218,6 @@ ORDERS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "inputs in halves": InputsInHalves,
     "samples backwards": SamplesBackwards,
     "samples in halves": SamplesInHalves,
-    "other kernels": other_kernels,
+    OTHER_KERNELS: other_kernels,
 }
 """Within its context a training sums in that order; those that most networks feel come first."""

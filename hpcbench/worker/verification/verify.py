@@ -25,7 +25,7 @@ from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.distributed.rendezvous import ControlChannel
 from hpcbench.worker.failure import is_out_of_memory
-from hpcbench.worker.model_execution import wrap_blocks
+from hpcbench.worker.model_execution import choose_convolution_algorithms, wrap_blocks
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.shutdown import StopController, Stopped
 from hpcbench.worker.strategies.base import Strategy, resolve_runtime
@@ -44,7 +44,16 @@ from hpcbench.worker.verification.reference import (
     train_reference,
     verification_checks,
 )
-from hpcbench.worker.verification.rounding import AS_IT_IS, FACTOR, ORDERS, UNIT, bounds, distances, result_tolerances
+from hpcbench.worker.verification.rounding import (
+    AS_IT_IS,
+    FACTOR,
+    ORDERS,
+    OTHER_KERNELS,
+    UNIT,
+    bounds,
+    distances,
+    result_tolerances,
+)
 
 _PROGRESS_KEY = "verify/progress"
 _DONE_KEY = "verify/done/{}"
@@ -77,7 +86,12 @@ def verify_run(
 
     Called on every rank, after the timed steps. Rank 0 returns what it found; the others wait for it and return
     ``None``. Raises ``Stopped`` if the run is stopped meanwhile.
+
+    cuDNN tries no algorithms meanwhile: ranks and reference, and both trainings of one device, would take different
+    ones by chance, and the bound is the rounding of one device's own algorithms.
     """
+    by_trial = torch.backends.cudnn.benchmark
+    choose_convolution_algorithms(False, context.device)
     comparer = ReferenceComparer(spec, context.device, inputs, _progress_tick(stop, channel))
     try:
         for attempt in range(MAX_SEEDS):
@@ -105,6 +119,8 @@ def verify_run(
             raise
         hint = "the reference is the whole model in fp64 on one device: verify with a smaller batch_size or input_size"
         raise WorkerError(f"the run was measured, but verifying it needs more memory: {error}", hint=hint) from error
+    finally:
+        choose_convolution_algorithms(by_trial, context.device)
 
 
 def train_strategy(
@@ -302,6 +318,9 @@ class ReferenceComparer:
 
     def _other_orders(self) -> list[str]:
         orders = [order for order in ORDERS if order != AS_IT_IS]
+        if self._device.type == "cuda":
+            # cuDNN chooses by shapes, and a rank's are others than one device's: Winograd here, a product there.
+            orders.sort(key=lambda order: order != OTHER_KERNELS)
         is_backwards_possible = resolve_reference_trainer(self.spec.strategy) is train_reference
         return [*orders, REPLICAS_BACKWARDS] if is_backwards_possible and self.spec.dp_degree > 1 else orders
 
