@@ -35,6 +35,7 @@ NAMES = frozenset({
     "torch._C._distributed_c10d.PrefixStore",
     "torch._C._distributed_c10d.Store",
     "torch._C._distributed_c10d.TCPStore",
+    "torch._C._dispatch_has_kernel_for_dispatch_key",
     "torch._C._get_cudnn_enabled",
     "torch._C._get_mkldnn_enabled",
     "torch._C._set_cudnn_enabled",
@@ -51,6 +52,7 @@ NAMES = frozenset({
     "torch._subclasses.fake_tensor.UnsupportedOperatorException",
     "torch.autograd.Variable._execution_engine.queue_callback",
     "torch.cuda._sleep",
+    "torch.distributed._tools.fake_collectives|torch.distributed._meta_registrations",
     "torch.distributed.distributed_c10d._process_group_name",
     "torch.distributed.distributed_c10d._resolve_process_group",
     "torch.distributed.fsdp._fully_shard._fully_shard._get_device_from_mesh",
@@ -71,7 +73,7 @@ NAMES = frozenset({
     "torch.utils._pytree.tree_map",
     "torch.utils._pytree.tree_unflatten",
 })  # fmt: skip
-"""Modules, functions and classes."""
+"""Modules, functions and classes. Of names with ``|`` between them each release has one."""
 
 
 def _profiler_event() -> Any:
@@ -200,7 +202,8 @@ def own_names() -> set[str]:
 
 def is_listed(name: str) -> bool:
     """Return whether ``name``, a module of a listed name, or a member of one is in ``NAMES``."""
-    return any((listed + ".").startswith(name + ".") or name.startswith(listed + ".") for listed in NAMES)
+    known = [each for listed in NAMES for each in listed.split("|")]
+    return any(f"{each}.".startswith(f"{name}.") or name.startswith(f"{each}.") for each in known)
 
 
 def find(dotted: str) -> Any:
@@ -215,14 +218,22 @@ def find(dotted: str) -> Any:
     return found
 
 
-def missing(dotted: str) -> str | None:
-    """Return the message about a name that this torch lacks."""
+def exists(dotted: str) -> bool:
+    """Return whether this torch has what ``dotted`` names."""
     try:
         find(dotted)
     except (AttributeError, ImportError):
-        users = sorted({use.file for uses in all_uses().values() for use in uses if use.name.startswith(dotted)})
+        return False
+    return True
+
+
+def missing(names: str) -> str | None:
+    """Return the message about a name, or several with ``|`` between them, of which this torch has none."""
+    if not any(exists(each) for each in names.split("|")):
+        wanted = tuple(names.split("|"))
+        users = sorted({use.file for uses in all_uses().values() for use in uses if use.name.startswith(wanted)})
         return (
-            f"torch {torch.__version__} has no {dotted}, which hpcbench/{', hpcbench/'.join(users)} needs; "
+            f"torch {torch.__version__} has no {names}, which hpcbench/{', hpcbench/'.join(users)} needs; "
             f"it exists in torch {', '.join(VERSIONS)}"
         )
     return None

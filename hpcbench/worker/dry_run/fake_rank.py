@@ -14,6 +14,7 @@ Its feed has full batches of fake tensors, in fewer micro-batches where a step o
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -55,6 +56,11 @@ _FAKE_DEVICES = {"cpu": torch.device("cpu"), "cuda": torch.device("cpu", 0)}
 
 _WINDOWS = (PREFETCHED_RECEIVES, PREFETCHED_RECEIVES + 1)
 """Micro-batches of the last two steps of an asynchronous pipeline: as many receives are posted as in a longer one."""
+
+
+if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::send", "Meta"):
+    # Older releases of torch keep what collectives return for fake tensors in a module that they do not import.
+    importlib.import_module("torch.distributed._tools.fake_collectives")
 
 
 class NotFakeableError(Exception):
