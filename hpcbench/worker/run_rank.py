@@ -41,6 +41,9 @@ def run_rank(tasks: Path, index: int, attempt_number: int | None) -> int:
     stop.abort = finalizer.abort
     try:
         rank_environment.check_world_size(info, task.spec)
+        if header.device == "cpu":
+            # Libraries ask whether there is a GPU, not which device the run has.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
         try:
             importlib.import_module("torch")
         except ImportError as error:
