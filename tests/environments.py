@@ -6,7 +6,6 @@ hpcbench itself is taken from the tree, so that what an environment holds depend
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import subprocess
 from collections.abc import Callable, Sequence
@@ -30,6 +29,7 @@ def make_cached_environment(
     python: str,
     pip_arguments: Sequence[str],
     base: str,
+    changeable: Sequence[str],
     announcement: str,
     run: Callable[[Sequence[str]], None],
 ) -> None:
@@ -38,20 +38,21 @@ def make_cached_environment(
     Args:
         folder: See ``cached_folder``.
         python: The interpreter that the environment is made of.
-        pip_arguments: Arguments of ``pip install``. If they alone have changed, pip changes the environment in place.
-        base: What an environment can not be changed in; where it has changed, the environment is made anew.
+        pip_arguments: Arguments of ``pip install``.
+        base: What the contents depend on; where it has changed, the environment is made anew.
+        changeable: Requirements among the arguments; where only they have changed, pip changes the environment in place.
         announcement: What is printed before an installation.
         run: Runs a command, and raises ``EnvironmentMissing`` if it fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        ready, state = folder / _READY, json.dumps([base, *pip_arguments], indent=1)
+        ready, state = folder / _READY, "\n".join((base, *changeable))
         known = ready.read_text() if ready.is_file() else ""
         if known == state:
             return
         print(announcement, flush=True)
-        if not known or json.loads(known)[0] != base:
+        if not known.startswith(base):
             run([python, "-m", "venv", "--clear", str(folder)])
         ready.unlink(missing_ok=True)
         run([str(folder / "bin/python"), "-m", "pip", "install", "--quiet", *pip_arguments])

@@ -45,6 +45,7 @@ def make_environment(python: str = sys.executable) -> Path:
         python,
         ["--no-deps", "-r", str(CONSTRAINTS)],
         f"{sys.version}\n{CONSTRAINTS.read_text()}",
+        (),
         f"tests/cuda: installing torch {torch_version()} with CUDA into {folder} (about 6 GB)",
         _run,
     )

@@ -86,12 +86,14 @@ def make_torch_environment(torch: str, python: str) -> TorchEnvironment:
     except (OSError, subprocess.CalledProcessError) as error:
         raise EnvironmentMissing(f"PYTHON={python} does not run: {error}") from error
     minor, _, version = asked.stdout.partition("\n")
+    wanted = requirements(torch)
     folder = cached_folder(f"torch-env-{torch}-py{minor}")
     make_cached_environment(
         folder,
         python,
-        requirements(torch),
+        wanted,
         version,
+        wanted,
         f"installing torch {torch} for Python {minor[0]}.{minor[1:]} into {folder} (about 5 GB)",
         lambda command: run_or_refuse(command, "make test-torch"),
     )
