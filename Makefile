@@ -15,7 +15,7 @@ LINK ?= 1gbit
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart horovod horovod-if-possible test test-all test-rest test-strategy test-slurm test-cuda run-distributed run-others run-slurm run-elsewhere durations lint format docs \
+.PHONY: help quickstart horovod horovod-if-possible test test-all test-rest test-strategy test-slurm test-cuda test-torch run-distributed run-others run-slurm run-elsewhere durations lint format docs \
 	reference schemas layers check-layers golden pictures slurm-up slurm-down slurm-status soak faults bench gpu-check oracle-score rerun-ddlbench rerun-paradl clean
 
 help: ## list the targets
@@ -82,6 +82,11 @@ test-slurm: horovod-if-possible ## tests on the SLURM box, which it starts
 # Outside of .venv: its torch is the build for CPUs. One process more than halves the time on two cores.
 test-cuda: $(VENV)/.test ## every strategy on fake GPUs: torch's CUDA build and a stub of CUDA (gcc; 6 GB in ~/.cache/hpcbench)
 	$(BIN)/python -m tests.cuda pytest tests/cuda tests/worker/test_private_names.py tests/worker/test_private_torch.py --numprocesses $(WORKERS) --maxprocesses 8 -rs
+
+# In an environment of its own, made of PYTHON and kept in ~/.cache/hpcbench.
+test-torch: $(VENV)/.test ## hpcbench with another release of torch, such as VERSION=2.11.0 [PYTHON=python3.12] (5 GB in ~/.cache/hpcbench)
+	@[ "$(VERSION)" ] || { echo "make test-torch VERSION=2.11.0: name a release of torch"; exit 2; }
+	$(BIN)/python -m tests.torch_versions $(VERSION) --python $(PYTHON)
 
 # All tests with the marker are in that folder (tests/conftest.py): the collection of the others costs 17 s of processor.
 run-slurm:

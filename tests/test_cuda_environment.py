@@ -13,8 +13,9 @@ import pytest
 from tests.conftest import absent
 from tests.cuda import environment, stub, stub_answers
 from tests.cuda.__main__ import main
-from tests.cuda.environment import EnvironmentMissing, cuda_package, environment_folder, torch_version
+from tests.cuda.environment import cuda_package, environment_folder, torch_version
 from tests.cuda.stub import Library, StubError, build_stub, read_prototypes
+from tests.environments import EnvironmentMissing
 
 HEADER = "typedef int cudaError_t;\nextern cudaError_t cudaGetDevice(int *device);\nextern cudaError_t\n  cudaFree(void *p);\n"
 

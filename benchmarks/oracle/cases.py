@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import shutil
 import tempfile
@@ -17,7 +18,7 @@ from benchmarks.oracle.registered import Score
 from benchmarks.testbed import CLUSTER
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError
-from hpcbench.fileio import make_folder
+from hpcbench.fileio import make_folder, write_atomic
 from hpcbench.oracle.baselines import choice_results
 from hpcbench.oracle.calibration.calibration_store import read_calibrations
 from hpcbench.oracle.scoring import MeasuredConfiguration, PredictorResult, ValidationCase
@@ -109,7 +110,17 @@ def with_earlier_launches(now: ScoreCases, before: ScoreCases) -> ScoreCases:
 
 def read(path: Path) -> ScoreCases:
     """Read a file of cases."""
-    return msgspec.json.decode(path.read_bytes(), type=ScoreCases)
+    return msgspec.json.decode(gzip.decompress(path.read_bytes()), type=ScoreCases)
+
+
+def write(path: Path, document: ScoreCases) -> None:
+    """Write a file of cases."""
+    write_atomic(path, compressed(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"))
+
+
+def compressed(data: bytes) -> bytes:
+    """Return ``data`` as gzip, the same bytes for the same data: a tenth of the JSON of cases and calibrations."""
+    return gzip.compress(data, mtime=0)
 
 
 def _measured(case: ScoreCase, cluster: str) -> MeasuredConfiguration:
@@ -131,8 +142,8 @@ def forecasts_by_kind(score: Score, work: Path) -> dict[str, ClusterForecasts]:
         tree = ResultsTree(work / name)
         own = tree.cluster(cluster)
         make_folder(own.path("calibrations"))
-        for path in score.calibrations.glob("*.json"):
-            shutil.copy(path, own.path("calibrations"))
+        for path in score.calibrations.glob("*.json.gz"):
+            (own.path("calibrations") / path.stem).write_bytes(gzip.decompress(path.read_bytes()))
         for stored in read_calibrations(own, cluster)[0]:
             if name == BLIND or (name == CALIBRATED and stored.calibration.machine.measured is not None):
                 stored.path.unlink()

@@ -68,7 +68,7 @@ class Score(NamedTuple):
     @property
     def cases(self) -> Path:
         """Return the path of the measured launches beside the registered predictions."""
-        return self.folder / f"{self.name}_cases.json"
+        return self.folder / f"{self.name}_cases.json.gz"
 
 
 BOX = Score("box", HERE / "box.toml", FOUR_NODES, calibrated_mbit=200, scored_mbit=100, launches=5)

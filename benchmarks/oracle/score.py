@@ -4,7 +4,7 @@
     python -m benchmarks.oracle.score box probe        measure the blocks and messages of box.toml (calibrate --for)
     python -m benchmarks.oracle.score box predict      write box_predictions.json and calibrations/box; commit both
     python -m benchmarks.oracle.score box measure      box.toml, in slices of --minutes; measured launches stay
-    python -m benchmarks.oracle.score box cases        add the measured launches to box_cases.json; commit it
+    python -m benchmarks.oracle.score box cases        add the measured launches to box_cases.json.gz; commit it
     python -m benchmarks.oracle.score box table        compare; counts as a look
     python -m benchmarks.oracle.score box all          all missing parts, in this order, with predictions of its own;
                                                        with --commit, which needs git, these and the cases are committed
@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import polars
 import tomli
 
@@ -112,7 +111,8 @@ def predict(bed: Testbed, score: Score) -> int:
     shutil.rmtree(score.calibrations, ignore_errors=True)
     make_folder(score.calibrations)
     for stored in _calibrations(bed):
-        shutil.copy(stored.path, score.calibrations)
+        packed = score.calibrations / f"{stored.path.name}.gz"
+        packed.write_bytes(cases.compressed(stored.path.read_bytes()))
     forecasts = cases.forecasts_by_kind(score, bed.work / "predicted")
     predictors: dict[str, CasePredictor] = {
         name: oracle_predictor(own, learns=False) for name, own in forecasts.items()
@@ -219,7 +219,7 @@ def write_cases(bed: Testbed, score: Score) -> int:
     )  # fmt: skip
     if score.cases.exists():
         document = cases.with_earlier_launches(document, cases.read(score.cases))
-    write_atomic(score.cases, msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
+    cases.write(score.cases, document)
     timelines.write(score, results.cluster(bed.cluster))
     count = sum(len(case.run_ids) for case in document.cases)
     print(f"{score.cases}: {len(document.cases)} configurations, {count} launches")

@@ -31,6 +31,7 @@ def write(bed: Testbed, sweep: str) -> None:
     Predictions in them are made from the rerun's calibrations, and moved by its other results.
     """
     HERE.mkdir(exist_ok=True)
+    # Not committed: a page of some megabytes.
     one = ("--cluster", CLUSTER)
     bed.output("report", sweep, *one, "--predict", "--out", f"{HERE}/{sweep}.html")
     # As the cases are: without the drift, whose reference is then no launch.

@@ -1,4 +1,4 @@
-"""The commands ``cluster calibrate`` and ``validate``, which set measurements against the oracle."""
+"""The command ``cluster calibrate``. Its measuring part needs no polars, which the nodes of a cluster may lack."""
 
 from __future__ import annotations
 
@@ -15,22 +15,18 @@ import psutil
 from hpcbench.cli.common import (
     cluster_argument,
     complete_sweeps,
-    filter_options,
     make_console,
-    out_option,
     output_options,
     print_json,
     print_message,
     project_relative,
-    sources_argument,
 )
 from hpcbench.cli.load_plan import load_plan
-from hpcbench.cli.oracle_commands import show_view
 from hpcbench.cli.run_commands import submit_and_watch
 from hpcbench.cli.status_output import runs_exit_code
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
 from hpcbench.errors import ConfigError, did_you_mean
-from hpcbench.fileio import encode_indented_json, write_atomic, write_file
+from hpcbench.fileio import write_file
 from hpcbench.forecast.forecast import Forecast
 from hpcbench.forecast.oracle_requests import calibration_sweeps, collect_evidence, plan_calibration
 from hpcbench.forecast.sweep_calibration import (
@@ -42,7 +38,7 @@ from hpcbench.forecast.sweep_calibration import (
     prepare_sweep_calibration,
     probe_sweep_text,
 )
-from hpcbench.oracle.calibration.calibration_runs import CalibrationRun, check_disturbed, disturbed_spread, usable_runs
+from hpcbench.oracle.calibration.calibration_runs import CalibrationRun, check_disturbed, usable_runs
 from hpcbench.oracle.calibration.calibration_store import (
     Calibration,
     calibration_of_partition,
@@ -52,20 +48,8 @@ from hpcbench.oracle.calibration.calibration_store import (
 )
 from hpcbench.oracle.calibration.fit_machine import fit_calibration, fit_calibration_from_runs, machine_runs
 from hpcbench.report.column_names import Condition
-from hpcbench.report.load_results import load_frame
-from hpcbench.report.oracle_validation import VALIDATION_COLUMNS, score_predictors
-from hpcbench.report.prediction_view import calibration_view, machine_notes
-from hpcbench.report.table_files import write_view
-from hpcbench.report.validation_view import (
-    accuracy_by_part_view,
-    accuracy_by_strategy_view,
-    chosen_strategies_view,
-    configuration_cases_view,
-    predictor_comparison_view,
-    validation_json,
-)
+from hpcbench.report.prediction_view import calibration_view
 from hpcbench.results.results_tree import ResultsTree
-from hpcbench.results.schema import STATUS_OK
 from hpcbench.submit.run_state import RunState
 from hpcbench.submit.scheduler import check_scheduler
 from hpcbench.submit.submission_record import select_sweeps
@@ -192,6 +176,9 @@ def _fit_existing_runs(
     for _, record in select_sweeps(results, names, profile.name) if names else []:
         selections.append((results.cluster(profile.name), record.run_ids))
     if where is not None:
+        # Imported here: it imports polars.
+        from hpcbench.report.load_results import load_frame
+
         condition = Condition(where, "--where")
         frame = load_frame(results, sources, [profile.name], ["run_id", *condition.columns])
         chosen = set(frame.filter(condition.mask(frame))["run_id"])
@@ -309,52 +296,3 @@ def _measure_and_keep(
         print_message("the probes had been kept before; no probe can measure the missing parts")
         return None, states
     return write_calibration(calibration, plan.tree), states
-
-
-@click.command()
-@sources_argument
-@filter_options
-@click.option("--cases", "every", is_flag=True, help="Also list every configuration.")
-@click.option("--busy", "takes_disturbed", is_flag=True, help="Compare even if others disturbed every run.")
-@out_option(".json: everything; .csv .md .tex .xlsx .parquet: every configuration.")
-@output_options
-def validate(
-    sources: tuple[str, ...], cluster_name: str | None, where: str | None, every: bool,
-    takes_disturbed: bool, out: Path | None, results: ResultsTree, as_json: bool,
-) -> None:  # fmt: skip
-    """Compare measurements with the predictions of the oracle and of simple predictors.
-
-    Each prediction leaves out the results of its own configuration. A failed run counts as a wrong prediction, unless
-    the prediction was that it does not fit in memory.
-    """
-    condition = Condition(where, "--where") if where else None
-    columns = [*VALIDATION_COLUMNS, "warnings", *(condition.columns if condition else [])]
-    frame = load_frame(results, sources, [cluster_name] if cluster_name else None, columns)
-    if condition:
-        frame = frame.filter(condition.mask(frame))
-    warnings = [msgspec.json.decode(text or "[]") for text in frame.filter(frame["status"] == STATUS_OK)["warnings"]]
-    noted = check_disturbed(warnings, "runs", "nothing was compared", takes_disturbed=takes_disturbed)
-    validation = score_predictors(frame, results, disturbed_spread(warnings))
-    validation.notes.extend(noted)
-    document = validation_json(validation.cases, validation.scores, validation.notes)
-    if out is not None:
-        if out.suffix == ".json":
-            write_atomic(out, encode_indented_json(document))
-        else:
-            write_view(configuration_cases_view(validation.cases), out)
-        print_message(f"{len(validation.cases)} configurations written to {out}")
-    if as_json:
-        print_json(document)
-    elif not validation.cases:
-        print_message("\n".join([f"no results to validate in {', '.join(sources) or results.root}", *validation.notes]))
-    elif out is None or every:
-        oracle_score = validation.scores[0]
-        notes = [*machine_notes(validation.machines), *validation.notes, ""]
-        show_view(accuracy_by_strategy_view(oracle_score), notes)
-        show_view(accuracy_by_part_view(oracle_score), [""])
-        show_view(predictor_comparison_view(validation.scores), [""])
-        chosen = chosen_strategies_view(validation.cases)
-        if chosen.raw:
-            show_view(chosen, [""])
-        if every:
-            show_view(configuration_cases_view(validation.cases), [""])

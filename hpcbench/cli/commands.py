@@ -397,3 +397,21 @@ def recommend(**options: Any) -> None:
     from hpcbench.cli.oracle_commands import rank_strategies
 
     rank_strategies(**options)
+
+
+@click.command()
+@sources_argument
+@filter_options
+@click.option("--cases", "every", is_flag=True, help="Also list every configuration.")
+@click.option("--busy", "takes_disturbed", is_flag=True, help="Compare even if others disturbed every run.")
+@out_option(".json: everything; .csv .md .tex .xlsx .parquet: every configuration.")
+@output_options
+def validate(**options: Any) -> None:
+    """Compare measurements with the predictions of the oracle and of simple predictors.
+
+    Each prediction leaves out the results of its own configuration. A failed run counts as a wrong prediction, unless
+    the prediction was that it does not fit in memory.
+    """
+    from hpcbench.cli.validate_command import validate_predictions
+
+    validate_predictions(**options)

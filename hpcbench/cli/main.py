@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 import hpcbench
-from hpcbench.errors import HpcbenchError, did_you_mean
+from hpcbench.errors import EXIT_BAD_INPUT, HpcbenchError, did_you_mean
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -39,7 +39,7 @@ COMMANDS = {
     "cluster": ("hpcbench.cli.cluster_commands:cluster", "List, show and write cluster profiles."),
     "predict": ("hpcbench.cli.commands:predict", "Predict step time and memory of a sweep's runs."),
     "recommend": ("hpcbench.cli.commands:recommend", "Rank all strategies for a model on a cluster."),
-    "validate": ("hpcbench.cli.calibrate_commands:validate", "Compare measurements with predictions."),
+    "validate": ("hpcbench.cli.commands:validate", "Compare measurements with predictions."),
     "models": ("hpcbench.cli.project_commands:models", "Show parameters, FLOPs, activations and layers of the models."),
     "data": ("hpcbench.cli.project_commands:data", "Make synthetic samples in files, and list data sets."),
     "schema": ("hpcbench.cli.project_commands:schema", "Print a JSON Schema for editors and scripts."),
@@ -133,6 +133,12 @@ def entry_point() -> NoReturn:
         for problem in getattr(error, "problems", [error]):
             click.echo(f"error: {printable_text(str(problem))}", err=True)
         code = error.exit_code
+    except ModuleNotFoundError as error:
+        package = (error.name or "hpcbench").partition(".")[0]
+        if package == "hpcbench":
+            raise
+        click.echo(f"error: this needs the package {package}: {sys.executable} -m pip install {package}", err=True)
+        code = EXIT_BAD_INPUT
     except BrokenPipeError:
         # The reader of a pipe (head, less) has gone; flushing the rest would only fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

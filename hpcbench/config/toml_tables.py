@@ -251,7 +251,8 @@ def _type_at_step(kind: Any, step: str | int) -> Any:
 
 
 def _is_model(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
+    # On Python 3.10 dict[str, int] is a type, too.
+    return get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def _parse_unit(kind: str, unit: float = 1.0) -> BeforeValidator:

@@ -195,12 +195,14 @@ def _answers_of_process(tasks: Sequence[DryRunTask], on_answer: Callable[[DryRun
         error = printable_text(errors[-1])
         if not answers and count == 0 and re.search("No module named '(torch|msgspec|hpcbench)", error):
             raise WorkerError(f"a dry run needs torch: {sys.executable} reports: {error}", hint=_INSTALL_HINT)
+        if not answers and re.match("(Import|ModuleNotFound|Attribute)Error: ", error):
+            raise WorkerError(f"the dry run does not start with this torch: {sys.executable} reports: {error}")
+        outcome: DryRunOutcome = "error"
+        reason = f"the process of the dry run ended in this configuration: {error}"
         if any(line.startswith("Timeout (") for line in errors):
+            outcome = "not_fakeable"
             reason = f"took longer than {remaining[0].limit_s:g} s (at {_site_of_stack(errors)})"
-        else:
-            reason = f"the process of the dry run ended in this configuration: {error}"
-        crashed = DryRunAnswer(index=remaining.pop(0).index, outcome="not_fakeable", reason=reason, seconds=0.0)
-        keep(crashed)
+        keep(DryRunAnswer(index=remaining.pop(0).index, outcome=outcome, reason=reason, seconds=0.0))
     return answers
 
 

@@ -144,7 +144,7 @@ class ProbeResults(_ProbeRecord, kw_only=True):
     """The quota of the rank's control groups."""
 
 
-DryRunOutcome = Literal["ok", "oom", "unsupported", "not_fakeable"]
+DryRunOutcome = Literal["ok", "oom", "unsupported", "not_fakeable", "error"]
 
 
 class DryRunTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,7 +186,7 @@ class DryRunAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The worker's answer to a task."""
 
     index: int
-    outcome: Literal["ok", "unsupported", "not_fakeable"]
+    outcome: DryRunOutcome
     seconds: float
     reason: str | None = None
     figures: StepFigures | None = None

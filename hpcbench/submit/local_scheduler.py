@@ -99,6 +99,7 @@ def start_local_queue(folder: Path, environment: dict[str, str], warning_s: floa
     """Start the queue of ``folder`` as a process of its own, which outlives this one."""
     import psutil
 
+    environment = environment | {"PYTHONPATH": _path_for_other_folders(environment.get("PYTHONPATH", ""))}
     with open(folder / "queue.log", "ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "hpcbench.submit.local_queue", str(folder), str(warning_s)],
@@ -106,6 +107,15 @@ def start_local_queue(folder: Path, environment: dict[str, str], warning_s: floa
         )  # fmt: skip
     record = LocalQueueRecord(process.pid, psutil.Process(process.pid).create_time(), warning_s, os.uname().nodename)
     write_atomic(folder / "queue.json", msgspec.json.encode(record) + b"\n")
+
+
+def _path_for_other_folders(python_path: str) -> str:
+    """Return the PYTHONPATH with which processes in any folder find what this one has imported."""
+    entries = [str(Path(entry).absolute()) for entry in python_path.split(os.pathsep) if entry]
+    root = str(Path(__file__).resolve().parents[2])
+    # Installed packages belong to one interpreter, and the jobs may have another.
+    is_needed = root not in entries and not root.endswith("-packages")
+    return os.pathsep.join([root, *entries] if is_needed else entries)
 
 
 def queue_was_started(folder: Path) -> bool:

@@ -52,6 +52,9 @@ def execute_rank(
     stop.abort = finalizer.abort
     try:
         rank_environment.check_world_size(info, task.spec)
+        if header.device == "cpu":
+            # Libraries ask whether there is a GPU, not which device the run has.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
         try:
             importlib.import_module("torch")
         except ImportError as error:

@@ -204,8 +204,20 @@ def test_a_worker_that_does_not_start_is_ended(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setattr(dry_runs_module, "_SILENCE_LIMIT_S", 1.0)
     _, (dry_run_record,) = invoke(write_sweep(tmp_path, 'model = ["mine:model"]\nstrategy = ["single"]'))
-    assert dry_run_record["outcome"] == "not_fakeable"
+    assert dry_run_record["outcome"] == "error"
     assert "exit code -9" in dry_run_record["reason"]
+
+
+def test_a_dry_run_that_cannot_start_with_this_torch_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = "ImportError: cannot import name 'FakeStore' from 'torch.testing'"
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "{fault}" >&2\nexit 1\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(WorkerError, match=f"does not start with this torch: .*{fault}"):
+        invoke(write_sweep(tmp_path, 'model = ["mine:model"]\nstrategy = ["single"]'))
 
 
 LARGE = 'model = ["gpt_17b"]\nstrategy = ["single"]'

@@ -9,8 +9,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from tests.cuda.environment import EnvironmentMissing, is_under_stub, run_under_stub
+from tests.cuda.environment import is_under_stub, run_under_stub
 from tests.cuda.stub import StubError
+from tests.environments import EnvironmentMissing
 
 PART = "cuda-stub"
 """The name of this part in HPCBENCH_REQUIRE. Where it is missing, the target fails whether it is named there or not."""

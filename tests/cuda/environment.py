@@ -6,7 +6,6 @@ the interpreter changes. hpcbench itself is taken from the tree. ``.venv`` stays
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import subprocess
@@ -15,16 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.cuda.stub import StubError, build_stub, stub_environment
+from tests.environments import EnvironmentMissing, cached_folder, make_cached_environment, run_or_refuse
 
 CONSTRAINTS = Path(__file__).with_name("constraints.txt")
 ROOT = Path(__file__).resolve().parents[2]
 STUB_FOLDER = "HPCBENCH_CUDA_STUB"
 """The variable that names the folder of the stub in the processes that run under it."""
-_READY = "hpcbench-ready.txt"
-
-
-class EnvironmentMissing(Exception):
-    """The environment cannot be made here; the message names the command that mends it."""
 
 
 def torch_version() -> str:
@@ -35,8 +30,7 @@ def torch_version() -> str:
 
 def environment_folder() -> Path:
     """Return the folder of the environment, whether it is there or not."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "hpcbench" / f"cuda-env-{torch_version()}"
+    return cached_folder(f"cuda-env-{torch_version()}")
 
 
 def make_environment(python: str = sys.executable) -> Path:
@@ -46,17 +40,15 @@ def make_environment(python: str = sys.executable) -> Path:
         EnvironmentMissing: pip could not install what ``constraints.txt`` lists.
     """
     folder = environment_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    state = f"{sys.version}\n{CONSTRAINTS.read_text()}"
-    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        ready = folder / _READY
-        if ready.is_file() and ready.read_text() == state:
-            return folder
-        print(f"tests/cuda: installing torch {torch_version()} with CUDA into {folder} (about 6 GB)", flush=True)
-        _run([python, "-m", "venv", "--clear", str(folder)])
-        _run([str(folder / "bin/python"), "-m", "pip", "install", "--quiet", "--no-deps", "-r", str(CONSTRAINTS)])
-        ready.write_text(state)
+    make_cached_environment(
+        folder,
+        python,
+        ["--no-deps", "-r", str(CONSTRAINTS)],
+        f"{sys.version}\n{CONSTRAINTS.read_text()}",
+        (),
+        f"tests/cuda: installing torch {torch_version()} with CUDA into {folder} (about 6 GB)",
+        _run,
+    )
     return folder
 
 
@@ -100,9 +92,4 @@ def is_under_stub() -> bool:
 
 
 def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    if done.returncode != 0:
-        raise EnvironmentMissing(
-            f"the environment of tests/cuda cannot be installed: {done.stdout.strip()[-600:]}\n"
-            f"it needs a package index with the CUDA build of torch: {' '.join(command)}"
-        )
+    run_or_refuse(command, "tests/cuda")

@@ -105,7 +105,11 @@ _NEW_PINNED = "return {} ? cudaSuccess : cudaErrorMemoryAllocation;"
 _RECORD = "if (event) *(double *)event = now_ms();"
 
 RUNTIME_ANSWERS = {
-    "cudaGetDeviceCount": "*count = DEVICES;",
+    # As CUDA does, it hides all devices from a process with this variable empty. Other values choose none here.
+    "cudaGetDeviceCount": """
+        const char *visible = getenv("CUDA_VISIBLE_DEVICES");
+        *count = visible && !*visible ? 0 : DEVICES;
+        if (!*count) return cudaErrorNoDevice;""",
     "cudaGetDevice": "*device = current;",
     "cudaSetDevice": "if (device < 0 || device >= DEVICES) return cudaErrorInvalidDevice; current = device;",
     "cudaDriverGetVersion": "*driverVersion = CUDART_VERSION;",

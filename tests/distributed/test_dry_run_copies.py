@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.results.probe_records import DryRunAnswer, DryRunTask
+from hpcbench.worker.dry_run import fake_rank, modelled_libraries, shared_forms
 from hpcbench.worker.dry_run.__main__ import answer_task
 
 pytestmark = pytest.mark.slow
@@ -184,6 +187,27 @@ def test_what_torch_refuses_is_unsupported(folder: Path, function: str, message:
     found = answer(folder, function, "cuda")
     assert found.outcome == "unsupported"
     assert message in str(found.reason)
+    assert str(found.reason).startswith(("TypeError: ", "RuntimeError: "))
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "site"),
+    [
+        (shared_forms, "DEVICE_NAME", "shared_forms.py"),
+        (fake_rank, "FakeFeed", "fake_rank.py"),
+        (modelled_libraries, "fill_buckets", "modelled_libraries.py"),
+    ],
+)
+def test_a_fault_of_the_dry_run_is_not_laid_on_the_run(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str, site: str
+) -> None:
+    """A torch that has renamed what the dry run takes from it gives the same errors."""
+    monkeypatch.setattr(module, name, "fake_device_of_another_torch")
+    spec = RunSpec(strategy="ddp", model="vgg11", dataset="digits", batch_size=8, dp_degree=2, tasks_per_node=2)
+    found = answer_task(DryRunTask(index=0, spec=spec, device="cuda"))
+    assert found.outcome == "error"
+    assert f"(at hpcbench/worker/dry_run/{site}:" in str(found.reason)
+    assert torch.__version__ in str(found.reason)
 
 
 @pytest.mark.parametrize("function", [*COPIES, "mixed"])

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from hpcbench.config.run_spec import DEGREE_NAMES, RunSpec
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
 from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.parallel.catalog import STRATEGIES
@@ -19,7 +19,8 @@ from hpcbench.parallel.strategy_entry import ParityCase
 from hpcbench.parallel.traffic import total_payload_bytes
 from hpcbench.worker.strategies.base import import_fairscale
 from tests.conftest import absent
-from tests.distributed.cases import EXACT, Case, OfRank, check, check_rounding, make_case, run_parallel, run_reference
+from tests.distributed.cases import EXACT, Case, OfRank, check, check_rounding, run_parallel, run_reference
+from tests.distributed.parity import parity_training
 from tests.distributed.pool import Pool
 from tests.distributed.test_live_memory import bytes_beside_samples, peak_bytes
 from tests.distributed.test_traffic import expected, steady, table_of
@@ -40,15 +41,7 @@ def training(key: str, case: ParityCase, **more: Any) -> Case:
             import_fairscale("nn.data_parallel")
         except WorkerError as error:
             absent("fairscale", str(error))
-    own_degree = STRATEGIES[key].own_degree
-    degrees = dict.fromkeys(DEGREE_NAMES, 1)
-    if own_degree is not None:
-        degrees[own_degree] = case.ranks * case.devices_per_task
-    return make_case(
-        case.ranks, case.model, case.dataset, dict(case.model_options), strategy=key, replicated=False,
-        options=dict(case.options), micro_batches=case.micro_batches, devices_per_task=case.devices_per_task,
-        **{**degrees, **case.degrees}, **more,
-    )  # fmt: skip
+    return parity_training(key, case, **more)
 
 
 @pytest.mark.parametrize(("key", "parity"), CASES)

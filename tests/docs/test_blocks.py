@@ -73,7 +73,7 @@ def is_run(command: str) -> bool:
 def is_accounted_for(block: Block, command: str) -> bool:
     """Whether a command is run here, by a test of its page's own, by CI itself, or is excused."""
     targets = make_targets()
-    made = re.fullmatch(r"make ([a-z-]+)(?: [A-Z]+=\w+)?(?: +#.*)?", command)
+    made = re.fullmatch(r"make ([a-z-]+)(?: [A-Z]+=[\w.]+)*(?: +#.*)?", command)
     extras = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     installed = re.fullmatch(r"pip install '(?:\.|hpcbench-dl)\[(\w+)\]'(?: +#.*)?", command)
     hooks = command == ".venv/bin/pre-commit install" and (ROOT / ".pre-commit-config.yaml").exists()

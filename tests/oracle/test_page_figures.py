@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -41,9 +42,14 @@ def found(tree: Path) -> list[str]:
 
 
 def edited(path: Path, change: Any) -> None:
-    document = msgspec.json.decode(path.read_bytes())
+    document = document_of(path.read_bytes())
     change(document)
-    path.write_bytes(msgspec.json.encode(document))
+    path.write_bytes(gzip.compress(msgspec.json.encode(document)))
+
+
+def document_of(packed: bytes) -> Any:
+    """Return the content of a file of cases."""
+    return msgspec.json.decode(gzip.decompress(packed))
 
 
 def test_every_figure_is_recomputed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +71,7 @@ def test_a_changed_measurement_is_noticed(tree: Path, monkeypatch: pytest.Monkey
 
     edited(path, one_percent_more)
     (line,) = found(tree)
-    assert line.startswith(f"paradl-small: {msgspec.json.decode(before)['cases'][3]['config_id']}: median ")
+    assert line.startswith(f"paradl-small: {document_of(before)['cases'][3]['config_id']}: median ")
 
     def other_prediction(document: Any) -> None:
         document["cases"][3]["predicted_step_time_s"] *= 1.01
@@ -110,7 +116,7 @@ def test_a_changed_measurement_changes_the_figures_of_the_pages(tree: Path, monk
 
 def test_cases_have_the_keys_that_readers_of_other_tools_expect() -> None:
     for score in (SCORES[name] for name in RERUNS):
-        document = msgspec.json.decode(score.cases.read_bytes())
+        document = document_of(score.cases.read_bytes())
         keys: Iterable[set[str]] = (case.keys() for case in document["cases"])
         assert set.intersection(*map(set, keys)) >= {
             "config_id", "spec", "predicted_step_time_s", "measured_step_times_s",

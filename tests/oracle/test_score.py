@@ -84,7 +84,7 @@ def test_data_parallelism_is_launched_more_often_and_known_launches_never_again(
     }
     spec = plan.runs[ddp[1]]
     document = ScoreCases(sweep="s", sources=[], cases=[case(spec, [ddp[1], ddp[3]], [1.0, 1.1])])
-    own.cases.write_bytes(msgspec.json.encode(document))
+    cases.write(own.cases, document)
     assert seeds(score._sweep_of_launches(bed, own))["ddp"] == [0, 2, 4]
 
 
@@ -167,9 +167,9 @@ def test_predictions_and_cases_are_committed_alone(bed: Testbed, tmp_path: Path)
     git(tmp_path, "config", "user.email", "a@b")
     registered.require_git(tmp_path)
     assert score.predict(bed, own) == 0
-    (own.calibrations / "one.json").write_text("{}")
+    (own.calibrations / "one.json.gz").write_text("{}")
     project.calibrations.mkdir(parents=True)
-    (project.calibrations / "old.json").write_text("{}")
+    (project.calibrations / "old.json.gz").write_text("{}")
     git(tmp_path, "add", "small.toml")
 
     files = registered.copy_files([own.predictions, own.calibrations], own, project)
@@ -177,7 +177,7 @@ def test_predictions_and_cases_are_committed_alone(bed: Testbed, tmp_path: Path)
     registered.commit_files(files, project.folder, "Register", "body")
     found = registered.commit(project.predictions)
     assert found is not None
-    committed = "box_predictions.json\ncalibrations/box/one.json\n"
+    committed = "box_predictions.json\ncalibrations/box/one.json.gz\n"
     assert git(tmp_path, "show", "--format=", "--name-only") == committed
     assert git(tmp_path, "diff", "--cached", "--name-only") == "small.toml\n"
     registered.commit_files(files, project.folder, "Again", "nothing has changed")

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from benchmarks.oracle import timelines
+from benchmarks.oracle import cases, timelines
 from benchmarks.oracle.cases import ScoreCase, ScoreCases
 from benchmarks.oracle.registered import BOX
 from benchmarks.oracle.timelines import RankParts, measured_parts, predicted_parts
@@ -109,7 +108,7 @@ def test_ranks_are_scored_from_the_files_of_a_score(tmp_path: Path) -> None:
         config_id=config_id(spec), spec=spec, predicted_step_time_s=1.0, measured_step_times_s=[1.0],
         run_ids=[result.run_id], said={ORACLE_NAME: PredictorResult(step_time_s=1.0)},
     )  # fmt: skip
-    score.cases.write_bytes(msgspec.json.encode(ScoreCases(sweep="s", sources=[], cases=[case])))
+    cases.write(score.cases, ScoreCases(sweep="s", sources=[], cases=[case]))
     timelines.write(score, tree)
     (stored,) = timelines.read(score)
     assert [own.rank for own in stored.ranks] == [0, 1]

@@ -14,7 +14,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from pathlib import Path
 
 import msgspec
 import torch
@@ -29,18 +29,18 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
 from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.mesh import RankMesh
-from hpcbench.results.probe_records import DryRunAnswer, DryRunTask, StepFigures
+from hpcbench.results.probe_records import DryRunAnswer, DryRunOutcome, DryRunTask, StepFigures
 from hpcbench.worker.dry_run.fake_rank import NotFakeableError, dry_run_rank
-from hpcbench.worker.dry_run.step_recorder import DataDependentBranch, site_of_line
+from hpcbench.worker.dry_run.step_recorder import DataDependentBranch, RefusedOnDevice, is_of_python, site_of_line
 from hpcbench.worker.failure import describe_error
-
-Outcome = Literal["ok", "unsupported", "not_fakeable"]
 
 _NOT_FAKEABLE = (
     NotFakeableError, DataDependentBranch, DataDependentOutputException, DynamicOutputShapeException,
     UnsupportedFakeTensorException, UnsupportedOperatorException,
 )  # fmt: skip
 _NOT_FAKEABLE_MESSAGE = re.compile("data is not allocated yet|meta tensor|FakeTensor|'Meta' backend")
+_OWN_FAULTS = (AssertionError, AttributeError, ImportError, KeyError, NameError, TypeError)
+"""Errors that no operator raises: where code of the dry run raises them, it or this torch is to blame, not the run."""
 
 
 def answer_task(task: DryRunTask, before_rank: Callable[[], None] = lambda: None) -> DryRunAnswer:
@@ -51,7 +51,7 @@ def answer_task(task: DryRunTask, before_rank: Callable[[], None] = lambda: None
         before_rank: Called before each rank.
     """
     began = time.perf_counter()
-    outcome: Outcome = "ok"
+    outcome: DryRunOutcome = "ok"
     reason, figures = None, None
     try:
         ranks = []
@@ -63,6 +63,7 @@ def answer_task(task: DryRunTask, before_rank: Callable[[], None] = lambda: None
         outcome, reason = describe_outcome(error)
         if task.device == "cuda":
             reason = reason.replace("cpu:0", "cuda:0").replace("FakeTensorDeviceMismatchError", "RuntimeError")
+            reason = reason.replace(RefusedOnDevice.__name__, "TypeError")
     gc.collect()
     seconds = time.perf_counter() - began
     return DryRunAnswer(index=task.index, outcome=outcome, reason=reason, figures=figures, seconds=seconds)
@@ -102,18 +103,32 @@ def largest_figures(ranks: list[StepFigures]) -> StepFigures:
     )
 
 
-def describe_outcome(error: Exception) -> tuple[Outcome, str]:
+def describe_outcome(error: Exception) -> tuple[DryRunOutcome, str]:
     """Return the outcome of a dry run that ``error`` ended, and the message that a run would leave."""
     chain, cause = [], error
     while cause is not None:
         chain.append(cause)
         cause = cause.__cause__  # type: ignore[assignment]
+    if (site := own_site(chain[-1])) is not None:
+        fault = f"{type(chain[-1]).__name__}: {chain[-1]} (at {site})"
+        return "error", f"the dry run failed with torch {torch.__version__}; the run itself may be possible: {fault}"
     if any(isinstance(each, _NOT_FAKEABLE) or _NOT_FAKEABLE_MESSAGE.search(str(each)) for each in chain):
         message = " ".join(str(error).split("\n")[:1])
         return "not_fakeable", f"{type(error).__name__}: {message} (at {site_of(chain[-1])})"
     _, record = describe_error(error)
     message = record.message if isinstance(error, WorkerError) else f"{record.type}: {record.message}"
     return "unsupported", f"{message}\n  {record.hint}" if record.hint else message
+
+
+def own_site(error: BaseException) -> str | None:
+    """Return ``file:line`` of the dry run's own code if it raised ``error`` and no run would; else ``None``."""
+    if not isinstance(error, _OWN_FAULTS) or isinstance(error, RefusedOnDevice):
+        return None
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    # Python's own code, such as that of imports and patches, does what its caller asks for.
+    file, line = next((place for place in reversed(frames) if not is_of_python(place[0])), ("", 0))
+    is_own = Path(file).parent == Path(__file__).parent
+    return f"hpcbench/worker/dry_run/{Path(file).name}:{line}" if is_own else None
 
 
 def site_of(error: BaseException) -> str:

@@ -46,6 +46,7 @@ from hpcbench.worker.layers import zero_batch
 from hpcbench.worker.model_execution import MixedPrecision, wrap_blocks
 from hpcbench.worker.strategies.base import DataParallelStrategy, Strategy, resolve_runtime
 from hpcbench.worker.strategies.data import DdpStrategy
+from hpcbench.worker.strategies.fsdp import TRAINS_ON_CPUS
 from hpcbench.worker.strategies.pipeline import stage_assignment
 from hpcbench.worker.strategies.pipeline.p2p import PREFETCHED_RECEIVES
 from hpcbench.worker.strategies.pipeline.strategy import PipelineStrategy
@@ -55,6 +56,19 @@ _FAKE_DEVICES = {"cpu": torch.device("cpu"), "cuda": torch.device("cpu", 0)}
 
 _WINDOWS = (PREFETCHED_RECEIVES, PREFETCHED_RECEIVES + 1)
 """Micro-batches of the last two steps of an asynchronous pipeline: as many receives are posted as in a longer one."""
+
+
+_COLLECTIVES = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+"""Collectives of fake tensors, where this torch has none: the fake process group answers them as those of real ones."""
+if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::send", "Meta"):
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("c10d::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
+            operator = getattr(torch.ops.c10d, name.removeprefix("c10d::")).default
+            on_cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+            _COLLECTIVES.impl(name, partial(operator.redispatch, on_cpu), "Meta")  # type: ignore[no-untyped-call]
+if not TRAINS_ON_CPUS:
+    # A cpu stands for the GPU, whose streams have these methods in every release.
+    torch.cpu.Stream.record_event = torch.cpu.Stream.wait_event = lambda *_arguments: None  # type: ignore[assignment]
 
 
 class NotFakeableError(Exception):

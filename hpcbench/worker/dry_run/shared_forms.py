@@ -13,11 +13,12 @@ import copy
 from functools import lru_cache
 from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
+from unittest.mock import patch
 
 import msgspec
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hpcbench.config.run_spec import RunSpec
@@ -26,6 +27,9 @@ from hpcbench.worker.models.build import build_meta_model, copy_to_meta
 from hpcbench.worker.strategies.pipeline.chunk import ActivationMeta, ActivationMetaCache
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+DEVICE_NAME = "_fake_device" if isinstance(getattr(FakeTensor, "fake_device", None), property) else "fake_device"
+"""The attribute in which a fake tensor keeps its device: the second one before torch 2.13."""
 
 _MODEL_PARAMETERS = ("model", "dataset", "input_size", "model_options", "precision", "channels_last")
 
@@ -157,7 +161,7 @@ def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode:
     """
     if mode is not None and func._opname == "set_":
         # torch's cache keys by the storage itself and would keep it alive for the rest of the process.
-        with disable_fake_tensor_cache(mode):
+        with patch.object(mode, "cache_enabled", new=False):
             return func(*args, **kwargs)
     if mode is None or func.namespace != "aten" or func._opname in _CHANGE_STORAGES:
         return func(*args, **kwargs)
@@ -192,7 +196,7 @@ def _form(value: Any, tensors: list[Tensor]) -> Any:
         if value.constant is not None or value.layout is not torch.strided:
             raise _UnknownFormError
         tensors.append(value)
-        return value.shape, value.stride(), value.dtype, value._fake_device
+        return value.shape, value.stride(), value.dtype, getattr(value, DEVICE_NAME)
     if kind in _NUMBERS:
         return kind, value
     if kind is list or kind is tuple or kind is torch.Size:
@@ -248,7 +252,7 @@ def _make(result: _Result, tensors: list[Tensor], mode: FakeTensorMode) -> Any:
         form = torch.empty(0, dtype=result.dtype, device="meta")
         base = tensors[result.argument]
         form.set_(base.untyped_storage(), base.storage_offset() + result.offset, result.shape, result.stride)
-    device = result.state["_fake_device"]
+    device = result.state[DEVICE_NAME]
     fake = Tensor._make_subclass(FakeTensor, form, False, dispatch_device=True, device_for_backend_keys=device)
     vars(fake).update(result.state, fake_mode=mode)
     return fake

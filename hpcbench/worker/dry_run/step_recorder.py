@@ -27,13 +27,13 @@ from torch.utils._pytree import tree_leaves
 
 import hpcbench
 from hpcbench.worker.dry_run.layer_marks import LayerMarks
-from hpcbench.worker.dry_run.shared_forms import run_operator
+from hpcbench.worker.dry_run.shared_forms import DEVICE_NAME, run_operator
 from hpcbench.worker.measure import traffic_recorder
 from hpcbench.worker.measure.layer_trace import COMM_NAMESPACES
 from hpcbench.worker.measure.traffic_recorder import TrafficRecorder
 
 _PACKAGE = Path(hpcbench.__file__).resolve().parent
-UNNAMED_FILES = [str(Path(torch.__file__).parent), str(Path(__file__).parent), traffic_recorder.__file__, "<"]
+UNNAMED_FILES = [str(Path(torch.__file__).parent), str(Path(__file__).parent), traffic_recorder.__file__]
 """Beginnings of paths that are never the site of a wait; other recorders add their own file."""
 _PYTHON = str(Path(weakref.__file__).parent)
 """Files of Python itself, outside of ``site-packages``: neither."""
@@ -41,6 +41,10 @@ _PYTHON = str(Path(weakref.__file__).parent)
 
 class DataDependentBranch(RuntimeError):
     """The program branches on the value of a tensor, or hands it on, which a fake one does not have."""
+
+
+class RefusedOnDevice(TypeError):
+    """torch itself refuses this for a tensor on a device; for a fake one it would not."""
 
 
 _INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
@@ -200,7 +204,7 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE_OF:
             # A question after the device, twice as many as operators: answered here, without the fake mode.
-            return getattr(args[0], "_fake_device", None) or func(*args, **(kwargs or {}))
+            return getattr(args[0], DEVICE_NAME, None) or func(*args, **(kwargs or {}))
         if func.namespace == "prim":
             return func(*args, **(kwargs or {}))
         if types != _FAKE_ONLY and any(is_traceable_wrapper_subclass_type(kind) for kind in types):
@@ -385,7 +389,7 @@ class HostCopies(TorchFunctionMode):
             raise DataDependentBranch(f"{calling_site()} asks for the address of a tensor, which a dry run has not")
         if is_on_gpu:
             hint = "Use Tensor.cpu() to copy the tensor to host memory first."
-            raise TypeError(f"can't convert cuda:0 device type tensor to numpy. {hint}")
+            raise RefusedOnDevice(f"can't convert cuda:0 device type tensor to numpy. {hint}")
         if tensor.requires_grad and not kwargs.get("force"):
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
         if tensor.constant is not None:
@@ -404,7 +408,7 @@ class HostCopies(TorchFunctionMode):
 
 def device_of(tensor: Tensor) -> torch.device:
     """Return the device of ``tensor``; asking a fake one itself would be another operator."""
-    device: torch.device = getattr(tensor, "_fake_device", None) or tensor.device
+    device: torch.device = getattr(tensor, DEVICE_NAME, None) or tensor.device
     return device
 
 
@@ -419,10 +423,15 @@ def calling_site() -> str:
     return "unknown"
 
 
+def is_of_python(file: str) -> bool:
+    """Return whether ``file`` belongs to Python itself."""
+    return file.startswith("<") or (file.startswith(_PYTHON) and "site-packages" not in file)
+
+
 def site_of_line(frame: FrameType, line: int) -> str | None:
     """Return ``file:line`` of a frame, or ``None`` for a frame of torch, of Python itself or of the dry run."""
     file = frame.f_code.co_filename
-    if file.startswith(tuple(UNNAMED_FILES)) or (file.startswith(_PYTHON) and "site-packages" not in file):
+    if file.startswith(tuple(UNNAMED_FILES)) or is_of_python(file):
         return None
     path = Path(file).resolve()
     return f"{path.relative_to(_PACKAGE.parent) if path.is_relative_to(_PACKAGE) else path}:{line}"

@@ -18,6 +18,9 @@ from hpcbench.errors import unsupported
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.strategies.base import DataParallelStrategy, make_optimizer, untied_blocks
 
+TRAINS_ON_CPUS = hasattr(torch.cpu.Stream, "record_event")
+"""Whether fully_shard of this torch does."""
+
 
 class FsdpStrategy(DataParallelStrategy):
     """Parameters, gradients and optimizer state are sharded; a block's parameters are whole only while it is used.
@@ -34,6 +37,8 @@ class FsdpStrategy(DataParallelStrategy):
         return module
 
     def wrap(self, module: nn.Module, spec: RunSpec, context: RankContext) -> nn.Module:
+        if context.device == torch.device("cpu") and not TRAINS_ON_CPUS:
+            raise unsupported(f"fully_shard of torch {torch.__version__} does not train on cpus, that of 2.8 does")
         # The casts of all blocks together would be a whole model.
         self.arithmetic.keeps_casts = False
         self.loss_factor = float(spec.dp_degree)
