@@ -321,8 +321,10 @@ class _SpatialBatchNormFunction(torch.autograd.Function):
         x, weight, mean, variance = ctx.saved_tensors
         scale = torch.ones_like(mean) if weight is None else weight
         # torch's own kernel for known statistics: the sums over this part of gradient * normalised x, and of gradient.
+        # On cuda statistics that a forward pass has not saved are empty tensors, not absent ones.
+        unsaved = mean.new_empty(0)
         _, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
-            gradient, x, scale, mean, variance, None, None, False, ctx.eps, (False, True, True)
+            gradient, x, scale, mean, variance, unsaved, unsaved, False, ctx.eps, (False, True, True)
         )
         grad_x = None
         if ctx.needs_input_grad[0]:
