@@ -81,8 +81,8 @@ def test_prototypes_are_those_of_the_header(tmp_path: Path) -> None:
     (tmp_path / "h.h").write_text(HEADER)
     prototypes = read_prototypes("gcc", tmp_path, "h.h")
     assert prototypes == {
-        "cudaGetDevice": stub.Prototype("cudaError_t", "int *device"),
-        "cudaFree": stub.Prototype("cudaError_t", "void *p"),
+        "cudaGetDevice": stub_answers.Prototype("cudaError_t", "int *device"),
+        "cudaFree": stub_answers.Prototype("cudaError_t", "void *p"),
     }
     library = Library(
         "lib.so", "h.h", tuple(prototypes), {"cudaGetDevice": stub_answers.RUNTIME_ANSWERS["cudaGetDevice"]}, ""

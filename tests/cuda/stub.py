@@ -19,21 +19,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.cuda import stub_answers
+from tests.cuda.stub_answers import Prototype
 
 RUNTIME, DRIVER = "libcudart.so.13", "libcuda.so.1"
+CUBLAS, CUBLASLT = "libcublas.so.13", "libcublasLt.so.13"
 _PROTOTYPE = re.compile(r"\b(cudaError_t|CUresult|const char\s*\*)\s+(cu\w+)\s*\(([^;{}]*)\)\s*;")
 _SYMBOL = re.compile(r"^[0-9a-f]+ T (\w+?)(?:@@?(\S+))?$", re.MULTILINE)
 
 
 class StubError(Exception):
     """The stub cannot be built here; the message names the command that mends it."""
-
-
-class Prototype(NamedTuple):
-    """A function as a header declares it."""
-
-    result: str
-    parameters: str
 
 
 class Library(NamedTuple):
@@ -65,16 +60,14 @@ def build_stub(package: Path, cache: Path) -> Path:
     folder = cache / f"stub-{key}"
     if folder.is_dir():
         return folder
-    listing = _output(["nm", "-D", "--defined-only", str(real)])
-    exported = _SYMBOL.findall(listing)
     declared = read_prototypes(compiler, include, "cuda.h")
     libraries = [
-        Library(
-            RUNTIME, "cuda_runtime_api.h", tuple(name for name, _ in exported), stub_answers.RUNTIME_ANSWERS,
-            stub_answers.RUNTIME_HELPERS, next((version for _, version in exported if version), ""),
-        ),
+        _stand_in(real, "cuda_runtime_api.h", stub_answers.RUNTIME_ANSWERS, stub_answers.RUNTIME_HELPERS),
         Library(DRIVER, "cuda.h", tuple(declared), stub_answers.DRIVER_ANSWERS, stub_answers.DRIVER_HELPERS),
-    ]  # fmt: skip
+        # Their headers include one that no package of torch's brings.
+        _stand_in(real.with_name(CUBLAS), "", stub_answers.CUBLAS_ANSWERS),
+        _stand_in(real.with_name(CUBLASLT), "", stub_answers.CUBLASLT_ANSWERS),
+    ]
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         for library in libraries:
@@ -92,6 +85,13 @@ def build_stub(package: Path, cache: Path) -> Path:
     return folder
 
 
+def _stand_in(real: Path, header: str, answers: Mapping[str, str], helpers: str = "") -> Library:
+    """Return the library that exports every symbol of the one at ``real``, under its symbol version."""
+    exported = _SYMBOL.findall(_output(["nm", "-D", "--defined-only", str(real)]))
+    version = next((version for _, version in exported if version), "")
+    return Library(real.name, header, tuple(name for name, _ in exported), answers, helpers, version)
+
+
 def read_prototypes(compiler: str, include: Path, header: str) -> dict[str, Prototype]:
     """Return the functions that ``header`` declares, by their names in the library."""
     text = _output([compiler, "-E", "-P", "-x", "c", f"-I{include}", str(include / header)])
@@ -100,7 +100,8 @@ def read_prototypes(compiler: str, include: Path, header: str) -> dict[str, Prot
 
 def answering_source(library: Library, prototypes: Mapping[str, Prototype]) -> str:
     """Return the C source of the functions of ``library`` that answer, with its headers."""
-    parts = [stub_answers.SHARED_STATE, f"#include <{library.header}>", counter_source(library), library.helpers]
+    header = f"#include <{library.header}>" * bool(library.header)
+    parts = [stub_answers.SHARED_STATE, header, counter_source(library), library.helpers]
     for name, body in library.answers.items():
         if name not in library.symbols or name not in prototypes:
             raise StubError(f"{library.file} or {library.header} has no {name}: mend tests/cuda/stub_answers.py")
@@ -135,7 +136,9 @@ unsigned long fake_cuda_calls(const char *name) {{
 
 
 def _compile(compiler: str, include: Path, library: Library, folder: Path) -> None:
-    prototypes = read_prototypes(compiler, include, library.header)
+    prototypes = stub_answers.CUBLAS_PROTOTYPES
+    if library.header:
+        prototypes = read_prototypes(compiler, include, library.header)
     sources = {"answers.c": answering_source(library, prototypes), "silent.c": silent_source(library)}
     for file, text in sources.items():
         (folder / file).write_text(text)
@@ -160,7 +163,8 @@ def _output(command: list[str]) -> str:
 def stub_environment(folder: Path) -> dict[str, str]:
     """Return the variables under which a program finds the stub in ``folder`` instead of CUDA."""
     paths = [str(folder), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
-    return {"LD_PRELOAD": str(folder / RUNTIME), "LD_LIBRARY_PATH": os.pathsep.join(paths)}
+    preloaded = " ".join(str(folder / name) for name in (RUNTIME, CUBLASLT, CUBLAS))
+    return {"LD_PRELOAD": preloaded, "LD_LIBRARY_PATH": os.pathsep.join(paths)}
 
 
 WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")

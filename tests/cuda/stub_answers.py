@@ -1,14 +1,26 @@
 """Answers of the stub of CUDA: bodies of C functions, by name. Every other function of the libraries returns success.
 
 Arguments have the names of CUDA's own headers. Streams and events are addresses on the heap; an event holds the host's
-clock at its record, so that elapsed times are the host's. Device addresses count up and are never read. One stream at a
-time can be captured; a graph holds nothing.
+clock at its record, so that elapsed times are the host's. Memory of the device is address space of the host: copies are
+made, kernels compute nothing. One stream at a time can be captured; a graph holds nothing.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+
+class Prototype(NamedTuple):
+    """A function as a header declares it."""
+
+    result: str
+    parameters: str
+
+
 DEVICES = 8
 MEMORY_BYTES = 80 * 2**30
+DEVICE_BYTES = 2**38
+"""Address space of all devices' memory: pages exist once a copy has written them, and are never given back."""
 PINNED_BYTES = 2**34
 """Address space of pinned memory of the host: pages exist once they are written, and are never given back."""
 NAME = "Fake GPU of 80 GiB"
@@ -31,7 +43,8 @@ SHARED_STATE = f"""
 #define DEVICES {DEVICES}
 #define MEMORY_BYTES {MEMORY_BYTES}ull
 #define PINNED_BYTES {PINNED_BYTES}ull
-#define DEVICE_ADDRESS 0x700000000000ull
+#define DEVICE_BYTES {DEVICE_BYTES}ull
+#define DEVICE_ADDRESS 0x600000000000ull
 static __thread int current;
 static uintptr_t next_address = DEVICE_ADDRESS;
 static double now_ms(void) {{
@@ -45,8 +58,10 @@ static void *new_memory(size_t bytes) {{
     return (void *)__atomic_fetch_add(&next_address, aligned, __ATOMIC_SEQ_CST);
 }}
 static char *pinned_begin, *pinned_next;
-__attribute__((constructor)) static void reserve_pinned(void) {{
-    void *all = mmap(NULL, PINNED_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+__attribute__((constructor)) static void reserve_memory(void) {{
+    int kind = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void *all = mmap(NULL, PINNED_BYTES, PROT_READ | PROT_WRITE, kind, -1, 0);
+    mmap((void *)DEVICE_ADDRESS, DEVICE_BYTES, PROT_READ | PROT_WRITE, kind | MAP_FIXED_NOREPLACE, -1, 0);
     pinned_begin = pinned_next = all == MAP_FAILED ? NULL : all;
 }}
 static void *new_pinned(size_t bytes) {{
@@ -55,6 +70,9 @@ static void *new_pinned(size_t bytes) {{
 }}
 static int is_pinned(const void *address) {{
     return pinned_begin && (char *)address >= pinned_begin && (char *)address < pinned_begin + PINNED_BYTES;
+}}
+static int is_ours(const void *address) {{
+    return is_pinned(address) || ((uintptr_t)address >= DEVICE_ADDRESS && (uintptr_t)address < next_address);
 }}
 static int is_on_device(const void *address) {{
     return (uintptr_t)address >= DEVICE_ADDRESS && (uintptr_t)address < __atomic_load_n(&next_address, __ATOMIC_SEQ_CST);
@@ -102,13 +120,16 @@ _STATUS = (
 )
 _NEW_GRAPH = "*pGraphExec = (cudaGraphExec_t)new_handle();"
 _NEW_PINNED = "return {} ? cudaSuccess : cudaErrorMemoryAllocation;"
+_COPY = "if (is_ours(dst) || is_ours(src)) memmove(dst, src, count);"
+_FILL = "if (is_ours(devPtr)) memset(devPtr, value, count);"
 _RECORD = "if (event) *(double *)event = now_ms();"
 
 RUNTIME_ANSWERS = {
-    # As CUDA does, it hides all devices from a process with this variable empty. Other values choose none here.
+    # As many devices as the variable lists; which ones makes no difference here.
     "cudaGetDeviceCount": """
         const char *visible = getenv("CUDA_VISIBLE_DEVICES");
-        *count = visible && !*visible ? 0 : DEVICES;
+        *count = visible ? *visible != 0 : DEVICES;
+        for (; visible && *visible; visible++) *count += *visible == ',';
         if (!*count) return cudaErrorNoDevice;""",
     "cudaGetDevice": "*device = current;",
     "cudaSetDevice": "if (device < 0 || device >= DEVICES) return cudaErrorInvalidDevice; current = device;",
@@ -147,6 +168,10 @@ RUNTIME_ANSWERS = {
     "cudaMalloc": _NEW_MEMORY,
     "cudaMallocManaged": _NEW_MEMORY,
     "cudaMallocAsync": _NEW_MEMORY,
+    "cudaMemcpy": _COPY,
+    "cudaMemcpyAsync": _COPY,
+    "cudaMemset": _FILL,
+    "cudaMemsetAsync": _FILL,
     "cudaHostAlloc": _NEW_PINNED.format("(*pHost = new_pinned(size))"),
     "cudaMallocHost": _NEW_PINNED.format("(*ptr = new_pinned(size))"),
     "cudaHostGetDevicePointer": "*pDevice = pHost;",
@@ -180,7 +205,10 @@ RUNTIME_ANSWERS = {
     "cudaEventElapsedTime": "*ms = (float)(*(double *)end - *(double *)start);",
     "cudaOccupancyMaxActiveBlocksPerMultiprocessor": "*numBlocks = 1;",
     "cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags": "*numBlocks = 1;",
-    "cudaFuncGetAttributes": f"memset(attr, 0, sizeof *attr); attr->maxThreadsPerBlock = {THREADS_PER_BLOCK};",
+    "cudaFuncGetAttributes": f"""
+        memset(attr, 0, sizeof *attr);
+        attr->maxThreadsPerBlock = {THREADS_PER_BLOCK};
+        attr->binaryVersion = attr->ptxVersion = {10 * MAJOR + MINOR};""",
     "cudaGetDriverEntryPoint": "return entry_point(symbol, funcPtr, driverStatus);",
     "cudaGetDriverEntryPointByVersion": "return entry_point(symbol, funcPtr, driverStatus);",
 }
@@ -224,4 +252,16 @@ DRIVER_ANSWERS = {
     "cuStreamCreateWithPriority": "*phStream = (CUstream)new_handle();",
     "cuEventCreate": "*phEvent = (CUevent)new_handle();",
     "cuEventElapsedTime_v2": "*pMilliseconds = (float)(*(double *)hEnd - *(double *)hStart);",
+}
+
+CUBLAS_ANSWERS = {"cublasCreate_v2": "*handle = new_handle();"}
+CUBLASLT_ANSWERS = {"cublasLtCreate": "*handle = new_handle();", "cublasLtMatmulAlgoGetHeuristic": "*count = 1;"}
+"""Products compute nothing, as all kernels."""
+CUBLAS_PROTOTYPES = {
+    "cublasCreate_v2": Prototype("int", "void **handle"),
+    "cublasLtCreate": Prototype("int", "void **handle"),
+    "cublasLtMatmulAlgoGetHeuristic": Prototype(
+        "int",
+        "void *handle, void *product, void *a, void *b, void *c, void *d, void *wish, int wanted, void *found, int *count",
+    ),
 }
