@@ -217,7 +217,7 @@ def summarize_run(
     """The result of a run from its ranks' files; ranks that left none are named in ``ranks``."""
     spec, untimed = task.spec, None
     if header.ranks_per_device > 1 and spec.devices > 1:
-        untimed = f"up to {header.ranks_per_device} ranks share a device and stage their messages in the host's memory"
+        untimed = f"up to {header.ranks_per_device} ranks share a device"
         ranks = {rank: _without_times(result) for rank, result in ranks.items()}
     slowest = timing_statistics.slowest_rank_times_s(ranks)
     provenance = _run_provenance(ranks)

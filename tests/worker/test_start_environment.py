@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hpcbench.config.run_spec import run_id
 from hpcbench.errors import WorkerError
@@ -230,3 +232,20 @@ def test_more_ranks_than_may_share_the_gpus_are_refused(monkeypatch: pytest.Monk
     with pytest.raises(WorkerError, match="4 ranks on .* see 1 GPUs") as refused:
         choose_device("cuda", RankInfo(0, 0, 4, 4, 0, "pool", "x"), ranks_per_device=2)
     assert "ranks per GPU: 2" in str(refused.value)
+
+
+@pytest.mark.parametrize(("version", "shares"), [((2, 28, 9), False), ((2, 30, 7), True), ((3, 0, 0), True)])
+def test_nccl_is_asked_to_take_ranks_of_one_gpu_where_it_can(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, ...], shares: bool
+) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    assert world._nccl_shares_devices() == shares
+    assert os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == ("1" if shares else None)
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+
+
+def test_gloo_carries_ranks_of_one_gpu_where_there_is_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    assert not world._nccl_shares_devices()

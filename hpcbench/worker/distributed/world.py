@@ -21,6 +21,9 @@ from hpcbench.worker.distributed.rendezvous import ControlChannel, join_store, s
 from hpcbench.worker.measure.gpu import device_uuid
 from hpcbench.worker.shutdown import PeerEnded, StopController
 
+_NCCL_SHARES_DEVICES = (2, 30)
+"""First version of NCCL that has the variable NCCL_MULTI_RANK_GPU_ENABLE."""
+
 
 def choose_device(kind: str, info: RankInfo, ranks_per_device: int = 1) -> torch.device:
     """Return the device of this rank: the cpu, or among the visible GPUs the one of its local rank.
@@ -85,13 +88,14 @@ def join_world(
 ) -> process_groups.RankContext:  # fmt: skip
     """Create the default process group; a lone rank gets one only where its strategy needs one.
 
-    Ranks that share a device communicate over gloo, since NCCL refuses them, and stage their messages.
+    Ranks that share a device communicate over gloo with staged messages, unless NCCL takes them (from 2.30 on).
 
     Raises:
         WorkerError: two ranks have the same GPU, and ``ranks_per_device`` is 1.
     """
     shares_device = ranks_per_device > 1
-    stage_messages(shares_device)
+    takes_gloo = device.type != "cuda" or (shares_device and channel is not None and not _nccl_shares_devices())
+    stage_messages(shares_device and takes_gloo)
     context = process_groups.RankContext(info.rank, info.world_size, device, wait_s=wait_s, shares_device=shares_device)
     store: process_groups.Store
     if channel is not None:
@@ -104,14 +108,25 @@ def join_world(
         store = process_groups.HashStore()
     else:
         return context
+    if spec.cuda_graph:
+        # torch's notes on whole-network capture ask for it: NCCL's watchdog would query events within a capture.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     dist.init_process_group(
-        "gloo" if device.type != "cuda" or (shares_device and channel is not None) else "nccl",
+        "gloo" if takes_gloo else "nccl",
         store=store,
         rank=context.rank,
         world_size=context.world_size,
         timeout=process_groups.to_timedelta(wait_s),
     )
     return context
+
+
+def _nccl_shares_devices() -> bool:
+    """Whether NCCL takes several ranks of one GPU; it is asked to, as it does not by itself."""
+    if not dist.is_nccl_available() or torch.cuda.nccl.version() < _NCCL_SHARES_DEVICES:  # type: ignore[no-untyped-call]
+        return False
+    os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    return True
 
 
 def leave_world() -> None:
