@@ -16,7 +16,7 @@ JOBS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart horovod horovod-if-possible test test-all test-rest test-strategy test-slurm test-cuda test-torch run-distributed run-others run-slurm run-elsewhere durations lint format docs \
-	reference schemas layers check-layers golden pictures slurm-up slurm-down slurm-status soak faults bench gpu-check oracle-score rerun-ddlbench rerun-paradl clean
+	reference schemas layers check-layers golden pictures slurm-up slurm-down slurm-status soak faults bench gpu-check gpu-kit gpu-day oracle-score rerun-ddlbench rerun-paradl clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -162,6 +162,19 @@ bench: $(VENV)/.worker ## measure hpcbench's own costs against lower bounds and 
 # The default cluster is this shell's, as for every command.
 gpu-check: $(VENV)/.worker ## run every strategy on the GPUs of one node and write a file to send (CLUSTER)
 	$(BIN)/hpcbench doctor --gpu $(if $(CLUSTER),--cluster $(CLUSTER))
+
+# The node has no .venv: its own Python, with the kit's packages in a folder beside it where it lacks them.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+KIT_PYTHON ?= 3.12
+OUT ?= build/gpu-day
+SITE := build/gpu-site
+
+gpu-kit: $(VENV)/.dev ## wheels for a GPU node without a network, into .whl (KIT_PYTHON)
+	$(BIN)/python -m benchmarks.gpu_day kit --out .whl --python $(KIT_PYTHON)
+
+gpu-day: ## run everything once on one GPU in seven minutes, or on CPUs with HPCBENCH_GPU_DAY=cpu (OUT, GPU_PYTHON)
+	@$(GPU_PYTHON) -c 'import msgspec, pydantic, submitit' 2>/dev/null || $(GPU_PYTHON) -m benchmarks.gpu_day.install_kit .whl $(SITE)
+	PYTHONPATH=$(CURDIR):$(CURDIR)/$(SITE) $(GPU_PYTHON) -m benchmarks.gpu_day run --out $(OUT) --device $(or $(HPCBENCH_GPU_DAY),cuda) --wheels .whl
 
 oracle-score: $(VENV)/.dev ## score the oracle on the SLURM box: calibrate, predict, measure, compare; commits (root, 2 hours)
 	$(BIN)/python -m benchmarks.oracle.score box all --commit

@@ -151,7 +151,7 @@ def built_rank(task: DryRunTask, rank: int, recorder: StepRecorder) -> Iterator[
     model = wrap_blocks(shared_meta_model(spec, task.model_folder), spec)
     recorder.layers.name_modules(model)
     with (
-        _fake_world(spec, rank, recorder.device) as context,
+        fake_world(spec, rank, recorder.device) as context,
         _stand_ins(task, recorder),
         ExitStack() as fakes,
         patch.object(nn.Module, "to", _become_fake(model, strategy, recorder, fakes)),
@@ -191,7 +191,8 @@ class CudaArithmetic(MixedPrecision):
 
 
 @contextmanager
-def _fake_world(spec: RunSpec, rank: int, device: torch.device) -> Iterator[RankContext]:
+def fake_world(spec: RunSpec, rank: int, device: torch.device) -> Iterator[RankContext]:
+    """Make this process ``rank`` of the run, within a process group whose other ranks answer at once with nothing."""
     context = RankContext(rank, spec.ranks, device)
     if spec.ranks == 1 and get_strategy(spec.strategy).own_degree is None:
         yield context

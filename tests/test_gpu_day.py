@@ -1,0 +1,275 @@
+"""The first day on a GPU: its parts, what it finds out about a machine, its report, and all of it on CPUs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from benchmarks.gpu_day import preflight, status
+from benchmarks.gpu_day.install_kit import is_for, kit_problems
+from benchmarks.gpu_day.kit import MAX_KIT_BYTES, MAX_TREE_BYTES, missing_predictions, tracked_bytes
+from benchmarks.gpu_day.machines import NODES, device_key, write_profiles
+from benchmarks.gpu_day.outputs import LOG, MACHINE, REPORT, RESULTS, DayFiles, committed_days, read_day
+from benchmarks.gpu_day.parts import SHARED_RANKS, Size, day_parts, part_sweep
+from benchmarks.gpu_day.preflight import Gpu, Machine, inspect_machine, is_hopeless
+from benchmarks.gpu_day.report import cell, report_lines
+from benchmarks.gpu_day.shards import shard_specs
+from hpcbench.config.run_spec import config_id, run_id
+from hpcbench.parallel.catalog import STRATEGIES
+from hpcbench.results.results_tree import ClusterTree
+from hpcbench.results.schema import FailureRecord, RunResult, VerificationResult
+from hpcbench.submit.plan import make_plan
+from tests.worker.helpers import make_spec
+
+ROOT = Path(__file__).parents[1]
+H100 = Gpu("NVIDIA H100 80GB HBM3", 80 * 2**30, 79 * 2**30, "580.159.04", (13, 0))
+
+
+def machine(**changes: Any) -> Machine:
+    given: dict[str, Any] = {
+        "size": "full", "python": "3.12.3", "cores": 16, "packages": {"torch": "2.11.0"}, "torch_cuda": "13.0",
+        "gpu": H100, "compiler": "/usr/bin/gcc", "has_python_headers": True, "cupti": "found", "problems": [],
+    }  # fmt: skip
+    return Machine(**{**given, **changes})
+
+
+def problems(device: Any = "cuda", reason: str | None = None, **changes: Any) -> list[str]:
+    return [*preflight._problems(machine(**changes), device, reason)]
+
+
+@pytest.mark.parametrize("size", ["full", "small"])
+def test_every_run_of_the_day_is_feasible_on_one_device(size: Size, tmp_path: Path) -> None:
+    for name in NODES:
+        profiles = write_profiles(tmp_path / name, "cuda", name, 16)
+        for part in day_parts(size, large_memory=name == "H200"):
+            plan = make_plan(part_sweep(part), profiles.of(part.is_shared), ClusterTree(tmp_path))
+            assert plan.dropped == []
+            assert len(plan.runs) == len(part.points)
+
+
+def test_the_day_covers_every_strategy_family_and_precision() -> None:
+    parts = {part.name: part for part in day_parts("full", large_memory=False)}
+    divided = {key for key, entry in STRATEGIES.items() if entry.own_degree is not None}
+    assert {point["strategy"] for point in parts["shared"].points} == divided
+    assert {point.get("tasks_per_node", 1) for point in parts["shared"].points} == {1, 2, SHARED_RANKS}
+    kernels = parts["kernels"].points
+    families = {point["model"] for point in kernels}
+    precisions = {"fp32", "tf32", "bf16", "fp16", "bf16_params"}
+    assert families >= {"resnet18", "vgg11", "mobilenetv2", "cosmoflow", "vit", "gpt", "llama"}
+    for family in families:
+        assert {point.get("precision") for point in kernels if point["model"] == family} >= precisions
+    assert sum(bool(point.get("cuda_graph")) for point in kernels) == 3
+    assert len(parts["singles"].points) == 10
+    assert all(parts[name].fixed["verify"] for name in ("launcher", "kernels", "shared", "compiled"))
+
+
+def test_timed_runs_come_after_the_launcher_has_had_the_untimed_ones() -> None:
+    names = [part.name for part in day_parts("full", large_memory=True)]
+    assert names == ["launcher", "kernels", "shared", "loops", "singles", "probes", "compiled"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text", "hopeless"),
+    [
+        ({"gpu": None}, "no GPU: there is none; HPCBENCH_GPU_DAY=cpu rehearses the day", True),
+        ({"torch_cuda": None}, "this torch was built without CUDA: nothing can run", True),
+        ({"packages": {}}, "no torch in", True),
+        (
+            {"gpu": H100._replace(driver="535.1", driver_cuda=(12, 2))},
+            "the driver 535.1 runs CUDA 12.2, torch was built with 13.0: nothing can run", True,
+        ),
+        ({"gpu": H100._replace(driver_cuda=(13, 0))}, None, False),
+        ({"cupti": "libcupti does not load: kernels are not counted"}, "libcupti does not load", False),
+        ({"compiler": None}, "no C compiler: runs that need a compiler are left out", False),
+        ({"has_python_headers": False}, "no Python.h: runs that need a compiler are left out", False),
+        (
+            {"gpu": H100._replace(memory_bytes=24 * 2**30, free_bytes=24 * 2**30)},
+            "has 24 GiB, the largest configurations need 70: they will end as oom", False,
+        ),
+        ({"gpu": H100._replace(free_bytes=40 * 2**30)}, "40 of 80 GiB are free: other processes use the device", False),
+    ],
+)  # fmt: skip
+def test_a_machine_that_lacks_something_says_so(changes: dict[str, Any], text: str | None, hopeless: bool) -> None:
+    found = problems(reason="there is none", **changes)
+    assert [each for each in found if text is not None and text in each] or (text is None and found == [])
+    assert is_hopeless(machine(**changes, problems=found), "cuda") == hopeless
+
+
+def test_runs_that_need_a_compiler_are_left_out_without_one() -> None:
+    assert machine(compiler=None).lacks() == {"compiler"}
+    assert machine().lacks() == set()
+    assert [part.name for part in day_parts("full", large_memory=False) if part.needs] == ["compiled"]
+
+
+def test_this_machine_is_inspected_without_importing_torch() -> None:
+    code = (
+        "import sys; from benchmarks.gpu_day.preflight import inspect_machine\n"
+        "found = inspect_machine('cuda', 'full', None)\n"
+        "assert 'torch' not in sys.modules, 'torch takes half a minute on a cold node'\n"
+        "assert found.cores and found.packages['torch'], found\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_a_day_without_a_gpu_ends_at_once(tmp_path: Path) -> None:
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    words = ["-m", "benchmarks.gpu_day", "run", "--out", str(tmp_path)]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=hidden, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "PROBLEM: no GPU: CUDA_VISIBLE_DEVICES is '', which hides every GPU" in done.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"machine.json", "log.txt"}
+
+
+@pytest.mark.parametrize(
+    ("wheel", "running", "fits"),
+    [
+        ("msgspec-0.22.0-cp312-cp312-manylinux2014_x86_64.whl", (3, 12), True),
+        ("msgspec-0.22.0-cp312-cp312-manylinux2014_x86_64.whl", (3, 11), False),
+        ("psutil-7.2.2-cp36-abi3-manylinux2010_x86_64.whl", (3, 13), True),
+        ("rich-15.0.0-py3-none-any.whl", (3, 10), True),
+    ],
+)
+def test_wheels_of_another_python_are_named(wheel: str, running: tuple[int, int], fits: bool, tmp_path: Path) -> None:
+    path = tmp_path / wheel
+    path.touch()
+    assert is_for(path, running) == fits
+    assert [text.split(":")[0] for text in kit_problems(tmp_path, running)] == (
+        [] if fits else [f"the kit's {wheel} is not for Python {running[0]}.{running[1]}"]
+    )
+
+
+def test_the_tree_and_the_kit_may_travel_together() -> None:
+    assert MAX_KIT_BYTES + MAX_TREE_BYTES < 64 * 2**20
+    assert tracked_bytes() <= MAX_TREE_BYTES
+
+
+def test_every_timed_configuration_and_shard_was_predicted() -> None:
+    assert missing_predictions() == []
+
+
+def test_devices_are_known_by_a_part_of_their_name() -> None:
+    assert [device_key(name) for name in (H100.name, "NVIDIA H200", "NVIDIA L40S", None)] == [
+        "H100",
+        "H200",
+        None,
+        None,
+    ]
+
+
+def test_profiles_of_an_unknown_gpu_have_no_figures(tmp_path: Path) -> None:
+    profiles = write_profiles(tmp_path, "cuda", "NVIDIA L40S", 8)
+    assert (profiles.alone.name, profiles.shared.name) == ("gpu-day-gpu", "gpu-day-gpu-shared")
+    assert (profiles.alone.node.ranks_per_device, profiles.shared.node.ranks_per_device) == (1, SHARED_RANKS)
+    assert profiles.alone.devices == {}
+
+
+def result(part: str, outcome: str = "ok", **values: Any) -> RunResult:
+    spec = make_spec(**{"verify": True, **values})
+    failure = (
+        None if outcome == "ok" else FailureRecord(type="RuntimeError", message="rank 1 on n7: bad <b>|`x`\n\x1b[2J")
+    )
+    verification = (
+        VerificationResult(passed=outcome == "ok", precision="fp64", tolerance=1e-9, steps=5) if spec.verify else None
+    )
+    return RunResult(
+        run_id=run_id(spec), config_id=config_id(spec), attempt=1, sweep=f"gpu-day-{part}", cluster="gpu-day-h100",
+        status=outcome, spec=spec, ranks=[{"rank": 0, "device": "cuda:0"}], verification=verification, error=failure,
+    )  # fmt: skip
+
+
+def day(*results: RunResult, **changes: Any) -> DayFiles:
+    return DayFiles("2026-12-01-h100", machine(**changes), [*results], [], [])
+
+
+def state_of(part: str, *days: DayFiles) -> str:
+    (line,) = [line for line in status.status_lines(days) if f"`{part}`" in line.split("|")[1]]
+    return line.split("|")[4].strip()
+
+
+def test_rows_move_from_never_executed_by_results_alone() -> None:
+    good, bad = result("kernels", precision="tf32"), result("kernels", "failed", precision="tf32", seed=1)
+    assert state_of("tf32").startswith("never executed")
+    assert state_of("tf32", day(good)) == "executed on NVIDIA H100 80GB HBM3, 2026-12-01: 1 run right"
+    assert state_of("tf32", day(good, bad)) == "executed on NVIDIA H100 80GB HBM3, 2026-12-01: 1 of 2 runs right"
+    assert state_of("fp16", day(good)).startswith("never executed")
+    assert state_of("tf32", day(good, gpu=None)).startswith("never executed")
+    never_stepped = msgspec.structs.replace(bad, ranks=[])
+    assert state_of("tf32", day(never_stepped)).startswith("never executed")
+
+
+def test_the_status_page_is_that_of_the_committed_days() -> None:
+    page = status.PAGE.read_text()
+    assert page == status.page_text(page, committed_days())
+
+
+def test_a_report_escapes_what_results_say_and_lists_each_reason_once() -> None:
+    failed = [result("shared", "failed", strategy="ddp", seed=seed) for seed in range(3)]
+    text = "\n".join(report_lines(day(*failed)))
+    assert text.count("RuntimeError: bad") == 1
+    assert "\x1b" not in text
+    assert "<b>|" not in text
+    assert cell("a|b\nc") == "a\\|b c"
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_day_runs_on_cpus_from_start_to_report(tmp_path: Path) -> None:
+    out = tmp_path / "day"
+    words = ["-m", "benchmarks.gpu_day", "run", "--out", str(out), "--device", "cpu", "--seconds", "3000"]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env=variables, capture_output=True, text=True, check=False
+    )
+    found = read_day(out)
+    wrong = [
+        (run.sweep, run.spec.strategy, run.error.message if run.error else "")
+        for run in found.results
+        if run.status != "ok" and run.spec.strategy != "horovod"
+    ]
+    assert wrong == [], done.stdout
+    assert {path.name for path in out.iterdir()} == {
+        "machine.json", "results.tar.gz", "shards.json", "report.md", "log.txt",
+    }  # fmt: skip
+    parts = {part.name: len(part.points) for part in day_parts("small", large_memory=False)}
+    assert {name: len(found.of_part(name)) for name in parts} == parts
+    assert all(run.untimed for run in found.of_part("shared") if run.spec.devices > 1)
+    assert all(run.metrics.step_time_s for run in found.of_part("singles"))
+    verified = [run for run in found.results if run.spec.verify and run.spec.strategy != "horovod"]
+    assert all(run.verification is not None and run.verification.passed for run in verified)
+    assert [shard.error for shard in found.shards] == [None] * len([*shard_specs("small")])
+    text = (out / "report.md").read_text()
+    assert "| shared | strategies, ranks sharing the device | 27 |" in text
+    # It ran on no GPU, whatever it executed.
+    assert "executed on a cpu" not in text
+    table = [sys.executable, "-m", "hpcbench", "table", str(out / "results.tar.gz")]
+    shown = subprocess.run(table, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
+    assert shown.returncode == 0, shown.stderr
+
+
+@pytest.mark.slow
+def test_a_day_that_is_cut_keeps_what_came_before(tmp_path: Path) -> None:
+    words = ["-m", "benchmarks.gpu_day", "run", "--out", str(tmp_path / "day"), "--device", "cpu", "--seconds", "20"]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env=variables, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "no time is left for" in done.stdout
+    assert {MACHINE, RESULTS, REPORT, LOG} <= {path.name for path in (tmp_path / "day").iterdir()}
+
+
+def test_the_shards_are_feasible() -> None:
+    for size in ("full", "small"):
+        assert [spec.strategy for spec, _ in shard_specs(size)] == ["fsdp", "1f1b", "tensor", "zero1"]
+
+
+def test_inspecting_for_a_rehearsal_asks_for_no_gpu() -> None:
+    found = inspect_machine("cpu", "small", None)
+    assert (found.gpu, found.cupti) == (None, "not needed")
+    assert not is_hopeless(found, "cpu")
