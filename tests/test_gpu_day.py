@@ -17,14 +17,17 @@ from benchmarks.gpu_day.kit import MAX_KIT_BYTES, MAX_TREE_BYTES, missing_predic
 from benchmarks.gpu_day.machines import NODES, device_key, write_profiles
 from benchmarks.gpu_day.outputs import LOG, MACHINE, REPORT, RESULTS, DayFiles, committed_days, read_day
 from benchmarks.gpu_day.parts import SHARED_RANKS, Size, day_parts, part_sweep
+from benchmarks.gpu_day.predictions import read_predictions
 from benchmarks.gpu_day.preflight import Gpu, Machine, inspect_machine, is_hopeless
 from benchmarks.gpu_day.report import cell, report_lines
 from benchmarks.gpu_day.shards import shard_specs
 from hpcbench.config.run_spec import config_id, run_id
 from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.results.results_tree import ClusterTree
-from hpcbench.results.schema import FailureRecord, RunResult, VerificationResult
+from hpcbench.results.schema import FailureRecord, RunMetrics, RunResult, VerificationResult
+from hpcbench.results.timing_statistics import step_time_statistics
 from hpcbench.submit.plan import make_plan
+from hpcbench.units import format_bytes, format_seconds
 from tests.worker.helpers import make_spec
 
 ROOT = Path(__file__).parents[1]
@@ -217,8 +220,38 @@ def test_a_report_escapes_what_results_say_and_lists_each_reason_once() -> None:
     assert cell("a|b\nc") == "a\\|b c"
 
 
+def test_measurements_stand_beside_their_predictions_by_term() -> None:
+    """A step at the upper end of its interval, and one beyond it."""
+    expected = [entry for entry in read_predictions()["H100"].values() if entry.step is not None][:2]
+    results = []
+    for entry, beyond in zip(expected, (1.0, 1.5), strict=True):
+        assert entry.step is not None
+        step_s = entry.step.interval.high * beyond
+        metrics = RunMetrics(
+            step_time_s=step_time_statistics([step_s] * 5), compute_s=step_s, steady_peak_memory_bytes=3 * 2**30,
+            mfu=0.4,
+        )  # fmt: skip
+        syncs = {"per_step": 2, "launches": 600}
+        results.append(msgspec.structs.replace(
+            result("singles"), spec=entry.spec, config_id=config_id(entry.spec), metrics=metrics,
+            ranks=[{"rank": 0, "device": "cuda:0", "host_syncs": syncs}],
+        ))  # fmt: skip
+    lines = [*report_lines(day(*results))]
+    (first,) = [line for line in lines if line.startswith("| single on 1 rank, resnet50")]
+    assert expected[0].step is not None
+    step = expected[0].step
+    cells = [text.strip() for text in first.split("|")[1:-1]]
+    assert cells[1].startswith(f"{format_seconds(step.step_time_s)} [")
+    assert cells[2] == format_seconds(step.interval.high)
+    assert cells[3] == f"{format_seconds(step.compute_s)}, {format_seconds(step.interval.high)}"
+    assert cells[4] == f"{format_bytes(step.peak_memory_bytes)}, 3.0 GiB"
+    assert cells[6:] == [f"{expected[0].dry_run_operators}, 600", "2", step.bound_by, "40.0%"]
+    assert [line for line in lines if line.endswith("1 of 2 intervals held.")]
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.timeout(1800)
 def test_the_day_runs_on_cpus_from_start_to_report(tmp_path: Path) -> None:
     out = tmp_path / "day"
     words = ["-m", "benchmarks.gpu_day", "run", "--out", str(out), "--device", "cpu", "--seconds", "3000"]

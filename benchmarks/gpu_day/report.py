@@ -127,12 +127,14 @@ def _step_lines(day: DayFiles, expected: dict[str, Expectation]) -> list[str]:
             _pair(prediction.peak_memory_bytes if prediction else None, peak, format_bytes),
             format_bytes(entry.dry_run_bytes) if entry is not None and entry.dry_run_bytes else "-",
             _pair(entry.dry_run_operators if entry else None, syncs.get("launches"), str),
+            str(syncs.get("per_step", "-")),
             prediction.bound_by if prediction is not None else "-",
             f"{metrics.mfu:.1%}" if metrics.mfu is not None else "-",
         ])  # fmt: skip
     headings = (
         "configuration", "step predicted [90 %]", "measured", "compute: predicted, measured",
-        "memory: predicted, measured", "dry run", "operators: dry run, launches", "bound by", "MFU",
+        "memory: predicted, measured", "dry run", "operators: dry run, launches", "host waits",
+        "bound by, predicted", "MFU",
     )  # fmt: skip
     lines = table(headings, rows)
     if errors:

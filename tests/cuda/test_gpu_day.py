@@ -18,6 +18,8 @@ from benchmarks.gpu_day.outputs import DayFiles, read_day
 from benchmarks.gpu_day.parts import day_parts
 from tests.cuda.stub_answers import NAME
 
+pytestmark = pytest.mark.timeout(1500)
+
 ROOT = Path(__file__).parents[2]
 SITE = Path(__file__).with_name("site")
 NEEDS_NUMBERS = {
