@@ -38,17 +38,18 @@ class Part(NamedTuple):
     title: str
     points: list[Point]
     fixed: Point
-    is_shared: bool = False
-    """Whether ranks share the device."""
     needs: tuple[str, ...] = ()
     """Parts of the machine without which its runs are left out: ``compiler``."""
+    is_shared: bool = False
+    """Whether ranks share the device."""
 
     @property
     def sweep_name(self) -> str:
         return f"gpu-day-{self.name}"
 
 
-_QUICK: Point = {"warmup_steps": 2, "steps": 3, "profile_steps": 0, "time_limit_min": 2, "verify": True}
+_HANGS_AFTER_MIN: dict[Size, float] = {"full": 0.75, "small": 5.0}
+"""Time limit of a verified run: a GPU takes seconds, and one that hangs must leave the day to the others."""
 _FAMILIES: dict[Size, list[Point]] = {
     "full": [
         {"model": "resnet18", "dataset": "cifar10"},
@@ -80,13 +81,21 @@ def day_parts(size: Size, *, large_memory: bool) -> list[Part]:
         large_memory: Whether the device has more memory than an H100.
     """
     return [
-        Part("launcher", "the real launcher, one rank in a process group", _launcher_points(size), dict(_QUICK)),
-        Part("kernels", "model families and precisions", [*_kernel_points(size)], dict(_QUICK)),
-        Part("shared", "strategies, ranks sharing the device", [*_shared_points(size)], dict(_QUICK), is_shared=True),
+        Part("launcher", "the real launcher, one rank in a process group", _launcher_points(size), _verified(size)),
+        Part("kernels", "model families and precisions", [*_kernel_points(size)], _verified(size)),
+        Part(
+            "shared", "strategies, ranks sharing the device", [*_shared_points(size)], _verified(size), is_shared=True
+        ),
         Part("loops", "training loops in turns", _loop_points(size), _timed(size)),
         Part("singles", "configurations with predictions", single_points(size, large_memory), _timed(size)),
         Part("probes", "kernels by size", _probe_points(size), _timed(size)),
-        Part("compiled", "torch.compile", [*_compiled_points(size)], dict(_QUICK), needs=("compiler",)),
+        Part(
+            "compiled",
+            "torch.compile",
+            [*_compiled_points(size)],
+            {**_verified(size), "time_limit_min": 5},
+            ("compiler",),
+        ),
     ]
 
 
@@ -98,6 +107,11 @@ def part_sweep(part: Part) -> Sweep:
         lines += ["", "[[include]]", *settings_lines(point)]
     data["include"] = part.points
     return parse_sweep(data, TomlSource(Path(part.sweep_name), "\n".join([*lines, ""])))
+
+
+def _verified(size: Size) -> Point:
+    limit = {"time_limit_min": _HANGS_AFTER_MIN[size]}
+    return {"warmup_steps": 2, "steps": 3, "profile_steps": 0, "verify": True, **limit}
 
 
 def _timed(size: Size) -> Point:
