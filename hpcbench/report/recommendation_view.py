@@ -14,7 +14,7 @@ from hpcbench.forecast.fitted_decoders import run_point
 from hpcbench.forecast.oracle_requests import LayoutRecommendation
 from hpcbench.oracle.recommend import OBJECTIVES, Candidate, Recommendation, candidate_sweep_points
 from hpcbench.oracle.transformer.layout import Layout
-from hpcbench.oracle.transformer.layout_search import LayoutRanking, RankedLayout, priced_only_reason
+from hpcbench.oracle.transformer.layout_search import LayoutRanking, RankedLayout
 from hpcbench.report.prediction_view import basis_columns, basis_notes, interval_text, memory_text, time_split_text
 from hpcbench.report.table_model import Column, View, text_column
 from hpcbench.report.table_output import PrintedView
@@ -212,7 +212,7 @@ def layouts_view(recommendation: LayoutRecommendation, nodes: int, most: int) ->
                lambda row: f"{model_flops_utilisation(recommendation, row[1]):.1%}"),
         Column("memory", "memory", lambda row: row[1].peak_memory_gib,
                lambda row: format_bytes(int(row[1].peak_memory_gib * _GIB))),
-        text_column("runs", lambda row: "" if priced_only_reason(recommendation.shape, row[1].layout) else "yes"),
+        text_column("runs", lambda row: "" if row[1].priced_only else "yes"),
     ]  # fmt: skip
     notes = _view_notes(recommendation, ranking, most)
     return View.from_rows(title, columns, enumerate(ranking.layouts[:most], 1), notes)
@@ -242,16 +242,10 @@ def _view_notes(recommendation: LayoutRecommendation, ranking: LayoutRanking, mo
             f"{pluralize(len(ranking.tight), 'faster layout')} may not fit (mean error of the memory: 10 %): "
             f"{layout_name(best.layout)}, {_step_text(best)}, {format_bytes(int(best.peak_memory_gib * _GIB))}"
         )
-    reasons = dict.fromkeys(
-        reason for row in ranking.layouts[:most] if (reason := priced_only_reason(recommendation.shape, row.layout))
-    )
+    reasons = dict.fromkeys(row.priced_only for row in ranking.layouts[:most] if row.priced_only)
     if reasons:
         yield f"runs: empty where hpcbench only prices a layout: {'; '.join(reasons)}"
-    runnable = [
-        (place, row)
-        for place, row in enumerate(ranking.layouts, 1)
-        if priced_only_reason(recommendation.shape, row.layout) is None
-    ]
+    runnable = [(place, row) for place, row in enumerate(ranking.layouts, 1) if row.priced_only is None]
     if runnable and runnable[0][0] > most:
         place, row = runnable[0]
         yield f"the first that hpcbench runs is number {place}: {layout_name(row.layout)}, {row.ratio:.2f} to best"
@@ -288,7 +282,6 @@ def layouts_json(recommendation: LayoutRecommendation, objective: str) -> dict[s
 
 
 def _layout_json(recommendation: LayoutRecommendation, row: RankedLayout) -> dict[str, Any]:
-    reason = priced_only_reason(recommendation.shape, row.layout)
     return {
         "layout": msgspec.to_builtins(row.layout),
         "predicted": {
@@ -302,8 +295,8 @@ def _layout_json(recommendation: LayoutRecommendation, row: RankedLayout) -> dic
         },
         "ratio": {"value": row.ratio, "low": row.ratio_low, "high": row.ratio_high},
         "told_apart": row.is_told_apart,
-        "priced_only": reason,
-        "run": None if reason else run_point(row.layout),
+        "priced_only": row.priced_only,
+        "run": None if row.priced_only else run_point(row.layout),
     }
 
 
@@ -312,7 +305,7 @@ def layouts_sweep_toml(recommendation: LayoutRecommendation, name: str, dataset:
     points = []
     sequence = 0
     for nodes, ranking in recommendation.rankings.items():
-        best = [row for row in ranking.layouts if priced_only_reason(recommendation.shape, row.layout) is None]
+        best = [row for row in ranking.layouts if row.priced_only is None]
         sequence = ranking.sequence
         points += [
             {"nodes": nodes, "tasks_per_node": recommendation.tasks_per_node, **run_point(row.layout)}

@@ -14,7 +14,7 @@ from hpcbench.forecast.fitted_decoders import layout_of_run, run_point
 from hpcbench.forecast.forecast import Forecast
 from hpcbench.forecast.oracle_requests import LayoutRecommendation, RecommendRequest, recommend_layouts
 from hpcbench.oracle.prediction import Prediction
-from hpcbench.oracle.transformer.layout_search import priced_only_reason
+from hpcbench.oracle.transformer.layout_search import NEEDS_MORE_MEMORY
 from hpcbench.parallel.resolve import PartitionLimits, resolve_point
 
 CLUSTERS = ("h100-80gb-ib", "h200-141gb-ib", "a100-80gb-ib")
@@ -29,7 +29,7 @@ def test_a_recommended_run_is_predicted_alike(cluster: str, model: str, batch: i
     assert isinstance(found, LayoutRecommendation)
     forecast, strategies = Forecast(load_cluster(cluster)[0]), set()
     for row in found.rankings[1].layouts:
-        if priced_only_reason(found.shape, row.layout) is not None:
+        if row.priced_only is not None:
             continue
         spec = run_of(model, gpus, row.layout.sequence, run_point(row.layout))
         predicted = forecast.predict(spec)
@@ -44,6 +44,21 @@ def test_a_recommended_run_is_predicted_alike(cluster: str, model: str, batch: i
         assert predicted.rests_on.kind == "published runs"
     assert strategies or model == "llama_8b"
     assert gpus == 1 or {"fsdp", "zero1"} & strategies
+
+
+def test_shards_that_only_other_programs_hold_are_priced_only() -> None:
+    """70B over 512 GPUs: hpcbench's loop accumulates unsharded gradients, torchtitan's does not."""
+    wish = RecommendRequest("llama_70b", "tokens", nodes=(64,))
+    found = recommend_layouts(wish, "h100-80gb-ib", Path())
+    assert isinstance(found, LayoutRecommendation)
+    layouts = found.rankings[64].layouts
+    rows = [row for row in layouts if row.priced_only == NEEDS_MORE_MEMORY and row.layout.shards > 1]
+    assert any(row.layout.accumulation > 1 for row in rows)
+    assert all((row.layout.software, row.layout.context) == ("torchtitan", 1) for row in rows)
+    point = {**run_point(rows[0].layout), "nodes": 64, "tasks_per_node": 8}
+    predicted = Forecast(load_cluster("h100-80gb-ib")[0]).predict(run_of("llama_70b", 8, 8192, point))
+    assert isinstance(predicted, Prediction)
+    assert predicted.fits is False
 
 
 def run_of(model: str, gpus: int, sequence: int, point: dict[str, Any]) -> RunSpec:

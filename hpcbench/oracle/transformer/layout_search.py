@@ -49,6 +49,8 @@ class RankedLayout(msgspec.Struct, frozen=True, kw_only=True):
     step_time_high_s: float
     parts: StepTime
     peak_memory_gib: float
+    priced_only: str | None = None
+    """Why hpcbench cannot run the layout; memory is then that of other programs."""
     ratio: float = 1.0
     ratio_low: float = 1.0
     ratio_high: float = 1.0
@@ -102,6 +104,7 @@ class LayoutWish:
         return total if total % data_degree == 0 else 0
 
 
+NEEDS_MORE_MEMORY = "more memory in hpcbench's own loop than the device has"
 OwnMemory = Callable[[Layout], "tuple[float, float] | None"]
 """The peak and its limit, in GiB, of a layout that hpcbench runs; ``None`` for the others."""
 
@@ -162,21 +165,30 @@ class _Search:
             if degrees["chunks"] > 1 and accumulation % degrees["pipeline"]:
                 self.refused["interleaving needs a multiple of the stages in micro-batches"] += 1
                 continue
+            is_listed = False
             for recompute in RECOMPUTATION:
                 layout = Layout(
                     gpus=self.request.gpus, sequence=self.request.sequence, micro_batch=micro_batch, global_batch=total,
                     recompute=recompute, software=software, **degrees,  # type: ignore[arg-type]
                 )  # fmt: skip
-                own = self.own_memory(layout)
-                peak, limit = own or (self._peak_gib(layout), self.machine.fits_below_gib)
-                if peak <= limit:
-                    self.fitting.append(self._priced(layout, peak))
+                reason, own = priced_only_reason(self.shape, layout), self.own_memory(layout)
+                if own is not None and own[0] <= own[1]:
+                    self.fitting.append(self._priced(layout, own[0], None))
                     break
-                if own is None and peak <= self.machine.device.memory_gib:
-                    self.tight.append(self._priced(layout, peak))
-                self.refused["it does not fit in memory"] += 1
+                peak, reason = self._peak_gib(layout), reason if own is None else NEEDS_MORE_MEMORY
+                if is_listed or peak > self.machine.fits_below_gib:
+                    if own is None and peak <= self.machine.device.memory_gib:
+                        self.tight.append(self._priced(layout, peak, reason))
+                    self.refused["it does not fit in memory"] += 1
+                    continue
+                self.fitting.append(self._priced(layout, peak, reason))
+                if own is None:
+                    break
+                # Other programs run it so; with recomputation hpcbench may, too.
+                is_listed = True
             else:
-                return
+                if not is_listed:
+                    return
 
     def _peak_gib(self, layout: Layout) -> float:
         """Return the largest reserved memory of a GPU: the first stage has most layers and micro-batches, the last the
@@ -184,7 +196,7 @@ class _Search:
         terms = stage_memory_terms(self.shape, layout, ends_only=True)
         return max(reserved_gib(stage, self.factors) for stage in terms)
 
-    def _priced(self, layout: Layout, peak_gib: float) -> RankedLayout:
+    def _priced(self, layout: Layout, peak_gib: float, priced_only: str | None) -> RankedLayout:
         if layout.software not in self.figures:
             self.figures[layout.software] = self.machine.figures_of(layout.software)
         parts = step_time(step_work(self.shape, layout, self.machine.device, self.rates), self.figures[layout.software])
@@ -197,6 +209,7 @@ class _Search:
             step_time_high_s=high_s,
             parts=parts,
             peak_memory_gib=peak_gib,
+            priced_only=priced_only,
         )
 
 
