@@ -99,8 +99,12 @@ class RankPool:
             )
         launch = secrets.token_hex(8)
         attempt = claim_attempt(tasks, index, header, task, launch, min(limit_s, task.time_limit_s))
-        deadline_s, received = time.monotonic() + min(limit_s, task.time_limit_s), ""
+        deadline_s = time.monotonic() + min(limit_s, task.time_limit_s)
+        code, received = 1, ""
         try:
+            if not all(process.is_alive() for process, _ in self._ranks):
+                # The kernel may have killed a rank for memory between two runs.
+                self.close()
             self._start(task.spec.ranks)
             for _, pipe in self._ranks[: task.spec.ranks]:
                 pipe.send(_Order(tasks, index, attempt.number, launch))
