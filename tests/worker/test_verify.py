@@ -44,6 +44,54 @@ from tests.worker.helpers import make_rank, make_spec
 CPU = torch.device("cpu")
 
 
+INFINITE = float("inf")
+
+
+def with_buffer(buffer: torch.Tensor) -> TrainingRecord:
+    record = trained()
+    return dataclasses.replace(record, state={**record.state, "buffer": buffer})
+
+
+@pytest.mark.parametrize(
+    ("buffer", "other"),
+    [
+        (torch.tensor([True, False]), torch.tensor([True, True])),
+        (torch.tensor([3, 4]), torch.tensor([3, 5])),
+        # Two integers that are one number in fp64.
+        (torch.tensor([2**60]), torch.tensor([2**60 + 1])),
+        (torch.tensor([0, 255], dtype=torch.uint8), torch.tensor([0, 254], dtype=torch.uint8)),
+        (torch.tensor([0.0, -INFINITE]), torch.tensor([0.0, INFINITE])),
+        (torch.tensor([0.0, -INFINITE]), torch.tensor([-INFINITE, 0.0])),
+        (torch.tensor([1 + 2j]), torch.tensor([1 + 3j])),
+    ],
+)
+def test_buffers_that_are_equal_pass_and_others_do_not(buffer: torch.Tensor, other: torch.Tensor) -> None:
+    for check in (CHECK, OWN):
+        rounding = result_tolerances(distances(with_buffer(buffer), with_buffer(buffer)), with_buffer(buffer))
+        assert compare_training(with_buffer(buffer.clone()), with_buffer(buffer), check, rounding).passed
+        assert not compare_training(with_buffer(other), with_buffer(buffer), check, rounding).passed
+
+
+def test_a_mask_of_the_largest_number_widens_no_bound_of_weights() -> None:
+    mask = torch.tensor([0.0, torch.finfo(torch.float32).min])
+    exact = with_buffer(mask)
+    plain = result_tolerances(distances(trained(weight=0.51), trained()), trained())
+    masked = result_tolerances(distances(dataclasses.replace(exact, state={"w": torch.tensor([0.51]), "buffer": mask}),
+                                         dataclasses.replace(exact, state={"w": torch.tensor([0.5]), "buffer": mask})),
+                               dataclasses.replace(exact, state={"w": torch.tensor([0.5]), "buffer": mask}))  # fmt: skip
+    assert plain.keys() < masked.keys()
+    assert masked["weight", "w"] <= 0.011
+
+
+@pytest.mark.parametrize(("gradient", "passes"), [(0.0, True), (1e-3, False), (INFINITE, False)])
+def test_a_gradient_that_one_side_lacks_is_zero(gradient: float, passes: bool) -> None:
+    lacking, record = trained(), trained()
+    for gradients in (record.first_gradients, record.gradients):
+        gradients["spare"] = torch.tensor([gradient])
+    assert compare_training(record, lacking, CHECK).passed is passes
+    assert compare_training(lacking, record, CHECK).passed is passes
+
+
 @pytest.mark.parametrize(
     ("ours", "reference", "expected"),
     [
@@ -51,6 +99,8 @@ CPU = torch.device("cpu")
         ([0.0, 0.5], [0.0, 0.25], 0.25),
         ([float("nan"), 0.0], [0.0, 0.0], float("inf")),
         ([0.0], [float("inf")], float("inf")),
+        ([INFINITE], [INFINITE], 0.0),
+        ([-INFINITE], [INFINITE], INFINITE),
         ([0.0], [0.0, 0.0], float("inf")),
         ([], [], 0.0),
     ],

@@ -138,7 +138,7 @@ def compare_training(
     pairs = zip(_wide(ours.losses), _wide(reference.losses), strict=True)
     losses = [
         _Difference(
-            f"loss of step {step}", max_relative_difference(a, b),
+            f"loss of step {step}", max_relative_difference(a, b) if torch.isfinite(b) else math.inf,
             limit("loss", early if step == 1 else check.tolerance)(f"step {step}"),
         )
         for step, (a, b) in enumerate(pairs, start=1)
@@ -152,7 +152,7 @@ def compare_training(
         limit("last gradient", check.gradient_tolerance),
     )  # fmt: skip
     after = f"weight of {{}} after {check.steps} step{'s' * (check.steps > 1)}"
-    weights = _tensor_differences(after, ours.state, reference.state, limit("weight", check.tolerance))
+    weights = _tensor_differences(after, ours.state, reference.state, limit("weight", check.tolerance), False)
     weights = weights if check.weights else []
     gradients = first + last if check.steps > 1 else first
     everything = [*losses, *gradients, *weights]
@@ -180,13 +180,41 @@ def _wide(losses: list[float]) -> Tensor:
 
 
 def max_relative_difference(ours: Tensor, reference: Tensor) -> float:
-    """max|a - b| / max(1, max|b|), the measure of every comparison; infinite where one is not finite."""
-    a, b = ours.detach().double().cpu(), reference.detach().double().cpu()
-    if a.shape != b.shape or not (torch.isfinite(a).all() and torch.isfinite(b).all()):
-        return float("inf")
+    """max|a - b| / max(1, max|b|), the measure of every comparison.
+
+    Infinite where the tensors have other shapes, or numbers that are not finite and differ: a mask may hold infinities.
+    """
+    a, b = widened(ours).cpu(), widened(reference).cpu()
+    if a.shape != b.shape:
+        return math.inf
     if a.numel() == 0:
         return 0.0
-    return ((a - b).abs().max() / b.abs().max().clamp(min=1.0)).item()
+    largest = (absolute_difference(a, b).max() / finite_part(b).abs().max().clamp(min=1.0)).item()
+    if not is_exact(reference):
+        return math.inf if math.isnan(largest) else largest
+    # fp64 has not all integers.
+    return 0.0 if torch.equal(ours.cpu(), reference.cpu()) else max(largest, torch.finfo(torch.float64).eps)
+
+
+def is_exact(tensor: Tensor) -> bool:
+    """Whether ``tensor`` holds booleans or integers, which no order of summation changes: they must be equal."""
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` in fp64, of a complex one real and imaginary parts."""
+    detached = tensor.detach()
+    return (torch.view_as_real(detached.resolve_conj()) if detached.is_complex() else detached).double()
+
+
+def finite_part(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` with 0 in place of infinities and NaN."""
+    return tensor.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def absolute_difference(a: Tensor, b: Tensor) -> Tensor:
+    """|a - b|, 0 where both are the same infinity."""
+    return (a - b).abs().masked_fill(a == b, 0.0)
 
 
 def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -197,6 +225,11 @@ def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def all_finite(tensors: Mapping[str, Tensor]) -> bool:
     """Whether no number overflowed."""
     return all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values())
+
+
+def has_nan(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether one is no number. Infinities may belong to a model: masks hold them."""
+    return any(bool(torch.isnan(tensor).any()) for tensor in tensors.values())
 
 
 class _Difference(NamedTuple):
@@ -216,17 +249,22 @@ class _Difference(NamedTuple):
 
 
 def _tensor_differences(
-    text: str, ours: Mapping[str, Tensor], reference: Mapping[str, Tensor], tolerance: Callable[[str], float]
-) -> list[_Difference]:
+    text: str, ours: Mapping[str, Tensor], reference: Mapping[str, Tensor], tolerance: Callable[[str], float],
+    are_gradients: bool = True,
+) -> list[_Difference]:  # fmt: skip
     """Compare every tensor of either side; the difference is infinite where the other side lacks it.
 
+    A gradient of zeros is equal to none: some libraries reduce zeros for a parameter that no output depends on.
     ``text`` names a tensor in messages, ``tolerance`` gives the largest difference of the tensor of a name.
     """
     differences = []
     for name in dict.fromkeys([*reference, *ours]):
-        is_common = name in ours and name in reference
-        value = max_relative_difference(ours[name], reference[name]) if is_common else math.inf
-        differences.append(_Difference(text.format(name), value, tolerance(name)))
+        pair = [side[name] for side in (ours, reference) if name in side]
+        is_comparable = len(pair) == 2 and (not are_gradients or bool(torch.isfinite(pair[1]).all()))
+        value = max_relative_difference(*pair) if is_comparable else math.inf
+        if len(pair) == 1 and are_gradients and not pair[0].any():
+            value = 0.0
+        differences.append(_Difference(text.format(name), value, 0.0 if is_exact(pair[-1]) else tolerance(name)))
     return differences
 
 

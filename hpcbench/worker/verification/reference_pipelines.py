@@ -198,7 +198,9 @@ class _DelayedTraining:
         with restored_buffers(self._model, restore=replica > 0):
             for stage in range(len(self._stages)):
                 versioned = self._weights(stage, number)
-                weights = {name: tensor.detach().requires_grad_() for name, tensor in versioned.items()}
+                weights = {
+                    name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in versioned.items()
+                }
                 stage_weights.append(weights)
                 x = self._forward(stage, weights, x)
         loss = summed_loss(x, targets)
@@ -218,7 +220,10 @@ class _DelayedTraining:
     def _keep(self) -> None:
         """Copy what the last update has made; forget what no later minibatch is computed with."""
         for stage, (module, versions) in enumerate(zip(self._stages, self._versions, strict=True)):
-            versions[self._updates] = {name: weight.detach().clone() for name, weight in module.named_parameters()}
+            versions[self._updates] = {
+                name: weight.detach().clone().requires_grad_(weight.requires_grad)
+                for name, weight in module.named_parameters()
+            }
             for old in [version for version in versions if version < self._delay.version(stage, self._updates)]:
                 del versions[old]
 

@@ -19,7 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hpcbench.worker.verification.reference import TensorKey, TrainingRecord
+from hpcbench.worker.verification.reference import (
+    TensorKey,
+    TrainingRecord,
+    absolute_difference,
+    finite_part,
+    is_exact,
+    widened,
+)
 
 FACTOR = 8.0
 """Ranks may differ from one device by this many times the largest distance of one device from fp64: the orders are a
@@ -34,7 +41,7 @@ UNIT = {"fp32": 2.0**-23, "tf32": 2.0**-15, "fp16": 2.0**-15, "bf16": 2.0**-12, 
 the next number; a loss in a lower precision is the mean of what some hundred numbers, 32 times as far apart, give."""
 
 Distances = dict[TensorKey, float]
-"""Largest difference of each tensor by kind and name, relative to its ``_Size.scale``."""
+"""Largest difference of each tensor of floating-point numbers by kind and name, relative to its ``_Size.scale``."""
 
 
 class _Size(NamedTuple):
@@ -79,15 +86,19 @@ def _tensors(record: TrainingRecord) -> dict[TensorKey, Tensor]:
         "loss": losses, "first gradient": record.first_gradients, "last gradient": record.gradients,
         "weight": record.state,
     }  # fmt: skip
-    return {(kind, name): tensor for kind, tensors in kinds.items() for name, tensor in tensors.items()}
+    named = ((kind, name, tensor) for kind, tensors in kinds.items() for name, tensor in tensors.items())
+    return {(kind, name): widened(tensor) for kind, name, tensor in named if not is_exact(tensor)}
 
 
 def _sizes(tensors: Mapping[TensorKey, Tensor]) -> dict[TensorKey, _Size]:
-    largest = {key: tensor.abs().max().item() if tensor.numel() else 0.0 for key, tensor in tensors.items()}
+    largest = {
+        key: finite_part(tensor).abs().max().item() if tensor.numel() else 0.0 for key, tensor in tensors.items()
+    }
     least: dict[str, float] = {}
-    for key, tensor in tensors.items():
-        if tensor.is_floating_point() and key[0] != "loss":
-            least[key[0]] = max(least.get(key[0], 0.0), LEAST * largest[key])
+    for kind, name in tensors:
+        # Of trained tensors alone: a mask may hold the largest number that there is.
+        if kind != "loss" and (kind != "weight" or ("first gradient", name) in tensors):
+            least[kind] = max(least.get(kind, 0.0), LEAST * largest[kind, name])
     tiny = torch.finfo(torch.float64).tiny
     return {key: _Size(size, max(size, least.get(key[0], 0.0), tiny)) for key, size in largest.items()}
 
@@ -96,7 +107,7 @@ def _difference(a: Tensor, b: Tensor) -> float:
     assert a.shape == b.shape
     if not a.numel():
         return 0.0
-    largest = (a.double() - b.double()).abs().max().item()
+    largest = absolute_difference(a, b).max().item()
     return math.inf if math.isnan(largest) else largest
 
 

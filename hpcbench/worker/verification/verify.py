@@ -38,6 +38,7 @@ from hpcbench.worker.verification.reference import (
     all_finite,
     compare_training,
     copy_to_host,
+    has_nan,
     lossy_tolerance,
     max_relative_difference,
     resolve_reference_trainer,
@@ -262,7 +263,7 @@ class ReferenceComparer:
         if check.by_rounding:
             return self._compare_by_rounding(ours, reference, check)
         comparison = compare_with_notes(ours, reference, check, self.notes)
-        if comparison.passed or check.steps == 1 or not all_finite(reference.state):
+        if comparison.passed or check.steps == 1 or has_nan(reference.state):
             return comparison
         itself = compare_training(self._train(check, perturbed=True), reference, check._replace(first_tolerance=None))
         from_gradients = (itself.gradient_max_rel or 0.0) * VERIFICATION_LEARNING_RATE
@@ -290,7 +291,7 @@ class ReferenceComparer:
         while True:
             allowed = result_tolerances(bounds(samples, UNIT[check.precision]), reference)
             comparison = compare_with_notes(ours, reference, check, notes := [], allowed)
-            if comparison.passed or not remaining or not all_finite(reference.state):
+            if comparison.passed or not remaining or has_nan(reference.state):
                 break
             order = remaining.pop(0)
             try:
@@ -344,7 +345,7 @@ class ReferenceComparer:
 def perturb_last_bit(model: nn.Module) -> None:
     """Change every parameter in its last bit, up or down by a rule."""
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in filter(torch.is_floating_point, model.parameters()):
             flat = torch.arange(parameter.numel()).reshape(parameter.shape)
             signs = torch.where(flat % 3 == 0, -1.0, 1.0).to(parameter)
             parameter.mul_(1 + signs * torch.finfo(parameter.dtype).eps)
@@ -363,7 +364,7 @@ def compare_with_notes(
         notes.append(f"{check.precision}: no weights compared, since adam divides rounding by itself; in fp64 they are")
         ours, reference = replace(ours, state={}), replace(reference, state={})
     comparison = compare_training(ours, reference, check, rounding)
-    if not (all_finite(reference.state) and all_finite(reference.gradients)):
+    if has_nan(reference.state) or not all_finite(reference.gradients):
         notes.append(f"{check.precision}: the reference itself is not finite: the comparison is impossible")
     return comparison
 
