@@ -24,6 +24,7 @@ from hpcbench.parallel import layer_table
 from hpcbench.parallel.resolve import InfeasiblePoint, shipped_model_dataset_pairs, single_device_run
 from hpcbench.parallel.workloads import DATASETS, sample_shape
 from hpcbench.worker.measure.layer_trace import TracedLayer, trace_layers
+from hpcbench.worker.model_execution import avoid_cumulative_averages
 from hpcbench.worker.models.build import build_meta_model
 
 HOST_DEVICE = torch.device("cpu")
@@ -93,6 +94,7 @@ def _fake_tensors(spec: RunSpec) -> Iterator[None]:
 
 def allocate_fake_storage(model: nn.Module, device: torch.device = HOST_DEVICE) -> None:
     """Move a model from the meta device to fake tensors of a real one: attention chooses its kernel by the device."""
+    avoid_cumulative_averages(model)
     replaced: dict[int, Tensor] = {}
 
     def on_host(tensor: Tensor) -> Tensor:

@@ -230,6 +230,18 @@ def frozen_running_statistics(block: nn.Module) -> Iterator[None]:
             norm.momentum, norm.num_batches_tracked = momentum, count
 
 
+def avoid_cumulative_averages(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
+    """Let BatchNorm with ``momentum=None`` not read its count of batches, whose value fake tensors do not have.
+
+    Returns the layers whose momentum it has set.
+    """
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    cumulative = [norm for norm in norms if norm.momentum is None]
+    for norm in cumulative:
+        norm.momentum = 0.1
+    return cumulative
+
+
 StepFunction = Callable[[Tensor, Tensor], Tensor]
 """Forward, backward and update on inputs and targets, returns the loss."""
 

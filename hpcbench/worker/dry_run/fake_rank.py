@@ -43,7 +43,7 @@ from hpcbench.worker.dry_run.repeated_passes import RepeatedPasses, SteadyWindow
 from hpcbench.worker.dry_run.shared_forms import forms_of_model, shared_meta_model, trace_once
 from hpcbench.worker.dry_run.step_recorder import StepRecorder
 from hpcbench.worker.layers import zero_batch
-from hpcbench.worker.model_execution import MixedPrecision, wrap_blocks
+from hpcbench.worker.model_execution import MixedPrecision, avoid_cumulative_averages, wrap_blocks
 from hpcbench.worker.strategies.base import DataParallelStrategy, Strategy, resolve_runtime
 from hpcbench.worker.strategies.data import DdpStrategy
 from hpcbench.worker.strategies.fsdp import TRAINS_ON_CPUS
@@ -149,6 +149,7 @@ def built_rank(task: DryRunTask, rank: int, recorder: StepRecorder) -> Iterator[
         raise NotFakeableError('options.balance = "measured" measures the blocks on a device')
     strategy = resolve_runtime(spec.strategy)()
     model = wrap_blocks(shared_meta_model(spec, task.model_folder), spec)
+    avoid_cumulative_averages(model)
     recorder.layers.name_modules(model)
     with (
         fake_world(spec, rank, recorder.device) as context,
