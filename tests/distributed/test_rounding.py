@@ -109,7 +109,8 @@ def enlarged_before_update(last_half: bool = False) -> Iterator[None]:
         for group in optimizer.param_groups:
             parameters = group["params"]
             for parameter in parameters[len(parameters) // 2 if last_half else 0 :]:
-                parameter.grad.mul_(1.01)
+                if parameter.grad is not None:
+                    parameter.grad.mul_(1.01)
 
     hook = register_optimizer_step_pre_hook(enlarge)
     try:

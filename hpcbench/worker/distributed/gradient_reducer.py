@@ -64,10 +64,14 @@ class GradientReducer:
         self.send_rest()
         for work in self._under_way:
             work.wait()
+        for parameter in self._without_gradient:
+            # By a gradient of zeros an optimizer would decay the weight. Fake tensors, of another type, have no values.
+            if type(parameter.grad) is Tensor and not parameter.grad.any():
+                parameter.grad = None
         self._begin()
 
     def send_rest(self) -> None:
-        """Send what was not ready by itself; a parameter that got no gradient counts as zero."""
+        """Send what was not ready by itself; where a parameter got no gradient, zeros are sent."""
         while self._next < len(self._buckets):
             self._send()
 
@@ -75,6 +79,7 @@ class GradientReducer:
         self._missing = [len(bucket) for bucket in self._buckets]
         self._next = 0
         self._under_way: list[dist.Work] = []
+        self._without_gradient: list[nn.Parameter] = []
 
     def _ready(self, parameter: Tensor) -> None:
         if self.is_paused:
@@ -85,6 +90,7 @@ class GradientReducer:
 
     def _send(self) -> None:
         bucket = self._buckets[self._next]
+        self._without_gradient += [parameter for parameter, _ in bucket if parameter.grad is None]
         gradients = [flatten_gradient(*member) for member in bucket]
         flat = torch.cat(gradients)
         parts = torch.split(flat, [len(gradient) for gradient in gradients])

@@ -369,6 +369,14 @@ class SingleStrategy(DataParallelStrategy):
     warm_up = "optimizer_state"
 
 
+def refuse_strided_parameters(module: nn.Module, spec: RunSpec, reason: str) -> None:
+    """Raise ``WorkerError`` (``unsupported``) if a parameter is not contiguous; the message begins with ``reason``."""
+    for name, parameter in module.named_parameters():
+        if not parameter.is_contiguous():
+            hint = "set channels_last = false" if spec.channels_last else "build the model with contiguous parameters"
+            raise unsupported(f"{reason}, and {name} has the strides {parameter.stride()}", hint)
+
+
 def untied_blocks(module: nn.Module) -> list[nn.Module]:
     """Return the blocks whose parameters no other block uses, for wrapping one by one.
 

@@ -16,7 +16,6 @@ The weight [out, in] of one layer on two ranks::
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,6 +37,7 @@ from hpcbench.parallel.strategies.channel import (
 )
 from hpcbench.parallel.workloads import sample_shape
 from hpcbench.worker.distributed.process_groups import RankGroup
+from hpcbench.worker.model_execution import avoid_cumulative_averages
 from hpcbench.worker.strategies.channel_layers import (
     CONVOLUTIONS,
     DROPOUTS,
@@ -101,6 +101,7 @@ def trace_channels(model: nn.Module, shape: tuple[int, ...]) -> ChannelTrace:
         WorkerError: ``unsupported`` if the model cannot run on the meta device.
     """
     tracer = _ChannelTracer()
+    cumulative = avoid_cumulative_averages(model)
     handles = [handle for name, module in model.named_modules() for handle in tracer.hook(name, module)]
     tensors = (*model.named_parameters(), *model.named_buffers())
     state = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors}
@@ -116,6 +117,8 @@ def trace_channels(model: nn.Module, shape: tuple[int, ...]) -> ChannelTrace:
             "a model whose forward pass reads values cannot be split by channels: use ddp or fsdp",
         ) from error
     finally:
+        for norm in cumulative:
+            norm.momentum = None
         for handle in handles:
             handle.remove()
     return tracer.trace()
@@ -132,6 +135,8 @@ class _ChannelTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._refused: list[str] = []
         self._depth = self._layers_called = 0
         self._tagged: list[Any] = []
+        self._within: list[str] = []
+        """Names of the modules that are being called, outermost first."""
 
     def trace(self) -> ChannelTrace:
         """Return the trace. Problems behind the last layer are none: its output is whole."""
@@ -139,9 +144,12 @@ class _ChannelTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return ChannelTrace(self._calls, list(problems), list(dict.fromkeys(self._refused)))
 
     def hook(self, name: str, module: nn.Module) -> list[Any]:
-        """Hook a module whose inner operators need not be followed."""
+        """Hook ``module``. The operators within a layer, normalisation or dropout need not be followed."""
         if type(module) not in (*SPLITTABLE_LAYERS, *NORMS, *DROPOUTS):
-            return []
+            return [
+                module.register_forward_pre_hook(lambda *_: self._within.append(name)),
+                module.register_forward_hook(lambda *_: self._within.pop() and None),
+            ]
         return [
             module.register_forward_pre_hook(partial(self._before, name)),
             module.register_forward_hook(self._after),
@@ -181,7 +189,7 @@ class _ChannelTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             name = func.overloadpacket.__name__
             results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
             if not _preserves_channels(name, args, inputs, results):
-                self._add_problem(f"{name} on a tensor whose channels are split")
+                self._add_problem(f"{name} on a tensor whose channels are split, in {self._within[-1] or 'the model'}")
             for result in results:
                 self._tag(result, channels)
         return out
@@ -267,9 +275,11 @@ def _check_splittable(
     model: nn.Module, trace: ChannelTrace, layers: dict[str, ChannelLayer], scheme: ChannelScheme, degree: int
 ) -> None:
     problems = [*trace.refused, *(trace.problems if scheme.form == "sharded" else ())]
-    owned = (parameter for module in model.modules() for parameter in module.parameters(recurse=False))
-    if any(count > 1 for count in Counter(map(id, owned)).values()):
-        problems.append("layers share a weight")
+    names: dict[int, str] = {}
+    for path, module in model.named_modules():
+        for own_name, parameter in module.named_parameters(path, recurse=False, remove_duplicate=False):
+            if (other := names.setdefault(id(parameter), own_name)) != own_name:
+                problems.append(f"layers share a weight, {other} and {own_name}")
     if not layers:
         problems.append("there is no convolution and no linear layer")
     first_calls: dict[str, ModuleCall] = {}

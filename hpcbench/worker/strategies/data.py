@@ -37,6 +37,19 @@ class DdpStrategy(base.WrapperStrategy):
         """PowerSGD compresses from the third step on."""
         return 3 if spec.options.get("compression") == "powersgd" else 2
 
+    _checks_gradients = True
+
+    def finish_gradient_reduction(self) -> None:
+        """Raise ``WorkerError`` (``unsupported``) in the first step if no output depends on a parameter.
+
+        DDP sends no bucket with such a parameter, and ends the second step with an error.
+        """
+        for name, parameter in self.module.named_parameters() if self._checks_gradients else ():
+            if parameter.requires_grad and parameter.grad is None:
+                message = f"DDP waits for the gradients of all parameters, but no output depends on {name}"
+                raise unsupported(message, "leave it out, or freeze it: requires_grad_(False)")
+        self._checks_gradients = False
+
     def wrap(self, module: nn.Module, spec: RunSpec, context: RankContext) -> nn.Module:
         # PowerSGD communicates from threads of the process group.
         self.traffic_is_recorded = self.options.get("compression") != "powersgd"
@@ -91,6 +104,11 @@ def ddp_bucket_cap(bucket_cap_mb: float) -> float | None:
 class Zero1Strategy(DdpStrategy):
     """DDP with a sharded optimizer (ZeRO-1): each rank updates its shard of the parameters and broadcasts it."""
 
+    def wrap(self, module: nn.Module, spec: RunSpec, context: RankContext) -> nn.Module:
+        if self.options["parameters_as_bucket_view"]:
+            base.refuse_strided_parameters(module, spec, "parameters_as_bucket_view makes parameters contiguous")
+        return super().wrap(module, spec, context)
+
     def make_optimizer(self, spec: RunSpec, context: RankContext) -> Any:
         # torch.distributed.optim takes a second to import, which no other strategy should wait for.
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -114,6 +132,10 @@ class FairscaleOssStrategy(DdpStrategy):
 
     stand_ins = base.FAIRSCALE_STAND_INS
     optimizer: Any
+
+    def wrap(self, module: nn.Module, spec: RunSpec, context: RankContext) -> nn.Module:
+        base.refuse_strided_parameters(module, spec, "fairscale's OSS moves parameters into flat buffers")
+        return super().wrap(module, spec, context)
 
     def make_optimizer(self, spec: RunSpec, context: RankContext) -> Any:
         return make_oss_optimizer(self.module, spec, context, broadcast_fp16=self.options["broadcast_fp16"])
@@ -199,6 +221,21 @@ def replace_cuda_streams(wrapper: Any) -> None:
     torch.Tensor.record_stream = lambda *_args, **_kwargs: None  # type: ignore[method-assign]
 
 
+def refuse_partly_frozen_blocks(model: nn.Module, untied: set[int]) -> None:
+    """Raise ``WorkerError`` (``unsupported``) if parameters that are flattened into one are frozen in part.
+
+    Each block of ``untied``, by its id, is flattened by itself, the others together.
+    """
+    named: dict[tuple[int, bool], str] = {}
+    for block_name, block in model.named_children():
+        unit = id(block) if id(block) in untied else 0
+        for name, parameter in block.named_parameters(block_name):
+            named[unit, parameter.requires_grad] = name
+            if other := named.get((unit, not parameter.requires_grad)):
+                message = f"fairscale_fsdp flattens {other} and {name} into one parameter, but one of them is frozen"
+                raise unsupported(message, "set options.flatten_parameters = false, or freeze whole blocks")
+
+
 class FairscaleFsdpStrategy(base.WrapperStrategy):
     """Parameters, gradients and optimizer state are sharded; a block's parameters are whole only while it is used."""
 
@@ -228,6 +265,8 @@ class FairscaleFsdpStrategy(base.WrapperStrategy):
             replace_cuda_streams(self._wrapper)
         assert isinstance(module, nn.Sequential)
         untied = {id(block) for block in base.untied_blocks(module)}
+        if self.options["flatten_parameters"]:
+            refuse_partly_frozen_blocks(module, untied)
         for name, block in list(module.named_children()):
             # One after the other: the device holds the shards and one whole block.
             block.to(context.device)

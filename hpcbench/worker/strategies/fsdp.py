@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import unsupported
 from hpcbench.worker.distributed.process_groups import RankContext
+from hpcbench.worker.strategies import base
 from hpcbench.worker.strategies.base import DataParallelStrategy, make_optimizer, untied_blocks
 
 TRAINS_ON_CPUS = hasattr(torch.cpu.Stream, "record_event")
@@ -39,6 +40,7 @@ class FsdpStrategy(DataParallelStrategy):
     def wrap(self, module: nn.Module, spec: RunSpec, context: RankContext) -> nn.Module:
         if context.device == torch.device("cpu") and not TRAINS_ON_CPUS:
             raise unsupported(f"fully_shard of torch {torch.__version__} does not train on cpus, that of 2.8 does")
+        base.refuse_strided_parameters(module, spec, "fully_shard takes contiguous parameters only")
         # The casts of all blocks together would be a whole model.
         self.arithmetic.keeps_casts = False
         self.loss_factor = float(spec.dp_degree)

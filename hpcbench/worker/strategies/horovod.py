@@ -29,7 +29,7 @@ from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.distributed.rendezvous import list_interfaces, reachable_address
 from hpcbench.worker.failure import install_hint
-from hpcbench.worker.strategies.base import DataParallelStrategy
+from hpcbench.worker.strategies.base import DataParallelStrategy, refuse_strided_parameters
 
 _started_with: dict[str, str] = {}
 """Variables with which Horovod was started in this process; empty before its start. A second start with several ranks
@@ -231,7 +231,10 @@ class HorovodStrategy(DataParallelStrategy):
         _refuse_unsupported(spec, options, self._hvd)
         start_horovod(self._hvd, context, str(options["controller"]), horovod_variables(options))
         super().setup(model, spec, context)
-        self._hvd.broadcast_parameters(self.module.state_dict(), root_rank=0)
+        # Horovod has no booleans; a view as bytes is the same memory.
+        state = self.module.state_dict().items()
+        numbers = {name: each.view(torch.uint8) if each.dtype == torch.bool else each for name, each in state}
+        self._hvd.broadcast_parameters(numbers, root_rank=0)
         # Not broadcast_optimizer_state: there is no state yet, and it would create some by a step with gradients of
         # zero, which decays weights and counts as Adam's first step.
         self.optimizer = self._hvd.DistributedOptimizer(
@@ -245,10 +248,7 @@ class HorovodStrategy(DataParallelStrategy):
         self.loss_factor = float(spec.dp_degree)
 
     def wrap(self, module: nn.Module, spec: RunSpec, context: RankContext) -> nn.Module:
-        strided = [name for name, parameter in module.named_parameters() if not parameter.is_contiguous()]
-        if strided:
-            message = f"Horovod reduces contiguous tensors only, and {strided[0]} is stored otherwise"
-            raise unsupported(message, "set channels_last = false")
+        refuse_strided_parameters(module, spec, "Horovod reduces contiguous tensors only")
         return module
 
     def step(self, feed: DataFeed, step: int) -> Tensor:

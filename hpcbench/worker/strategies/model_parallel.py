@@ -132,9 +132,10 @@ def group_reducers(
     *parts: tuple[Sequence[nn.Parameter], RankGroup], bucket_cap_mb: float = DEFAULT_BUCKET_CAP_MB
 ) -> list[GradientReducer]:
     """Create a reducer for each pair of parameters and a group of several ranks that sums their gradients."""
+    trained = (([each for each in parameters if each.requires_grad], group) for parameters, group in parts)
     return [
         GradientReducer(parameters, group.members(), bucket_cap_mb)
-        for parameters, group in parts
+        for parameters, group in trained
         if parameters and group.size > 1
     ]
 

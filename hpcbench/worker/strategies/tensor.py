@@ -161,6 +161,8 @@ class TensorParallelStrategy(model_parallel.ModelParallelStrategy):
                 f"tp_degree is {spec.tp_degree}",
                 "build it of TransformerBlocks",
             )
+        if self.group.size > 1:
+            tensor_layers.refuse_shared_layers(model)
         self.comm = tensor_layers.TensorParallelComm(
             self.group, bool(self.options["sequence_parallel"]) and self.group.size > 1
         )

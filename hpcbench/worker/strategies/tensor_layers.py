@@ -234,6 +234,18 @@ class TensorParallelMlp(Mlp):
         return super().forward(self.comm.enter(x))
 
 
+def refuse_shared_layers(model: nn.Sequential) -> None:
+    """Raise ``WorkerError`` (``unsupported``) if a parameter of a transformer block has a second name in ``model``."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for block in model:
+        for parameter in block.parameters() if isinstance(block, TransformerBlock) else ():
+            if len(shared := names[id(parameter)]) > 1:
+                message = f"tensor parallelism splits every layer by itself, but {' and '.join(shared)} are one weight"
+                raise unsupported(message, "use ddp, fsdp or a pipeline")
+
+
 def split_transformer_blocks(
     models: Iterable[nn.Sequential], comm: TensorParallelComm, spec: RunSpec
 ) -> list[TransformerBlock]:

@@ -109,7 +109,7 @@ class PipedreamStrategy(PipelineStrategy):
         if self._ties:
             raise unsupported(
                 f"pipedream on {spec.pp_degree} stages: {spec.model} has weights that two stages share, "
-                "and each would have versions of its own",
+                f"{self._ties[0].name}, and each would have versions of its own",
                 "a model without tied weights, or 1f1b",
             )
         self._staleness: Staleness = pipedream_staleness(spec)

@@ -23,6 +23,8 @@ class TiedParameter(NamedTuple):
 
     ranks: tuple[int, ...]
     parameter: nn.Parameter | None
+    name: str
+    """Its first name."""
 
 
 def sum_tied_gradients(ties: Sequence[TiedParameter], group: RankGroup) -> None:
@@ -33,8 +35,8 @@ def sum_tied_gradients(ties: Sequence[TiedParameter], group: RankGroup) -> None:
         point_to_point.receive(received, group.members(), source)
         return received
 
-    for ranks, parameter in ties:
-        if parameter is None or len(ranks) == 1:
+    for ranks, parameter, _ in ties:
+        if parameter is None or len(ranks) == 1 or not parameter.requires_grad:
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -181,11 +183,14 @@ def chunks_of_tensors(names: Iterable[str], model: nn.Sequential, blocks: Sequen
 def tied_parameters(model: nn.Sequential, blocks: Sequence[range], layout: PipelineLayout) -> list[TiedParameter]:
     """Return the parameters of the whole model that lie on several chunks; the first chunk's rank comes first."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    first_names = {parameter: name for name, parameter in model.named_parameters()}
     chunks_of: dict[nn.Parameter, dict[int, None]] = {}
     for name, chunk in chunks_of_tensors(parameters, model, blocks).items():
         chunks_of.setdefault(parameters[name], {})[chunk] = None
     return [
-        TiedParameter(tuple(dict.fromkeys(layout.rank_of(chunk, 0) for chunk in chunks)), parameter)
+        TiedParameter(
+            tuple(dict.fromkeys(layout.rank_of(chunk, 0) for chunk in chunks)), parameter, first_names[parameter]
+        )
         for parameter, chunks in chunks_of.items()
         if len(chunks) > 1
     ]

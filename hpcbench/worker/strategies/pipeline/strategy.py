@@ -34,7 +34,7 @@ from hpcbench.worker.strategies.pipeline.chunk import ActivationMetaCache, Model
 from hpcbench.worker.strategies.pipeline.pipeline_runtime import PipelineBatch, PipelineRuntime
 from hpcbench.worker.strategies.pipeline.stage_assignment import assign_blocks, measure_blocks, predict_step
 from hpcbench.worker.strategies.pipeline.stage_module import TiedParameter
-from hpcbench.worker.strategies.tensor_layers import TensorParallelComm, split_transformer_blocks
+from hpcbench.worker.strategies.tensor_layers import TensorParallelComm, refuse_shared_layers, split_transformer_blocks
 
 cached_actions = cache(schedule_actions)
 
@@ -98,6 +98,8 @@ class PipelineStrategy(ModelParallelStrategy):
         reason = cuts_exclusion(spec, self.layout, len(model))
         if reason is not None:
             raise unsupported(reason, "fewer stages, or other cuts")
+        if spec.tp_degree > 1:
+            refuse_shared_layers(model)
         profile = measure_blocks(model, spec, self.options, self.context)
         self.blocks = blocks = assign_blocks(model, spec, self.options, self.layout)
         self.predicted = None if profile is None else predict_step(profile, spec, self.layout, blocks)
@@ -115,9 +117,7 @@ class PipelineStrategy(ModelParallelStrategy):
         """Create a reducer per chunk, which sends when the chunk is done, and one for tied weights, after their sum."""
         assert isinstance(module, stage_module.StageModule)
         own_ids = {id(parameter) for parameter in module.parameters()}
-        self._ties = [
-            tie if id(tie.parameter) in own_ids else stage_module.TiedParameter(tie.ranks, None) for tie in self._ties
-        ]
+        self._ties = [tie if id(tie.parameter) in own_ids else tie._replace(parameter=None) for tie in self._ties]
         tied = [tie.parameter for tie in self._ties if tie.parameter is not None]
         self._reducer_of: dict[int, GradientReducer] = {}
         group = self.groups["dp"]
@@ -310,7 +310,7 @@ def open_communicators(
     number = torch.zeros(1, device=device)
     for members in dict.fromkeys(reduced):
         dist.all_reduce(number, group=members.members())
-    pairs = {(ranks[0], other) for ranks, _ in ties for other in ranks[1:]}
+    pairs = {(ranks[0], other) for ranks, _, _ in ties for other in ranks[1:]}
     for source, target in sorted({*pairs, *((target, source) for source, target in pairs)}):
         if group.place == source:
             point_to_point.send(number, group.members(), target)
