@@ -344,10 +344,22 @@ def _own_replacements(task: DryRunTask, recorder: StepRecorder) -> dict[str, Any
         arithmetic = partial(CudaArithmetic, recorder=recorder)
         replacements[f"{strategies}.base:MixedPrecision"] = arithmetic
         replacements[f"{strategies}.pipeline.chunk:MixedPrecision"] = arithmetic
+        for pool in ("max_pool3d", "avg_pool3d", "adaptive_avg_pool3d", "adaptive_max_pool3d"):
+            replacements[f"torch.nn.functional:{pool}"] = _without_autocast(getattr(torch.nn.functional, pool))
         replacements[f"{strategies}.base:prefers_fused_updates"] = lambda _device: True
         # DDP's bf16 compression is offered on cuda only.
         replacements[f"{strategies}.data:DdpStrategy._register_compression_hook"] = _register_hook_of_cuda
     return replacements
+
+
+def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` in the dtype of its input, as cuda computes 3-D pooling; a cpu's autocast computes it in fp32."""
+
+    def called(*arguments: Any, **options: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return function(*arguments, **options)
+
+    return called
 
 
 def _register_hook_of_cuda(strategy: Any, runner: Any, context: RankContext) -> None:
