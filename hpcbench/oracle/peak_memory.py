@@ -38,6 +38,13 @@ class MemoryBreakdown(msgspec.Struct, frozen=True, kw_only=True):
     """Samples on the device; those that the first layer keeps are counted here alone."""
     untouched_bytes: int = 0
     """Reserved and never written to: a CPU has no pages for it, an accelerator keeps it all the same."""
+    processor_bytes: int = 0
+    """Further bytes of a CPU's peak: weights in oneDNN's layout, temporary tensors of updates that are not fused."""
+
+    def on(self, device: str) -> MemoryBreakdown:
+        """Return the memory of a device of that kind, ``cpu`` or ``cuda``."""
+        absent = "untouched_bytes" if device == "cpu" else "processor_bytes"
+        return msgspec.structs.replace(self, **{absent: 0})
 
     @property
     def total_bytes(self) -> int:
@@ -116,12 +123,12 @@ def peak_memory(
     moments, gradients = [], allocated.pop()
     for number in range(len(allocated) - 1, -1, -1):
         gradients += allocated[number]
-        saved, received = activations[number]
+        saved, received, library = activations[number]
         communication = persistent.communication + received + (in_flight[number] if in_flight else 0)
-        moments.append((saved, gradients + accumulated[number], states, communication))
-    temporaries = update_temporary_bytes(update_spec, owned)
-    moments.append((0, sum(persistent.gradients), states + temporaries, persistent.communication))
-    saved, gradients, optimizer, communication = max(moments, key=sum)
+        moments.append((saved, gradients + accumulated[number], states, communication, library))
+    kept, temporaries = update_temporary_bytes(update_spec, owned)
+    moments.append((0, sum(persistent.gradients), states + kept, persistent.communication, temporaries))
+    saved, gradients, optimizer, communication, _ = largest = max(moments, key=lambda moment: sum(moment[:-1]))
     return MemoryBreakdown(
         parameters_bytes=persistent.parameters,
         gradients_bytes=gradients,
@@ -130,11 +137,12 @@ def peak_memory(
         buffers_bytes=sum(buffer_bytes(spec, table)) if buffers is None else buffers,
         communication_bytes=communication,
         samples_bytes=held_sample_bytes(spec, table),
+        processor_bytes=max(map(sum, moments)) - sum(largest[:-1]),
     )
 
 
-def _activation_bytes(spec: RunSpec, table: LayerTable, rows: Sequence[RowCost]) -> list[tuple[int, int]]:
-    """Return, for each row while it runs backwards, the saved bytes with its working set, and the received ones.
+def _activation_bytes(spec: RunSpec, table: LayerTable, rows: Sequence[RowCost]) -> list[tuple[int, int, int]]:
+    """Return, for each row while it runs backwards, saved bytes with its working set, received ones, the library's.
 
     Recomputed blocks keep their inputs; the one that runs has been computed again.
     """
@@ -147,5 +155,5 @@ def _activation_bytes(spec: RunSpec, table: LayerTable, rows: Sequence[RowCost])
             saved, received, block = block_inputs, 0, layer.block
         saved += row.saved_bytes
         received += row.received_bytes
-        moments.append((saved + row.working_bytes, received))
+        moments.append((saved + row.working_bytes - row.library_bytes, received, row.library_bytes))
     return moments

@@ -6,7 +6,7 @@ micro-batches that wait for theirs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -34,6 +34,19 @@ class _Moment(NamedTuple):
     temporaries: int = 0
     """Bytes of the temporary tensors of the update."""
     communication: int = 0
+    processor: int = 0
+    """Further bytes of a CPU, see ``MemoryBreakdown``."""
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(self) - self.processor
+
+
+def _largest(moments: Iterable[_Moment]) -> _Moment:
+    """Return the moment with the most bytes on a device; a CPU's peak may be at another one."""
+    every = list(moments)
+    largest = max(every, key=lambda moment: moment.device_bytes, default=_Moment())
+    return largest._replace(processor=max(map(sum, every), default=0) - largest.device_bytes)
 
 
 def stage_memory(pipeline: PipelineRank, actions: Sequence[Action], summed_bytes: int = 0) -> MemoryBreakdown:
@@ -44,7 +57,7 @@ def stage_memory(pipeline: PipelineRank, actions: Sequence[Action], summed_bytes
         summed_bytes: of sums of gradients that are kept beside those of the running micro-batch.
     """
     spec, owned = pipeline.spec, _owned_bytes(pipeline)
-    moment = max(_StageWalk(pipeline).moments(actions), key=sum)
+    moment = _largest(_StageWalk(pipeline).moments(actions))
     buffers = sum(one_buffer_bytes(spec, buffer) for chunk in pipeline.chunks for buffer in pipeline.buffers(chunk))
     return MemoryBreakdown(
         parameters_bytes=sum(owned),
@@ -54,6 +67,7 @@ def stage_memory(pipeline: PipelineRank, actions: Sequence[Action], summed_bytes
         buffers_bytes=buffers,
         communication_bytes=pipeline.receive_buffer_bytes() + moment.communication,
         samples_bytes=held_sample_bytes(spec, pipeline.table) if _holds_samples(pipeline) else 0,
+        processor_bytes=moment.processor,
     )
 
 
@@ -76,9 +90,7 @@ class _StageWalk:
         self.owned = _owned_bytes(pipeline)
         self.chunk_bytes = {chunk: sum(pipeline.parameter_bytes(chunk)) for chunk in pipeline.chunks}
         # What else is alive is equal at all moments of a pass, so its largest one is the same each time.
-        self.largest_moment = lru_cache(maxsize=None)(
-            lambda *passed: max(self._backward_moments(*passed), key=sum, default=_Moment())
-        )
+        self.largest_moment = lru_cache(maxsize=None)(lambda *passed: _largest(self._backward_moments(*passed)))
         self.deferred_bytes = lru_cache(maxsize=None)(self._deferred_bytes)
 
     def moments(self, actions: Sequence[Action]) -> Iterator[_Moment]:
@@ -104,7 +116,7 @@ class _StageWalk:
             if kind == BACKWARD_INPUT:
                 alive -= kept_bytes
                 moment = self.largest_moment(chunk, samples, False, False, True)
-                yield _Moment(alive + moment.activations, gradients, 0, moment.communication)
+                yield moment._replace(activations=alive + moment.activations, gradients=gradients)
                 alive += deferred
                 continue
             if kind == BACKWARD_WEIGHT:
@@ -116,7 +128,7 @@ class _StageWalk:
                 sends = pipeline.replicas > 1 and (updates or last[chunk] == place)
                 others = gradients - summed[chunk]
                 moment = self.largest_moment(chunk, samples, bool(summed[chunk]), sends, False)
-                yield _Moment(alive + moment.activations, others + moment.gradients, 0, moment.communication)
+                yield moment._replace(activations=alive + moment.activations, gradients=others + moment.gradients)
             gradients += self.chunk_bytes[chunk] - summed[chunk]
             summed[chunk] = self.chunk_bytes[chunk]
         if is_split and pipeline.replicas > 1:
@@ -126,7 +138,8 @@ class _StageWalk:
             yield self._update(alive)
 
     def _update(self, alive: int) -> _Moment:
-        return _Moment(alive, sum(self.owned), update_temporary_bytes(self.pipeline.spec, self.owned))
+        kept, temporaries = update_temporary_bytes(self.pipeline.spec, self.owned)
+        return _Moment(alive, sum(self.owned), kept, 0, temporaries)
 
     def _deferred_bytes(self, chunk: int, samples: int) -> int:
         """Return the bytes that weights' gradients wait for after a split backward pass."""
@@ -171,10 +184,13 @@ class _StageWalk:
             cost = pipeline.row_costs[row]
             deferred += self._deferred_row_bytes(row, samples) if is_split else 0
             gradients += 0 if adds or is_split else created[row]
-            working = cost.working_bytes * samples // pipeline.row_samples
+            working, on_device = (
+                max(size * samples // pipeline.row_samples - received, 0)
+                for size in (cost.working_bytes, cost.working_bytes - cost.library_bytes)
+            )
             added = created[row] if adds else 0
-            activations = boundary_kept + saved + deferred + max(working - received, 0)
-            moments.append(_Moment(activations, gradients + added, 0, filled[row]))
+            activations = boundary_kept + saved + deferred + on_device
+            moments.append(_Moment(activations, gradients + added, 0, filled[row], working - on_device))
             received = 0
             saved -= cost.saved_bytes * samples // pipeline.row_samples
         return moments

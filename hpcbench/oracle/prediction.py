@@ -226,9 +226,9 @@ def peak_rank_memory(spec: RunSpec, table: LayerTable, device: str = "cuda") -> 
         fields = MemoryBreakdown.__struct_fields__
         peak = MemoryBreakdown(**{name: sum(getattr(each, name) for each in devices) for name in fields})
     else:
-        ranks = (cost.memory(spec, table, rank) for rank in cost.ranks_that_differ(spec))
+        ranks = (cost.memory(spec, table, rank).on(device) for rank in cost.ranks_that_differ(spec))
         peak = max(ranks, key=lambda memory: memory.total_bytes)
-    return msgspec.structs.replace(peak, untouched_bytes=0) if device == "cpu" else peak
+    return peak.on(device)
 
 
 def bottleneck(step: StepBreakdown) -> str:

@@ -21,12 +21,14 @@ from hpcbench.oracle.placement import GroupPlacement
 from hpcbench.oracle.stream_simulator import ComputeEvent, StreamEvent, WaitEvent
 from hpcbench.oracle.tensor_sizes import (
     FP32_BYTES,
+    cast_weight_bytes,
     input_bytes,
     input_gradient_bytes,
     row_number_bytes,
     saved_row_bytes,
     weight_layout_copies,
 )
+from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.layer_table import LayerTable, cached_by_run_fields
 from hpcbench.parallel.roofline import COPY_KIND, FORWARD, Kernel
 from hpcbench.parallel.traffic import Traffic
@@ -74,6 +76,8 @@ class RowCost(NamedTuple):
     """Kept as long as that, but received from other ranks: counted as communication."""
     working_bytes: int = 0
     """Alive beside that while the row runs backwards."""
+    library_bytes: int = 0
+    """Weights in the layout of a CPU's library, a part of ``working_bytes``."""
     block_input_bytes: int = 0
     """Kept for its block to be computed again, where the row is the block's first."""
 
@@ -89,24 +93,27 @@ def copy_op(spec: RunSpec, size_bytes: float) -> ComputeOp:
     )
 
 
-@cached_by_run_fields("batch_size", "micro_batches", "precision")
+@cached_by_run_fields("batch_size", "micro_batches", "precision", "strategy")
 def unsharded_rows(spec: RunSpec, table: LayerTable) -> list[RowCost]:
     """Return every row on a rank that holds all of every layer.
 
-    A row works with the gradients of its output and input, and a convolution with its weight in the library's layout.
+    A row works with the gradients of its output and input, and a convolution with its weight in the library's layout. A
+    split backward pass casts a weight again instead of keeping autocast's copy.
     """
-    samples = spec.batch_size // spec.micro_batches
+    samples, splits = spec.batch_size // spec.micro_batches, get_strategy(spec.strategy).splits_backward
     rows = []
     for layer, kernels in zip(table.layers, unsharded_row_kernels(spec, table), strict=True):
         number_bytes = row_number_bytes(spec, layer)
         gradients = (layer.output_bytes + input_gradient_bytes(layer)) * samples
-        weight_copies = layer.parameters * FP32_BYTES * weight_layout_copies(spec, layer)
+        library = layer.parameters * weight_layout_copies(spec, layer) * number_bytes
+        cast = cast_weight_bytes(spec, layer) if splits else 0
         rows.append(
             RowCost(
                 [ComputeOp(kernels.forward)],
                 [ComputeOp(kernels.backward)],
-                saved_bytes=saved_row_bytes(spec, layer, samples),
-                working_bytes=(gradients + weight_copies) * number_bytes // FP32_BYTES,
+                saved_bytes=saved_row_bytes(spec, layer, samples) - cast,
+                working_bytes=gradients * number_bytes // FP32_BYTES + cast + library,
+                library_bytes=library,
                 block_input_bytes=input_bytes(layer) * samples * number_bytes // FP32_BYTES,
             )
         )

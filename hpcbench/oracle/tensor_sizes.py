@@ -188,11 +188,14 @@ def optimizer_tensors(spec: RunSpec) -> OptimizerTensors:
     return OptimizerTensors(*(2 * count for count in (tensors.states + 1, tensors.temporaries, tensors.moved + 3)))
 
 
-def update_temporary_bytes(spec: RunSpec, owned: Sequence[int]) -> int:
-    """Return the bytes alive during an update of parameters of ``owned`` bytes beside what is kept."""
+def update_temporary_bytes(spec: RunSpec, owned: Sequence[int]) -> tuple[int, int]:
+    """Return the bytes alive during an update of parameters of ``owned`` bytes beside those that are kept.
+
+    The second number is of temporary tensors that only a CPU has: the fused updates of cuda need none.
+    """
     temporaries = max(owned, default=0) * optimizer_tensors(spec).temporaries
     if spec.precision != "bf16_params":
-        return temporaries
+        return (temporaries, 0) if spec.precision == "fp16" else (0, temporaries)
     fp32_bytes = [size // HALF_BYTES * FP32_BYTES for size in owned]
     parts = fill_buckets(fp32_bytes, MASTER_UPDATE_CAP_BYTES, MASTER_UPDATE_CAP_BYTES)
-    return temporaries + max((sum_bytes_at(fp32_bytes, places) for places in parts), default=0)
+    return max((sum_bytes_at(fp32_bytes, places) for places in parts), default=0), temporaries

@@ -93,7 +93,7 @@ def peaks_of(case: PeakCase) -> Peaks:
     table = read_shipped_table(spec.model, spec.dataset)
     assert table is not None, f"{spec.model} on {spec.dataset} has no shipped table"
     recorder = record_step(DryRunTask(index=0, spec=spec, device="cuda"), rank)
-    oracle_bytes = resolve_cost(spec.strategy).memory(spec, table, rank).total_bytes
+    oracle_bytes = resolve_cost(spec.strategy).memory(spec, table, rank).on("cuda").total_bytes
     return Peaks(recorder.peak_bytes, oracle_bytes, recorder.peak_layer)
 
 

@@ -153,9 +153,12 @@ class ChannelRank:
                 }.get(split.enter.backward, 0.0)
         weight_copies = weight_share * weight_layout_copies(self.spec, row.row)
         weights = weight_copies * row.row.parameters * parameter_number_bytes(self.spec)
+        moved = max(before * scale, (after - saved) * scale)
+        working = round(max(gradients * scale + weights, moved))
         return cost._replace(
             saved_bytes=round(saved * scale),
-            working_bytes=round(max(gradients * scale + weights, before * scale, (after - saved) * scale)),
+            working_bytes=working,
+            library_bytes=working - round(max(gradients * scale, moved)),
             block_input_bytes=round(input_part * scale),
         )
 

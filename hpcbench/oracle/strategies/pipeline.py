@@ -14,6 +14,7 @@ from hpcbench.oracle.pipeline_rank import PipelineRank
 from hpcbench.oracle.pipeline_step import PipelineStep, RankStepTimes, step_from_schedule
 from hpcbench.oracle.row_cost import copy_op
 from hpcbench.oracle.strategies.base import Cost
+from hpcbench.oracle.tensor_sizes import input_bytes, input_gradient_bytes
 from hpcbench.parallel.layer_table import LayerTable
 from hpcbench.parallel.pipeline.schedule_simulator import StageTimes, steady_step_time_s
 from hpcbench.parallel.pipeline.schedules import BACKWARD, FORWARD, UPDATE, message_after
@@ -70,6 +71,14 @@ class FairscalePipeCost(Cost):
         if rank:
             # The samples are on the first device.
             memory = msgspec.structs.replace(memory, samples_bytes=0)
+        if rank == spec.pp_degree - 1:
+            # The loss is that of the whole batch, whose outputs are gathered: a copy, and the gradients of all samples.
+            output_bytes, others = (
+                input_bytes(table.layers[-1]),
+                spec.batch_size - spec.batch_size // spec.micro_batches,
+            )
+            gathered = spec.batch_size * output_bytes + others * input_gradient_bytes(table.layers[-1])
+            memory = msgspec.structs.replace(memory, activations_bytes=memory.activations_bytes + gathered)
         if spec.micro_batches == 1:
             return memory
         largest = max((size for chunk in pipeline.chunks for size in pipeline.parameter_bytes(chunk)), default=0)

@@ -66,6 +66,7 @@ def whole_row(spec: RunSpec, row: LayerRow) -> RowCost:
         [ComputeOp(backward)],
         saved_bytes=saved_row_bytes(spec, row, samples),
         working_bytes=unit * (row.output_bytes // FP32_BYTES + prod(row.input_shape)) + weights,
+        library_bytes=weights,
         block_input_bytes=unit * prod(row.input_shape),
     )
 
@@ -240,6 +241,7 @@ class SpatialRank:
             saved_bytes=self._saved_bytes(row),
             received_bytes=received,
             working_bytes=self.activation_unit * self._working_numbers(row) + weights,
+            library_bytes=weights,
             block_input_bytes=self.activation_unit * self._owned_numbers(row.input_shape),
         )
 

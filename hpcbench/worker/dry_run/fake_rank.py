@@ -353,7 +353,7 @@ def _own_replacements(task: DryRunTask, recorder: StepRecorder) -> dict[str, Any
 
 
 def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` in the dtype of its input, as cuda computes 3-D pooling; a cpu's autocast computes it in fp32."""
+    """Return 3-D pooling in the dtype of its input, as on cuda; a cpu's autocast computes it in fp32."""
 
     def called(*arguments: Any, **options: Any) -> Any:
         with torch.autocast("cpu", enabled=False):
