@@ -127,7 +127,7 @@ def test_a_peak_on_a_gpu_has_workspaces_and_its_limit_no_context(cluster: str, w
     profile, _ = load_cluster(cluster)
     spec = RunSpec(model="resnet18", dataset="cifar10", strategy="single", batch_size=64)
     found = predict(spec, table_of(spec), nominal_machine(profile))
-    assert found.peak_memory_bytes == memory_of(spec).total_bytes + 2 * workspace_bytes
+    assert found.peak_memory_bytes == memory_of(spec).on("cuda").total_bytes + 2 * workspace_bytes
     assert found.memory_limit_bytes == 80e9 - 600 * 2**20
 
 
