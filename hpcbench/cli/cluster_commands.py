@@ -27,7 +27,7 @@ from hpcbench.config.cluster_profile import (
     load_cluster,
     load_cluster_file,
 )
-from hpcbench.config.toml_tables import TomlSource, validate_table
+from hpcbench.config.toml_tables import TomlSource, parse_toml, validate_table
 from hpcbench.errors import ConfigError, HpcbenchError
 from hpcbench.fileio import write_atomic, write_file
 from hpcbench.paths import project_folder
@@ -115,6 +115,8 @@ def init_cluster(name: str, probes: bool) -> None:
     base = validate_table(ClusterProfile, data, TomlSource(path, ""))
     facts = query_site(base)
     text = profile_toml(name, facts, config_file=base.scheduler.config_file)
+    # A file is left only if commands can read it.
+    validate_table(ClusterProfile, *parse_toml(text, path))
     write_file(path, text.encode())
     if probes:
         # The job is submitted with the profile that was just written.

@@ -46,6 +46,11 @@ def read_toml(path: Path) -> tuple[dict[str, Any], TomlSource]:
         raise ConfigError(f"cannot read the file: {error.strerror}", where=str(path)) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"not UTF-8 text (byte {error.start})", where=str(path)) from error
+    return parse_toml(text, path)
+
+
+def parse_toml(text: str, path: Path) -> tuple[dict[str, Any], TomlSource]:
+    """The data and the source of the TOML ``text`` of the file ``path``. Raises as ``read_toml``."""
     try:
         return tomli.loads(text), TomlSource(path, text)
     except tomli.TOMLDecodeError as error:

@@ -22,9 +22,12 @@ from hpcbench.units import format_bytes
 
 _TEMPORARY_REFUSALS = ("busy", "DOWN, DRAINED", "not available now", "not currently available")
 """Refusals that pass by themselves: no error of a profile."""
+_UNAVAILABLE = "Requested node configuration is not available"
 
 
-def sbatch_test_problems(profile: ClusterProfile, source: TomlSource) -> Iterator[HpcbenchError]:
+def sbatch_test_problems(
+    profile: ClusterProfile, source: TomlSource, facts: SiteFacts | None = None
+) -> Iterator[HpcbenchError]:
     """The smallest job with all devices of its nodes, in each partition, through ``sbatch --test-only``.
 
     That applies the site's own rules, too, which nothing but a submission meets. Without an answer of the scheduler
@@ -32,7 +35,10 @@ def sbatch_test_problems(profile: ClusterProfile, source: TomlSource) -> Iterato
     """
     for key in profile.partitions or [None]:
         refusal = _sbatch_refusal(profile, key)
-        if refusal:
+        live = _live_partition(profile, facts, key) if facts else None
+        # sbatch answers so, too, where the nodes that a job needs are reserved or drained today.
+        passes = live is not None and not live.is_complete and _UNAVAILABLE in (refusal or "")
+        if refusal and not passes:
             where = source.where(("partitions", key) if key else ())
             yield ConfigError(f"sbatch refuses a job{f' in {key}' if key else ''}: {refusal}", where=where)
 
@@ -80,7 +86,7 @@ def check_against_scheduler(profile: ClusterProfile, source: TomlSource) -> bool
     except SubmitError:
         return False
     # The comparison names the line of each problem, sbatch does not: it is called only if the comparison has none.
-    problems = compare_profile(profile, facts, source) or list(sbatch_test_problems(profile, source))
+    problems = compare_profile(profile, facts, source) or list(sbatch_test_problems(profile, source, facts))
     if problems:
         raise ConfigErrors(problems)
     return True
@@ -112,6 +118,13 @@ def _least(limits: Iterable[tuple[float | None, str]]) -> tuple[float, str]:
     return min(finite, key=itemgetter(0), default=(math.inf, ""))
 
 
+def _live_partition(profile: ClusterProfile, facts: SiteFacts, key: str | None) -> PartitionFacts | None:
+    """The scheduler's partition of jobs with the profile's partition ``key``: the default where none is named."""
+    named = None if key is None else facts.partitions.get(profile.partition(key).name or key)
+    is_default = key is None or "partition" in profile.request_of(key).drop
+    return facts.default_partition or named if is_default else named
+
+
 class _ProfileCheck:
     """The comparison of one profile with one scheduler; each method checks one table and adds to ``problems``."""
 
@@ -139,21 +152,20 @@ class _ProfileCheck:
 
     def partition(self, key: str, partition: PartitionConfig) -> None:
         facts, account, name = self.facts, self.profile.account, partition.name or key
-        if "partition" in self.profile.request_of(key).drop:
-            default = next((each.name for each in facts.partitions.values() if each.is_default), None)
-            name = default or name
-        live = facts.partitions.get(name)
+        live = _live_partition(self.profile, facts, key)
         if partition.qos is not None:
             self._qos(key, partition.qos, live)
         if live is None:
             hint = did_you_mean(name, facts.partitions)
             self.report(f"the scheduler has no partition {name!r}", "partitions", key, hint=hint)
             return
-        if not live.is_up:
-            self.report(f"partition {name} is not up", "partitions", key)
-        if account is not None and live.allowed_accounts is not None and account not in live.allowed_accounts:
-            listed = ", ".join(sorted(live.allowed_accounts))
-            self.report(f"partition {name} does not take account {account!r}: {listed}", "partitions", key)
+        default = next((each.default_qos for each in facts.associations if each.account == account), facts.default_qos)
+        if reason := facts.why_closed(live, account, partition.qos):
+            self.report(f"partition {live.name} {reason}", "partitions", key)
+        elif partition.qos is None and default is not None and not live.takes_qos(default):
+            message = f"partition {live.name} does not take QOS {default!r}, your default"
+            hint = f"it takes: {', '.join(sorted(filter(live.takes_qos, facts.usable_qos)))}"
+            self.report(message, "partitions", key, hint=hint)
         self._time_limits(key, partition, live)
         self._node_counts(key, partition, live)
         self._submitted_jobs(key, partition, live)
@@ -164,10 +176,10 @@ class _ProfileCheck:
             hint = did_you_mean(qos, self.facts.qos)
             self.report(f"the scheduler has no QOS {qos!r}", "partitions", key, "qos", hint=hint)
             return
-        if live is not None and live.allowed_qos is not None and qos not in live.allowed_qos:
-            listed = ", ".join(sorted(live.allowed_qos))
+        if live is not None and not live.takes_qos(qos):
+            listed = ", ".join(sorted(live.allowed_qos or {f"all but {', '.join(sorted(live.denied_qos))}"}))
             self.report(f"partition {live.name} does not take QOS {qos!r}: {listed}", "partitions", key, "qos")
-        usable = {name for association in self.facts.associations for name in association.qos}
+        usable = self.facts.usable_qos
         if usable and qos not in usable:
             hint = f"yours: {', '.join(sorted(usable))}"
             self.report(f"you may not use QOS {qos!r}", "partitions", key, "qos", hint=hint)
@@ -240,15 +252,18 @@ class _ProfileCheck:
     def _devices(
         self, style: str, node: NodeConfig, kinds: list[NodeFacts], partition: str, table: tuple[str, ...]
     ) -> None:
-        most = max(kind.device_count for kind in kinds)
+        device_type = node.gres_type or node.device_type
+        types = {gpu.type for kind in kinds for gpu in kind.gpus if gpu.type}
+        is_typed = style == "gres-typed" and device_type in types
+        usable = [[gpu.number for gpu in kind.gpus if not is_typed or gpu.type == device_type] for kind in kinds]
+        most = max(map(sum, usable))
         if most == 0:
             message = f"request.gpus = {style!r}, but nodes of {partition} have no gpu among their GRES"
             self.report(message, "request", "gpus", hint='gpus = "none", where they come anyway')
             return
         if node.devices is not None and node.devices > most:
-            self.report(f"devices = {node.devices}, nodes of {partition} have {most}", *table, "devices")
-        types = {gpu.type for kind in kinds for gpu in kind.gpus if gpu.type}
-        device_type = node.gres_type or node.device_type
+            of_type = f" of type {device_type}" if is_typed else ""
+            self.report(f"devices = {node.devices}, nodes of {partition} have {most}{of_type}", *table, "devices")
         if style == "gres-typed" and device_type not in types:
             hint = did_you_mean(device_type or "", types) if types else 'the scheduler names no types: gpus = "gres"'
             message = f"nodes of {partition} have no gpu of type {device_type!r}"

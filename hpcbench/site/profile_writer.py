@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import count, islice
 
+from hpcbench.config.toml_tables import NAME_PATTERN
 from hpcbench.site.node_probe import DeviceTopology, NodeProbe
 from hpcbench.site.slurm_facts import NodeFacts, PartitionFacts, SiteFacts
 
@@ -24,7 +26,8 @@ date = "{date}"
 def profile_toml(name: str, facts: SiteFacts, probe: NodeProbe | None = None, config_file: str | None = None) -> str:
     """The text of ``<name>.toml``. With a probe it also has the values that only a node knows."""
     default = default_partition(facts)
-    kind = default.kinds[0] if default and default.kinds else None
+    kind = default.usual_kind if default else None
+    keys = _partition_keys(facts)
     gpus = kind.device_count if kind else 0
     has_devices = bool(probe.devices) if probe else gpus > 0
     head = _PROFILE_HEAD.format(
@@ -32,13 +35,14 @@ def profile_toml(name: str, facts: SiteFacts, probe: NodeProbe | None = None, co
         quoted=_toml_string(name), description=_toml_string(f"{facts.cluster}, {_describe_node(kind)}"),
         looked=" and a job on a node" if probe else "",
     )  # fmt: skip
-    top = _top_level_keys(facts, default, gpus=gpus, has_devices=has_devices, probed=probe is not None)
+    key = keys[default.name] if default and facts.why_closed(default) is None else None
+    top = _top_level_keys(facts, default, key, gpus=gpus, has_devices=has_devices, probed=probe is not None)
     tables = [
         [*head.rstrip("\n").split("\n"), *top],
         _scheduler_table(facts, config_file),
         _node_table(kind, probe),
         _request_table(facts, default, kind, has_devices),
-        *(_partition_table(partition, facts, kind) for partition in facts.partitions.values()),
+        *(_partition_table(partition, keys[name], facts, kind) for name, partition in facts.partitions.items()),
         _network_table(probe),
     ]
     if probe is not None:
@@ -49,9 +53,18 @@ def profile_toml(name: str, facts: SiteFacts, probe: NodeProbe | None = None, co
 
 
 def default_partition(facts: SiteFacts) -> PartitionFacts | None:
-    """Return the scheduler's default partition, else the first that is up; ``None`` if there is no partition."""
-    partitions = facts.partitions.values()
-    return min(partitions, key=lambda each: (not each.is_default, not each.is_up), default=None)
+    """The partition that `device`, `[node]` and `[request]` describe; ``None`` if there is none.
+
+    It is the scheduler's default, or the first one with devices where that has none: `device` holds for all partitions,
+    and jobs on a GPU must not compute on the CPU. One that is closed to this user comes last.
+    """
+
+    def rank(partition: PartitionFacts) -> tuple[bool, bool, bool]:
+        kind = partition.usual_kind
+        has_devices = kind is not None and kind.device_count > 0
+        return facts.why_closed(partition) is not None, not has_devices, not partition.is_default
+
+    return min(facts.partitions.values(), key=rank, default=None)
 
 
 def _describe_node(kind: NodeFacts | None) -> str:
@@ -59,6 +72,19 @@ def _describe_node(kind: NodeFacts | None) -> str:
         return "no nodes seen"
     devices = " and ".join(f"{gpu.number}x {gpu.type or 'gpu'}" for gpu in kind.gpus)
     return f"{kind.cpus} CPUs" + (f" and {devices}" if devices else "") + " a node"
+
+
+def _describe_kinds(kinds: Sequence[NodeFacts]) -> str:
+    """Each kind of nodes, with the memory, processor and features that distinguish it from the others."""
+    properties = [
+        [f"{kind.memory_bytes // 2**20} MiB", f"{kind.threads_per_core} threads a core", kind.arch, *kind.features]
+        for kind in kinds
+    ]
+    common = set(properties[0]).intersection(*properties)
+    own = (", ".join(sorted({*words} - common - {""})) for words in properties)
+    return "; ".join(
+        _describe_node(kind) + (f" ({words})" if words else "") for kind, words in zip(kinds, own, strict=True)
+    )
 
 
 def _toml_string(value: str) -> str:
@@ -79,15 +105,25 @@ def _least(limits: Iterable[float | None]) -> float | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _partition_key(partition: str) -> str:
-    """A key of `partitions` for a name that may be none."""
-    return re.sub(r"^[^A-Za-z0-9]", "p", re.sub(r"[^A-Za-z0-9._-]", "-", partition))[:64] or "p"
+def _partition_keys(facts: SiteFacts) -> dict[str, str]:
+    """The key of `partitions` for each partition; a name may be no key, or become another one's key."""
+    keys: dict[str, str] = {}
+    # Names that are keys already keep them.
+    for name in sorted(facts.partitions, key=lambda name: re.match(NAME_PATTERN, name) is None):
+        key = re.sub(r"^[^A-Za-z0-9]", "p", re.sub(r"[^A-Za-z0-9._-]", "-", name))[:64] or "p"
+        others = (f"{key[:60]}-{number}" for number in count(2))
+        keys[name] = next(each for each in (key, *islice(others, len(keys))) if each not in keys.values())
+    return keys
 
 
 def _top_level_keys(
-    facts: SiteFacts, default: PartitionFacts | None, *, gpus: int, has_devices: bool, probed: bool
+    facts: SiteFacts, default: PartitionFacts | None, key: str | None, *, gpus: int, has_devices: bool, probed: bool
 ) -> list[str]:
     lines = []
+    usual = facts.default_partition
+    if default and usual and usual is not default:
+        reason = facts.why_closed(usual) or "has no devices, and `device` holds for all partitions"
+        lines.append(f"# The scheduler's default partition, {usual.name}, {reason}.")
     if gpus and not has_devices:
         lines.append("# The scheduler hands out devices, but the job saw no driver for them.")
     elif gpus and not probed:
@@ -98,7 +134,7 @@ def _top_level_keys(
         lines.append(f"# Your accounts: {', '.join(accounts)}. The scheduler takes your default where none is named;")
         lines.append("# another one belongs below [accounts] in ~/.config/hpcbench/config.toml.")
     longest = _longest_min(default, facts) if default else None
-    lines += _keys(default_partition=_partition_key(default.name) if default else None)
+    lines += _keys(default_partition=key)
     return [*lines, *_keys(time_limit_min=f"{min(30.0, longest or 30.0):g} min")]
 
 
@@ -123,6 +159,8 @@ def _node_lines(kind: NodeFacts) -> list[str]:
         lines.append(f"cores = {kind.cpus}{threads}")
     if kind.memory_bytes:
         lines += _keys(memory_bytes=f"{kind.memory_bytes // 2**20} MiB")
+    if len(kind.gpus) > 1:
+        lines.append("# Its devices are of several types: a job that asks for a part of them gets any.")
     gpu_type = next((gpu.type for gpu in kind.gpus if gpu.type), None)
     device_type = gpu_type or ("gpu" if kind.device_count else None)
     return [*lines, *_keys(devices=kind.device_count, device_type=device_type, gres_type=gpu_type)]
@@ -156,7 +194,7 @@ def _request_table(
     style = "none"
     if has_devices and kind:
         has_gpu_options = "cons_tres" in facts.settings.get("SelectType", "")
-        style = "gres-typed" if len(kind.gpus) > 1 else "gpus-per-node" if has_gpu_options else "gres"
+        style = "gpus-per-node" if has_gpu_options else "gres"
     lines = ["[request]", *_keys(gpus=style)]
     per_cpu_bytes = default.default_memory_per_cpu_bytes if default else None
     if per_cpu_bytes and kind and per_cpu_bytes * kind.cpus < 0.9 * kind.memory_bytes:
@@ -166,12 +204,9 @@ def _request_table(
     return [*lines, *_keys(memory="none")]
 
 
-def _partition_table(partition: PartitionFacts, facts: SiteFacts, usual: NodeFacts | None) -> list[str]:
-    key = _partition_key(partition.name)
+def _partition_table(partition: PartitionFacts, key: str, facts: SiteFacts, usual: NodeFacts | None) -> list[str]:
     table = f"partitions.{_toml_string(key) if '.' in key else key}"
     lines = [f"[{table}]", *_keys(name=partition.name if key != partition.name else None)]
-    if not partition.is_up:
-        lines.append("# It was not up.")
     longest = _longest_min(partition, facts)
     lines += _keys(max_time_min=f"{longest:g} min" if longest is not None else None)
     all_qos = facts.limits(partition.name, None)
@@ -182,22 +217,35 @@ def _partition_table(partition: PartitionFacts, facts: SiteFacts, usual: NodeFac
     )
     if partition.whole_nodes:
         lines.append("whole_nodes = true")
-    names = partition.allowed_qos if partition.allowed_qos is not None else frozenset(facts.qos)
-    if names:
-        lines.append(f"# QOS: {', '.join(sorted(names))}. The scheduler's default where none is named:")
-        lines.append(f"# qos = {_toml_string(min(names))}")
+    lines += _qos_lines(partition, facts)
     if len(partition.kinds) > 1:
-        kinds = "; ".join(map(_describe_node, partition.kinds))
-        lines.append(f"# Its nodes are of {len(partition.kinds)} kinds: {kinds}.")
+        lines.append(f"# Its nodes are of {len(partition.kinds)} kinds: {_describe_kinds(partition.kinds)}.")
         features = sorted(frozenset[str]().union(*(kind.features for kind in partition.kinds)))
         if features:
             lines.append(f"# Features that a constraint may name: {', '.join(features)}.")
-    kind = partition.kinds[0] if partition.kinds else None
+    kind = partition.usual_kind
     if kind and usual and (kind.cpus, kind.memory_bytes, kind.gpus) != (usual.cpus, usual.memory_bytes, usual.gpus):
         lines += ["", f"[{table}.node]", *_node_lines(kind)]
         if not kind.device_count and usual.gpus:
             lines += ["", f"[{table}.request]", 'gpus = "none"']
-    return lines
+    reason = facts.why_closed(partition)
+    # `check` refuses a table of a partition in which no job starts.
+    return [f"# {partition.name} {reason}.", *(f"# {line}".rstrip() for line in lines)] if reason else lines
+
+
+def _qos_lines(partition: PartitionFacts, facts: SiteFacts) -> list[str]:
+    """A comment with the QOS that jobs there may name; one of them as a key if the user's default is refused there."""
+    usable = facts.usable_qos or facts.qos.keys() or partition.allowed_qos or ()
+    names = sorted(filter(partition.takes_qos, usable))
+    default = facts.default_qos
+    if not names:
+        return []
+    if default is not None and not partition.takes_qos(default):
+        return [f"# QOS: {', '.join(names)}. Your default, {default}, is not taken here.", *_keys(qos=names[0])]
+    others = [name for name in names if name != default]
+    by_default = f"the scheduler takes {default} where none is named" if default else "none need be named"
+    lines = [f"# QOS: {', '.join(names)}; {by_default}."]
+    return lines + [f"# qos = {_toml_string(name)}" for name in others[:1]]
 
 
 def _network_table(probe: NodeProbe | None) -> list[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import getpass
+import grp
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -12,12 +13,12 @@ import msgspec
 
 from hpcbench.errors import SubmitError
 from hpcbench.fileio import printable_text
+from hpcbench.submit.journal import account_name
 from hpcbench.submit.scheduler import HasSchedulerSettings, run_command
 
-_GPU_PATTERN = re.compile(
-    r"(?:^|,)(?P<tres>gres/)?gpu"
-    r"(?::(?P<type>[A-Za-z_][^:=,(\s]*))?(?:[:=](?P<count>\d+))?(?:\((?:S|IDX):[^)]*\))?(?=,|$)"
-)
+_IN_PARENTHESES = re.compile(r"\([^)]*\)")
+_COUNT_PATTERN = re.compile(r"(?P<number>[0-9]+)(?P<suffix>[kKmM]?)")
+_SUFFIX_FACTORS = {"": 1, "k": 1024, "m": 1024**2}
 
 
 class GpuCount(NamedTuple):
@@ -34,19 +35,27 @@ def parse_gres(text: str) -> list[GpuCount]:
     """
     counts: dict[str | None, int] = {}
     has_totals = False
-    for match in _GPU_PATTERN.finditer(text.strip()):
-        gpu_type = match["type"]
-        counts[gpu_type] = counts.get(gpu_type, 0) + int(match["count"] or 1)
-        has_totals = has_totals or match["tres"] is not None
-    if has_totals and len(counts) > 1:
-        counts.pop(None, None)
-    return [GpuCount(gpu_type, count) for gpu_type, count in counts.items() if count]
+    # What is in parentheses (sockets, indices) may contain commas, and "(null)" is nothing.
+    for item in _IN_PARENTHESES.sub("", text).split(","):
+        kind, *fields = (field for field in re.split("[:=]", item.strip()) if field != "no_consume")
+        count = _COUNT_PATTERN.fullmatch(fields[-1]) if fields else None
+        types = fields[:-1] if count else fields
+        if kind not in ("gpu", "gres/gpu") or len(types) > 1 or "" in types:
+            continue
+        has_totals = has_totals or kind == "gres/gpu"
+        number = int(count["number"]) * _SUFFIX_FACTORS[count["suffix"].lower()] if count else 1
+        gpu_type = types[0] if types else None
+        counts[gpu_type] = counts.get(gpu_type, 0) + number
+    if has_totals and None in counts:
+        counts[None] -= sum(number for gpu_type, number in counts.items() if gpu_type is not None)
+    return [GpuCount(gpu_type, number) for gpu_type, number in counts.items() if number > 0]
 
 
 _KEY_VALUE_PATTERN = re.compile(
     r"(?:^|\s)(?P<key>[A-Z][A-Za-z]*(?:[:/][A-Za-z]+)*)=(?P<value>.*?)(?=\s+[A-Z][A-Za-z]*(?:[:/][A-Za-z]+)*=|$)"
 )
 _TIME_LIMIT_PATTERN = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
+_STATES_IN_SERVICE = frozenset({"IDLE", "ALLOCATED", "MIXED", "COMPLETING", "PLANNED", "CLOUD", "DYNAMIC_NORM", ""})
 _EMPTY_VALUES = frozenset({"", "(null)", "N/A", "NONE", "UNLIMITED", "INFINITE", "NOT_SET"})
 
 
@@ -60,6 +69,8 @@ class NodeFacts:
     features: frozenset[str]
     arch: str
     threads_per_core: int
+    in_service: bool = field(default=True, compare=False)
+    """Whether the node is neither down, drained, reserved nor powered off."""
 
     @property
     def device_count(self) -> int:
@@ -80,11 +91,24 @@ class PartitionFacts:
     nodes: int = 0
     allowed_qos: frozenset[str] | None = None
     allowed_accounts: frozenset[str] | None = None
+    denied_accounts: frozenset[str] = frozenset()
+    denied_qos: frozenset[str] = frozenset()
+    allowed_groups: frozenset[str] | None = None
+    is_complete: bool = True
+    """Whether none of its nodes is down, drained, reserved or powered off."""
     qos: str | None = None
     whole_nodes: bool = False
     default_memory_per_cpu_bytes: int | None = None
     kinds: tuple[NodeFacts, ...] = ()
     """Its kinds of nodes, the one with most nodes first."""
+
+    @property
+    def usual_kind(self) -> NodeFacts | None:
+        """The kind that jobs are for: the most frequent one with devices, if there is one."""
+        return next((kind for kind in self.kinds if kind.device_count), next(iter(self.kinds), None))
+
+    def takes_qos(self, qos: str) -> bool:
+        return qos not in self.denied_qos and (self.allowed_qos is None or qos in self.allowed_qos)
 
 
 @dataclass(frozen=True)
@@ -121,6 +145,36 @@ class SiteFacts:
     associations: tuple[AccountAssociation, ...] = ()
     max_array_size: int | None = None
     settings: dict[str, str] = field(default_factory=dict)
+    groups: frozenset[str] | None = None
+    """The Unix groups of this user; ``None`` if they are unknown, or limit nothing as for root."""
+
+    def why_closed(self, partition: PartitionFacts, account: str | None = None, qos: str | None = None) -> str | None:
+        """Why no job of this user starts in ``partition``; ``None`` where one may.
+
+        Args:
+            account: Account of the jobs; ``None`` for any of the user's accounts.
+            qos: QOS that jobs name; ``None`` for any of the user's QOS.
+        """
+        accounts = {account} if account else {association.account for association in self.associations}
+        whose = f"account {account!r}" if account else f"any of your accounts ({', '.join(sorted(accounts))})"
+        allowed, denied = partition.allowed_accounts, partition.denied_accounts
+        if not partition.is_up:
+            return "is not up"
+        if accounts and allowed is not None and accounts.isdisjoint(allowed):
+            return f"does not take {whose}: {', '.join(sorted(allowed))}"
+        if accounts and accounts <= denied:
+            return f"does not take {whose}: it denies {', '.join(sorted(denied))}"
+        if qos is None and self.usable_qos and not any(map(partition.takes_qos, self.usable_qos)):
+            listed = ", ".join(sorted(partition.allowed_qos or ()))
+            return f"does not take any of your QOS ({', '.join(sorted(self.usable_qos))})" + (listed and f": {listed}")
+        if self.groups is not None and partition.allowed_groups and self.groups.isdisjoint(partition.allowed_groups):
+            return f"takes members of the groups {', '.join(sorted(partition.allowed_groups))} only"
+        return None
+
+    @property
+    def usable_qos(self) -> frozenset[str]:
+        """The QOS that the user may name; empty if the accounting did not answer."""
+        return frozenset[str]().union(*(association.qos for association in self.associations))
 
     def limits(self, partition: str, qos: str | None) -> list[QosFacts]:
         """The QOS that limit a job: the partition's own, and the one that the job names or gets by default."""
@@ -165,6 +219,7 @@ def _nodes_by_partition(nodes: Iterable[dict[str, str]]) -> dict[str, list[NodeF
     """``nodes``: records with the keys of scontrol."""
     by_partition: dict[str, list[NodeFacts]] = {}
     for record in nodes:
+        states = re.split(r"[^A-Z_]+", record.get("State", "").upper())
         node = NodeFacts(
             cpus=_parse_int(record.get("CPUEfctv", "")) or _parse_int(record.get("CPUTot", "")) or 0,
             memory_bytes=(_parse_int(record.get("RealMemory", "")) or 0) * 2**20,
@@ -173,6 +228,7 @@ def _nodes_by_partition(nodes: Iterable[dict[str, str]]) -> dict[str, list[NodeF
             features=frozenset(_parse_names(record.get("AvailableFeatures", "")) or ()),
             arch=record.get("Arch", ""),
             threads_per_core=_parse_int(record.get("ThreadsPerCore", "")) or 1,
+            in_service=_STATES_IN_SERVICE.issuperset(states),
         )
         for partition in filter(None, record.get("Partitions", "").split(",")):
             by_partition.setdefault(partition, []).append(node)
@@ -208,6 +264,10 @@ def _parse_partition(record: dict[str, str], nodes: dict[str, list[NodeFacts]]) 
         nodes=number("TotalNodes") or len(own_nodes),
         allowed_qos=_parse_names(record.get("AllowQos", "ALL")),
         allowed_accounts=_parse_names(record.get("AllowAccounts", "ALL")),
+        denied_accounts=_parse_names(record.get("DenyAccounts", "")) or frozenset(),
+        denied_qos=_parse_names(record.get("DenyQos", "")) or frozenset(),
+        allowed_groups=_parse_names(record.get("AllowGroups", "ALL")),
+        is_complete=all(node.in_service for node in own_nodes),
         qos=None if qos in _EMPTY_VALUES else qos,
         whole_nodes=record.get("OverSubscribe") == "EXCLUSIVE",
         default_memory_per_cpu_bytes=per_cpu * 2**20 if per_cpu else None,
@@ -262,6 +322,7 @@ JSON_NODE_COMMANDS = (["scontrol", "show", "node", "--json"], ["sinfo", "--json"
 _JSON_NODE_KEYS = {
     "CPUEfctv": "effective_cpus", "CPUTot": "cpus", "RealMemory": "real_memory", "Gres": "gres", "CfgTRES": "tres",
     "AvailableFeatures": "features", "Arch": "architecture", "ThreadsPerCore": "threads", "Partitions": "partitions",
+    "State": "state",
 }  # fmt: skip
 
 
@@ -306,18 +367,28 @@ def query_site(profile: HasSchedulerSettings) -> SiteFacts:
     for command in JSON_NODE_COMMANDS:
         nodes = nodes or parse_json_nodes(_run_optional_query(command, profile))
     partitions = parse_partitions(_run_query(["scontrol", "show", "partition", "--oneliner"], profile), nodes)
-    user = f"user={getpass.getuser()}"
+    cluster = settings.get("ClusterName", "")
+    # One slurmdbd serves several clusters: the associations of the others are not for jobs here.
+    whose = [f"user={account_name()}", *([f"cluster={cluster}"] if cluster else [])]
     return SiteFacts(
-        cluster=settings.get("ClusterName", ""),
+        cluster=cluster,
         version=settings.get("SLURM_VERSION", ""),
         partitions=partitions,
         qos=parse_qos(_run_optional_query(["sacctmgr", "-nP", "show", "qos", _QOS_FORMAT], profile)),
         associations=parse_associations(
-            _run_optional_query(["sacctmgr", "-nP", "show", "assoc", "where", user, _ASSOCIATION_FORMAT], profile)
+            _run_optional_query(["sacctmgr", "-nP", "show", "assoc", "where", *whose, _ASSOCIATION_FORMAT], profile)
         ),
         max_array_size=_parse_int(settings.get("MaxArraySize", "")),
         settings=settings,
+        groups=_own_groups(),
     )
+
+
+def _own_groups() -> frozenset[str] | None:
+    try:
+        return frozenset(grp.getgrgid(gid).gr_name for gid in {os.getgid(), *os.getgroups()}) if os.getuid() else None
+    except KeyError:
+        return None
 
 
 def _run_optional_query(command: list[str], profile: HasSchedulerSettings) -> str:

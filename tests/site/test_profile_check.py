@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import tomli
 
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.toml_tables import TomlSource
 from hpcbench.site.profile_check import sbatch_test_problems
+from hpcbench.site.slurm_facts import SiteFacts, parse_nodes, parse_partitions
 
 TEXT = 'name = "c"\n[node]\ndevices = 4\n[request]\ngpus = "gres"\n[partitions.p]\nmin_nodes = 2\nmax_time_min = 9\n'
 
 
 def found(text: str = TEXT) -> list[str]:
-    import tomli
-
     profile = ClusterProfile.model_validate(tomli.loads(text))
     return [str(problem) for problem in sbatch_test_problems(profile, TomlSource(Path("c.toml"), text))]
 
@@ -58,6 +58,25 @@ def test_a_temporary_refusal_is_no_problem_of_the_profile(
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert found() == []
+
+
+@pytest.mark.parametrize(
+    ("states", "refused"),
+    [(["IDLE", "MIXED+PLANNED"], True), (["IDLE", "IDLE+DRAIN"], False), (["ALLOCATED", "IDLE+RESERVED"], False),
+     (["DOWN*", "IDLE"], False), (["IDLE", "MIXED+MAINTENANCE+RESERVED"], False)],
+)  # fmt: skip
+def test_nodes_that_are_missing_today_are_no_problem_of_the_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: list[str], refused: bool
+) -> None:
+    said = "sbatch: error: Requested node configuration is not available"
+    (tmp_path / "sbatch").write_text(f'#!/bin/sh\necho "{said}" >&2\nexit 1\n')
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    nodes = "".join(f"NodeName=n CPUTot=4 RealMemory=1 Gres=gpu:4 State={state} Partitions=p\n" for state in states)
+    facts = SiteFacts("site", "24", parse_partitions("PartitionName=p TotalNodes=2\n", parse_nodes(nodes)))
+    profile = ClusterProfile.model_validate(tomli.loads(TEXT))
+    problems = list(sbatch_test_problems(profile, TomlSource(Path("c.toml"), TEXT), facts))
+    assert bool(problems) == refused
 
 
 def test_without_sbatch_no_problem_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

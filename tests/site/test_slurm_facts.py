@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,6 +48,13 @@ def recorded(name: str) -> str:
         ("gpu:2,shard:64", [(None, 2)]), ("gpu:fake1:1(S:0),gpu:fake2:1(S:0)", [("fake1", 1), ("fake2", 1)]),
         ("gres/gpu=8,gres/gpu:h100=8", [("h100", 8)]), ("gres/gpu:h100=2", [("h100", 2)]), ("gres/gpu=8", [(None, 8)]),
         ("cpu=8,mem=3G,billing=8,gres/gpu=4", [(None, 4)]), ("gpu:h100:8(IDX:0-7)", [("h100", 8)]),
+        ("gpu:1080ti:8(S:0-1)", [("1080ti", 8)]), ("gpu:1080ti:1(IDX:0),gpu:980gtx:1(IDX:1)", [("1080ti", 1), ("980gtx", 1)]),
+        ("gpu:2080ti:4(S:0),gpu:a100:4(S:1)", [("2080ti", 4), ("a100", 4)]), ("gpu:2080:4", [("2080", 4)]),
+        ("gpu:a100:2(S:0-1),gpu:3g.20gb:4(S:0-1)", [("a100", 2), ("3g.20gb", 4)]), ("gpu:3g.20gb", [("3g.20gb", 1)]),
+        ("gpu:a100:4(S:0,2-3)(IDX:0,1)", [("a100", 4)]), ("gpu:a100:4(CPU:0-63),gpu:l4:2", [("a100", 4), ("l4", 2)]),
+        ("gpu:tesla:no_consume:4", [("tesla", 4)]), ("gpu:no_consume:4", [(None, 4)]), ("gpu:2k", [(None, 2048)]),
+        ("gres/gpu=6,gres/gpu:3g.20gb=4", [(None, 2), ("3g.20gb", 4)]), ("gres/gpu=4,gres/shard=40", [(None, 4)]),
+        ("shard:a100:40,mps:gpu:4", []), ("gpu::4", []), ("gpu:a:b:4", []),
         ("craynetwork:4,gpu:2", [(None, 2)]), ("gpu:0", []), ("N/A", []), ("(null)", []), ("", []), ("shard:gpu:4", []),
     ],
 )  # fmt: skip
@@ -74,6 +82,7 @@ def box() -> SiteFacts:
         associations=parse_associations("box|limited,normal|normal|\nroot|normal||\n"),
         max_array_size=int(settings["MaxArraySize"]),
         settings=settings,
+        groups=frozenset({"users"}),
     )
 
 
@@ -214,7 +223,16 @@ def with_partition(facts: SiteFacts, name: str, **changes: object) -> SiteFacts:
         ({}, {"request": {"gpus": "gres"}, "node": {"devices": 8}}, "devices = 8, nodes of normal have 4"),
         ({"nodes": 9}, {"partitions": {"normal": {"qos": "limited", "max_nodes": 3}}}, "max_nodes = 3, QOS limited allows 2"),
         ({"min_nodes": 2}, {"partitions": {"normal": {}}}, "normal takes no job of fewer than 2 nodes\n  min_nodes = 2"),
-        ({"allowed_qos": frozenset({"large"}), "qos": "large"}, {"partitions": {"normal": {}}}, "QOS large takes no job of fewer"),
+        ({"qos": "large"}, {"partitions": {"normal": {}}}, "QOS large takes no job of fewer"),
+        ({"allowed_qos": frozenset({"large"})}, {"partitions": {"normal": {}}}, "does not take any of your QOS (limited, normal): large"),
+        ({"allowed_qos": frozenset({"limited"})}, {"partitions": {"normal": {}}}, "does not take QOS 'normal', your default\n  it takes: limited"),
+        ({"denied_qos": frozenset({"normal"})}, {"partitions": {"normal": {}}}, "does not take QOS 'normal', your default"),
+        ({"denied_qos": frozenset({"limited"})}, {"partitions": {"normal": {"qos": "limited"}}}, "does not take QOS 'limited': all but limited"),
+        ({"allowed_accounts": frozenset({"a"})}, {"partitions": {"normal": {}}}, "does not take any of your accounts (box, root): a"),
+        ({"denied_accounts": frozenset({"box"})}, {"account": "box", "partitions": {"normal": {}}}, "account 'box': it denies box"),
+        ({"allowed_groups": frozenset({"wheel"})}, {"partitions": {"normal": {}}}, "takes members of the groups wheel only"),
+        ({}, {"request": {"gpus": "gres-typed"}, "node": {"devices": 4, "device_type": "t4"}, "partitions": {"mixed": {}}},
+         "devices = 4, nodes of mixed have 2 of type t4"),
         ({}, {"account_required": True, "partitions": {"normal": {}}}, "cluster c takes no job without an account"),
     ],
 )  # fmt: skip
@@ -222,7 +240,10 @@ def test_a_profile_beyond_a_partitions_limits_is_reported(
     changes: dict[str, object], profile: dict[str, object], expected: str
 ) -> None:
     made = ClusterProfile.model_validate({"name": "c", **profile})
-    problems = list(compare_profile(made, with_partition(box(), "normal", **changes), TomlSource(Path("c.toml"), "")))
+    mixed = NodeFacts(8, 2**32, (GpuCount("t4", 2), GpuCount("l4", 2)), frozenset(), "x86_64", 1)
+    facts = with_partition(box(), "normal", **changes)
+    facts.partitions["mixed"] = replace(box().partitions["normal"], name="mixed", is_default=False, kinds=(mixed,))
+    problems = list(compare_profile(made, facts, TomlSource(Path("c.toml"), "")))
     assert len(problems) == 1
     assert expected in str(problems[0])
 
@@ -277,6 +298,128 @@ def test_a_profile_of_several_node_kinds_is_written(tmp_path: Path) -> None:
     assert (profile.node.arch, profile.node_of("cpu").devices, profile.request_of("cpu").gpus) == ("aarch64", 0, "none")
     assert profile.time_limit_min == 20.0
     assert "# Its nodes are of 2 kinds" in source.text
+
+
+def written(facts: SiteFacts, tmp_path: Path) -> tuple[ClusterProfile, str]:
+    """The profile of ``facts`` and its text; it must have no problems."""
+    path = tmp_path / "site.toml"
+    path.write_text(profile_toml("site", facts))
+    profile, source = load_cluster_file(path)
+    assert [str(problem) for problem in compare_profile(profile, facts, source)] == []
+    return profile, source.text
+
+
+GPU_NODE = (
+    "NodeName=g1 Arch=x86_64 CPUTot=64 RealMemory=256000 Gres=gpu:a100:4(S:0-1) AvailableFeatures=a100 Partitions="
+)
+CPU_NODE = "NodeName=c1 Arch=x86_64 CPUTot=64 RealMemory=256000 Gres=(null) AvailableFeatures=amd Partitions="
+
+
+def facts_of(partitions: str, nodes: str, **changes: object) -> SiteFacts:
+    facts = SiteFacts("site", "24.05", parse_partitions(partitions, parse_nodes(nodes)))
+    return replace(facts, settings={"SelectType": "select/cons_tres"}, **changes)  # type: ignore[arg-type]
+
+
+def test_gpus_are_requested_although_the_default_partition_has_none(tmp_path: Path) -> None:
+    partitions = "PartitionName=cpu Default=YES TotalNodes=1 State=UP\nPartitionName=gpu TotalNodes=1 State=UP\n"
+    profile, text = written(facts_of(partitions, f"{CPU_NODE}cpu\n{GPU_NODE}gpu\n"), tmp_path)
+    assert (profile.device, profile.default_partition) == ("cuda", "gpu")
+    assert (profile.request_of("gpu").gpus, profile.node_of("gpu").devices) == ("gpus-per-node", 4)
+    assert (profile.request_of("cpu").gpus, profile.node_of("cpu").devices) == ("none", 0)
+    assert "# The scheduler's default partition, cpu, has no devices, and `device` holds for all partitions." in text
+
+
+def test_gpus_are_requested_in_a_partition_that_has_more_nodes_without(tmp_path: Path) -> None:
+    nodes = f"{CPU_NODE}all\n{CPU_NODE}all\n{GPU_NODE}all\n"
+    profile, _ = written(facts_of("PartitionName=all Default=YES TotalNodes=3 State=UP\n", nodes), tmp_path)
+    assert (profile.device, profile.request.gpus, profile.node.devices) == ("cuda", "gpus-per-node", 4)
+
+
+def test_a_cluster_without_gpus_keeps_the_schedulers_default(tmp_path: Path) -> None:
+    partitions = "PartitionName=a TotalNodes=1 State=UP\nPartitionName=b Default=YES TotalNodes=1 State=UP\n"
+    profile, text = written(facts_of(partitions, f"{CPU_NODE}a,b\n"), tmp_path)
+    assert (profile.device, profile.default_partition, profile.request.gpus) == ("cpu", "b", "none")
+    assert "The scheduler's default partition" not in text
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ("State=DOWN", "is not up"), ("State=INACTIVE", "is not up"),
+        ("AllowAccounts=nobody,other", "does not take any of your accounts (box): nobody, other"),
+        ("DenyAccounts=box", "does not take any of your accounts (box): it denies box"),
+        ("AllowQos=gold", "does not take any of your QOS (long, normal): gold"),
+        ("DenyQos=long,normal", "does not take any of your QOS (long, normal)"),
+        ("AllowGroups=wheel,admin", "takes members of the groups admin, wheel only"),
+    ],
+)  # fmt: skip
+def test_a_partition_in_which_no_job_starts_is_a_comment(tmp_path: Path, keys: str, reason: str) -> None:
+    partitions = f"PartitionName=closed Default=YES TotalNodes=1 {keys}\nPartitionName=open TotalNodes=1 State=UP\n"
+    facts = facts_of(
+        partitions, f"{GPU_NODE}closed\n{CPU_NODE}open\n", groups=frozenset({"users"}),
+        associations=parse_associations("box|long,normal|normal|\n"),
+    )  # fmt: skip
+    profile, text = written(facts, tmp_path)
+    assert (list(profile.partitions), profile.default_partition, profile.device) == (["open"], "open", "cpu")
+    assert f"# closed {reason}.\n# [partitions.closed]\n" in text
+
+
+def test_a_cluster_whose_partitions_are_all_closed_has_no_default(tmp_path: Path) -> None:
+    facts = facts_of("PartitionName=p Default=YES TotalNodes=1 State=DOWN\n", f"{GPU_NODE}p\n")
+    profile, _ = written(facts, tmp_path)
+    assert (profile.partitions, profile.default_partition, profile.node.devices) == ({}, None, 4)
+
+
+def test_a_qos_is_named_where_the_default_is_refused(tmp_path: Path) -> None:
+    partitions = "PartitionName=p Default=YES TotalNodes=1 AllowQos=long,gold\nPartitionName=q TotalNodes=1 State=UP\n"
+    associations = parse_associations("box|debug,long,normal|normal|\n")
+    profile, text = written(facts_of(partitions, f"{GPU_NODE}p,q\n", associations=associations), tmp_path)
+    assert (profile.partitions["p"].qos, profile.partitions["q"].qos) == ("long", None)
+    assert "# QOS: long. Your default, normal, is not taken here." in text
+    assert '# QOS: debug, long, normal; the scheduler takes normal where none is named.\n# qos = "debug"\n' in text
+
+
+def test_kinds_of_nodes_are_told_apart_by_what_differs(tmp_path: Path) -> None:
+    nodes = "".join(
+        f"NodeName=n Arch=x86_64 CPUTot=8 RealMemory={mib} Gres=gpu:4 AvailableFeatures={features} Partitions=p\n"
+        for mib, features in ((3072, "ib,nvme"), (3072, "ib"), (6144, "ib"))
+    )
+    _, text = written(facts_of("PartitionName=p Default=YES TotalNodes=3 State=UP\n", nodes), tmp_path)
+    kind = "8 CPUs and 4x gpu a node"
+    expected = f"# Its nodes are of 3 kinds: {kind} (3072 MiB, nvme); {kind} (3072 MiB); {kind} (6144 MiB)."
+    assert expected in text
+
+
+@pytest.mark.parametrize(
+    ("names", "keys"),
+    [
+        (["gpu+long", "gpu-long", "gpu=long"], ["gpu-long", "gpu-long-2", "gpu-long-3"]),
+        (["a" * 64 + "x", "a" * 64 + "y"], ["a" * 64, "a" * 60 + "-2"]),
+        (["+a", "pa"], ["pa", "pa-2"]),
+    ],
+)
+def test_partitions_whose_names_make_one_key_get_keys_of_their_own(
+    tmp_path: Path, names: list[str], keys: list[str]
+) -> None:
+    partitions = "".join(f"PartitionName={name} TotalNodes=1 State=UP\n" for name in names)
+    profile, _ = written(facts_of(partitions, GPU_NODE + ",".join(names) + "\n"), tmp_path)
+    assert sorted(profile.partitions) == sorted(keys)
+    assert sorted(partition.name or key for key, partition in profile.partitions.items()) == sorted(names)
+
+
+def test_associations_of_other_clusters_do_not_count(
+    fake_slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (fake_slurm / "scontrol").write_text(recorded("box-config") + recorded("box-partition"))
+    (tmp_path / "sacctmgr").write_text(
+        '#!/bin/sh\ncase "$*" in *assoc*cluster=slurmbox*) ;; *assoc*) echo "old|debug|debug|1" ;; *) exit 0 ;; esac\n'
+        'echo "proj1|normal,long|normal|500"\n'
+    )
+    (tmp_path / "sacctmgr").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    facts = query_site(ClusterProfile.model_validate({"name": "c"}))
+    assert (facts.default_qos, [each.account for each in facts.associations]) == ("normal", ["proj1"])
+    assert "max_submitted_jobs = 500\n" in profile_toml("site", facts)
 
 
 def test_names_that_are_no_keys_are_written_as_names(tmp_path: Path) -> None:
