@@ -6,6 +6,13 @@ import math
 import re
 from collections.abc import Sequence
 
+MAX_NUMBER = 2**63 - 1
+"""Largest number of a setting: JSON has no infinity, and msgspec and torch no larger integers."""
+MAX_COUNT = 2**31 - 1
+"""Largest count; SLURM's fields have 32 bits."""
+MAX_TIME_S = 1.2e9
+"""Longest time; clocks and timers of Python and SLURM hold longer ones only in part."""
+
 _QUANTITY_PATTERN = re.compile(r"\s*(?P<number>[0-9.]+(?:[eE][+-]?[0-9]+)?)\s*(?P<unit>[^\s0-9.].*?)\s*")
 
 _DECIMAL_PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
@@ -23,6 +30,7 @@ _RATE_UNITS = {f"{prefix}B/s": factor for prefix, factor in _PREFIX_FACTORS.item
 _SPEED_UNITS = {
     f"{prefix}{flop}": factor for prefix, factor in _DECIMAL_PREFIXES.items() for flop in ("FLOP/s", "FLOPS", "flop/s")
 }
+_SI_UNITS = {"time": "s", "size": "B", "rate": "B/s", "computing speed": "FLOP/s"}
 _FACTORS_BY_KIND = {"time": _TIME_UNITS, "size": _SIZE_UNITS, "rate": _RATE_UNITS, "computing speed": _SPEED_UNITS}
 _EXAMPLES = {"time": "30 min", "size": "94 GiB", "rate": "200 Gbit/s", "computing speed": "312 TFLOP/s"}
 
@@ -34,15 +42,16 @@ def parse_quantity(text: str, kind: str) -> float:
     """
     units = _FACTORS_BY_KIND[kind]
     match = _QUANTITY_PATTERN.fullmatch(text)
-    problem = f"{text!r} is no {kind}: write a number and a unit, for instance {_EXAMPLES[kind]!r}"
+    advice = f"write a number and a unit, for instance {_EXAMPLES[kind]!r}"
+    problem = f"{text!r} is no {kind}: {advice}"
     if match is None or match["unit"] not in units:
         raise ValueError(problem)
     try:
         value = float(match["number"]) * units[match["unit"]]
     except ValueError:
         raise ValueError(problem) from None
-    if not math.isfinite(value):
-        raise ValueError(problem)
+    if value > MAX_NUMBER:
+        raise ValueError(f"{text!r} is no {kind} of at most {MAX_NUMBER:.3g} {_SI_UNITS[kind]}: {advice}")
     return value
 
 

@@ -26,6 +26,7 @@ from hpcbench.config.toml_tables import (
     TomlTable,
     VariableName,
 )
+from hpcbench.units import MAX_COUNT
 
 ValueSource = Literal["nominal", "measured"]
 
@@ -40,7 +41,7 @@ class NodeConfig(TomlTable):
     """Memory that jobs may use."""
     memory_includes_devices: bool = False
     """The scheduler's memory of a node counts the devices' (Grace Hopper): it is not what the host has."""
-    devices: Annotated[int, Field(ge=0)] | None = None
+    devices: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     """Accelerators, as the scheduler counts them (an MI250X is two). Absent: no limit is checked."""
     device_type: str | None = None
     """A key of `devices`."""

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from hpcbench.errors import WorkerError
+from hpcbench.units import MAX_COUNT
 
 SPEC_VERSION = 1
 """Raised whenever a default below changes: the same words must never come to mean another run."""
@@ -20,6 +21,8 @@ REFERENCE_REPEAT = 100_000
 
 DEGREE_NAMES = ("dp_degree", "tp_degree", "sp_degree", "pp_degree")
 
+Count = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
+CountOrZero = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 OptionValue = bool | int | float | str
 EnvValue = Annotated[str, Meta(pattern=r"^[^\x00]*$", max_length=100_000)]
 EnvName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -39,23 +42,21 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     model: Annotated[str, Meta(description="a shipped model (docs/models.md), or module:function of your own")]
     dataset: Annotated[str, Meta(description="what is fed: images, volumes or tokens, see docs/data.md")]
     strategy: Annotated[str, Meta(description="how the run is parallelised")]
-    batch_size: Annotated[int, Meta(ge=1, description="samples per data-parallel replica and step")]
+    batch_size: Annotated[Count, Meta(description="samples per data-parallel replica and step")]
     spec_version: Literal[1] = 1
 
     model_options: Annotated[dict[str, OptionValue], Meta(description="the model's own options")] = {}
-    input_size: (
-        Annotated[int, Meta(ge=1, description="edge length, or tokens; the dataset's own by default")] | None
-    ) = None
+    input_size: Annotated[Count, Meta(description="edge length, or tokens; the dataset's own by default")] | None = None
     options: Annotated[dict[str, OptionValue], Meta(description="the strategy's own options")] = {}
 
-    nodes: Annotated[int, Meta(ge=1, description="nodes of the job")] = 1
-    tasks_per_node: Annotated[int, Meta(ge=1, description="ranks on each node")] = 1
-    devices_per_task: Annotated[int, Meta(ge=1, description="devices that one rank drives")] = 1
-    micro_batches: Annotated[int, Meta(ge=1, description="parts that batch_size is cut into")] = 1
-    dp_degree: Annotated[int, Meta(ge=1, description="data-parallel replicas")] = 1
-    tp_degree: Annotated[int, Meta(ge=1, description="ranks that share a layer's channels")] = 1
-    sp_degree: Annotated[int, Meta(ge=1, description="ranks that share a sample's extent (spatial)")] = 1
-    pp_degree: Annotated[int, Meta(ge=1, description="pipeline stages")] = 1
+    nodes: Annotated[Count, Meta(description="nodes of the job")] = 1
+    tasks_per_node: Annotated[Count, Meta(description="ranks on each node")] = 1
+    devices_per_task: Annotated[Count, Meta(description="devices that one rank drives")] = 1
+    micro_batches: Annotated[Count, Meta(description="parts that batch_size is cut into")] = 1
+    dp_degree: Annotated[Count, Meta(description="data-parallel replicas")] = 1
+    tp_degree: Annotated[Count, Meta(description="ranks that share a layer's channels")] = 1
+    sp_degree: Annotated[Count, Meta(description="ranks that share a sample's extent (spatial)")] = 1
+    pp_degree: Annotated[Count, Meta(description="pipeline stages")] = 1
 
     precision: Annotated[
         Literal["fp64", "fp32", "tf32", "bf16", "fp16", "bf16_params"],
@@ -74,15 +75,15 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     learning_rate: Annotated[float, Meta(ge=0, description="constant over the run")] = 0.01
     momentum: Annotated[float, Meta(ge=0, lt=1, description="of sgd")] = 0.9
     weight_decay: Annotated[float, Meta(ge=0, description="L2 penalty")] = 0.0
-    warmup_steps: Annotated[int, Meta(ge=0, description="steps before the timed ones")] = 5
-    steps: Annotated[int, Meta(ge=1, description="timed steps")] = 20
-    profile_steps: Annotated[int, Meta(ge=0, description="steps after the timed ones that are split by phase")] = 3
+    warmup_steps: Annotated[CountOrZero, Meta(description="steps before the timed ones")] = 5
+    steps: Annotated[Count, Meta(description="timed steps")] = 20
+    profile_steps: Annotated[CountOrZero, Meta(description="steps after the timed ones that are split by phase")] = 3
     drop_last: Annotated[bool, Meta(description="leave out the partial batch at the end of an epoch")] = False
     data: Annotated[
         Literal["device", "host", "files", "real"],
         Meta(description="synthetic: on the device, copied from the host each step, in files; real: its own files"),
     ] = "device"
-    evaluate_every: Annotated[int, Meta(ge=0, description="steps between evaluations; 0 is at the end only")] = 0
+    evaluate_every: Annotated[CountOrZero, Meta(description="steps between evaluations; 0 is at the end only")] = 0
     target_accuracy: Annotated[float, Meta(gt=0, le=1, description="measure the time until it is reached")] | None = (
         None
     )
@@ -90,8 +91,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     rehearse: Annotated[str, Meta(description="a cluster whose devices' computation is timed sleeps here")] | None = (
         None
     )
-    seed: Annotated[int, Meta(ge=0, description="of weights and data; a repeat adds its number")] = 0
-    repeat: Annotated[int, Meta(ge=0, description="which launch of the same configuration")] = 0
+    seed: Annotated[int, Meta(ge=0, le=2**62, description="of weights and data; a repeat adds its number")] = 0
+    repeat: Annotated[CountOrZero, Meta(description="which launch of the same configuration")] = 0
 
     time_limit_min: Annotated[float, Meta(gt=0, description="limit of one launch")] | None = None
     partition: Annotated[str, Meta(description="a partition of the profile; its default otherwise")] | None = None

@@ -16,8 +16,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import msgspec
 from pydantic import ConfigDict, Field, create_model, model_validator
 
-from hpcbench.config.run_spec import RunSpec
-from hpcbench.config.toml_tables import NAME_PATTERN, KeyPath, Minutes, TomlSource, TomlTable, parse_toml_value
+from hpcbench.config import toml_tables
+from hpcbench.config.run_spec import REFERENCE_REPEAT, RunSpec
+from hpcbench.config.toml_tables import NAME_PATTERN, KeyPath, Minutes, PositiveInt, TomlSource, TomlTable
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
 
 _GENERATED_PARAMETERS = {"spec_version", "repeat"}
@@ -29,7 +30,7 @@ def parameter_types() -> dict[str, Any]:
     """Every parameter that a sweep may set, with its type in pydantic's words."""
     hints = get_type_hints(RunSpec, include_extras=True)
     kinds = {name: _pydantic_type(hint) for name, hint in hints.items() if name not in _GENERATED_PARAMETERS}
-    kinds["global_batch_size"] = Annotated[int, Field(ge=1, description="of all replicas, instead of batch_size")]
+    kinds["global_batch_size"] = Annotated[PositiveInt, Field(description="of all replicas, instead of batch_size")]
     kinds["time_limit_min"] = Annotated[Minutes, Field(description="limit of one launch: 30 or '2 h'")]
     return kinds
 
@@ -83,9 +84,9 @@ class ScalingTable(TomlTable):
     """More nodes: with the same work for each replica (weak), or the same work in all (strong)."""
 
     kind: Literal["weak", "strong"]
-    nodes: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
+    nodes: Annotated[list[PositiveInt], Field(min_length=1)]
     """Node counts: an axis of the sweep."""
-    global_batch_size: Annotated[int, Field(ge=1)] | None = None
+    global_batch_size: PositiveInt | None = None
     """Samples of one step over all replicas, for strong scaling."""
 
     @model_validator(mode="after")
@@ -114,11 +115,11 @@ class StopTable(TomlTable):
 class SubmitTable(TomlTable):
     """The division of the runs into jobs; no part of a run's identity."""
 
-    pack: Annotated[int, Field(ge=1)] | None = None
+    pack: PositiveInt | None = None
     """Runs of equal shape that one job carries, one after another."""
     pack_minutes: Minutes | None = None
     """Minutes that one job's runs may take together, by their time limits."""
-    max_running_jobs: Annotated[int, Field(ge=1)] | None = None
+    max_running_jobs: PositiveInt | None = None
     """Jobs of one submission that may run at the same time; on a machine without a scheduler 1 when absent."""
     budget_node_hours: Annotated[float, Field(gt=0)] | None = None
     """Maximum cost of one submit at the runs' time limits; `--yes` overrides it."""
@@ -129,7 +130,7 @@ class SubmitTable(TomlTable):
     """Seed of the order; a hash of the sorted run ids when absent."""
     reference: FixedTable | None = None
     """A configuration that is run again and again, as these parameters over the fixed ones: it shows drift."""
-    every: Annotated[int, Field(ge=1)] | None = None
+    every: PositiveInt | None = None
     """Runs of the sweep between two of the reference."""
 
     @model_validator(mode="after")
@@ -168,7 +169,7 @@ class SweepFile(TomlTable):
     """Runs that are not worth starting once a smaller one has ended badly: `oom = "batch_size"`."""
     submit: SubmitTable = SubmitTable()
     """The division of the runs into jobs: packing, limits, budget."""
-    repeats: Annotated[int, Field(ge=1)] = 1
+    repeats: Annotated[int, Field(ge=1, le=REFERENCE_REPEAT)] = 1
     """Launches of every configuration; each has its own seed."""
 
 
@@ -270,7 +271,7 @@ def _apply(data: dict[str, Any], text: str) -> KeyPath:
         raise ConfigError("no key=value", where=where, hint="for instance steps=5 or grid.batch_size=8,16")
     path = _key_path(key, where)
     is_list = path[0] == "grid" or path == ("scaling", "nodes")
-    value = _parse_list(value_text) if is_list else parse_toml_value(value_text)
+    value = _parse_list(value_text) if is_list else toml_tables.parse_toml_value(value_text)
     if path[0] == "fixed" and path[1] != "env" and isinstance(value, str) and "," in value:
         raise ConfigError(f"{path[-1]} is one value", where=where, hint=f"an axis is grid.{'.'.join(path[1:])}={value}")
     if path == ("model_folder",):
@@ -317,9 +318,9 @@ def _key_path(key: str, where: str) -> tuple[str, ...]:
 
 def _parse_list(text: str) -> list[Any]:
     if text.startswith("["):
-        value = parse_toml_value(text)
+        value = toml_tables.parse_toml_value(text)
         return value if isinstance(value, list) else [value]
-    return [parse_toml_value(part.strip()) for part in text.split(",")]
+    return [toml_tables.parse_toml_value(part.strip()) for part in text.split(",")]
 
 
 def _table(data: dict[str, Any], name: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from hpcbench.config.sweep_file import (
     parameter_types,
     parse_stop_rules,
 )
-from hpcbench.config.toml_tables import TomlSource, read_toml, validate_table
+from hpcbench.config.toml_tables import TomlSource, number_problem, read_toml, validate_table
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
 from hpcbench.paths import resolve_beside
 
@@ -327,6 +327,8 @@ def _set_parameters(point: SweepPoint, settings: ParameterSettings) -> None:
 def _convert_derived(parameter: ParameterPath, value: Any, where: str | None) -> Any:
     """Return ``value`` in the parameter's type: a whole float becomes an integer."""
     name = parameter[0]
+    if problem := number_problem(value):
+        raise ConfigError(f"derive: {'.'.join(parameter)}: {problem}", where=where)
     if len(parameter) > 1:
         return value
     if isinstance(value, float) and value.is_integer():

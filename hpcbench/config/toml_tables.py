@@ -4,10 +4,12 @@ All errors of one file are reported at once, each with file, line, value and the
 from __future__ import annotations
 
 import ast
+import codecs
 import inspect
 import re
 import sys
-from collections.abc import Mapping, Sequence
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -27,7 +29,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
-from hpcbench.units import parse_quantity
+from hpcbench.units import MAX_COUNT, MAX_NUMBER, MAX_TIME_S, parse_quantity
 
 _TABLE_HEADER = re.compile(r"^\s*\[\[?(?P<path>[^\[\]]+)\]\]?\s*(#.*)?$")
 _KEY_ASSIGNMENT = re.compile(r"""^\s*(?P<key>(?:[A-Za-z0-9_.\- ]|"[^"\n]*"|'[^'\n]*')+?)\s*=""")
@@ -41,27 +43,40 @@ _M = TypeVar("_M", bound=BaseModel)
 def read_toml(path: Path) -> tuple[dict[str, Any], TomlSource]:
     """The data of a TOML file and its source. Raises ``ConfigError`` with file and line where it cannot be read."""
     try:
-        text = path.read_bytes().decode("utf-8")
+        data = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read the file: {error.strerror}", where=str(path)) from error
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ConfigError("UTF-16 or UTF-32 text", where=str(path), hint="save it as UTF-8")
+    try:
+        return parse_toml(data.decode("utf-8-sig"), path)
     except UnicodeDecodeError as error:
-        raise ConfigError(f"not UTF-8 text (byte {error.start})", where=str(path)) from error
-    return parse_toml(text, path)
+        where = f"{path}:{data.count(10, 0, error.start) + 1}"
+        message = f"not UTF-8 text: byte 0x{data[error.start]:02x} at position {error.start}"
+        raise ConfigError(message, where=where, hint="save it as UTF-8") from error
 
 
 def parse_toml(text: str, path: Path) -> tuple[dict[str, Any], TomlSource]:
     """The data and the source of the TOML ``text`` of the file ``path``. Raises as ``read_toml``."""
     try:
         return tomli.loads(text), TomlSource(path, text)
-    except tomli.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
+        # Integers of thousands of digits and thousands of brackets have no position.
         match = _ERROR_POSITION.search(str(error))
         line = int(match["line"]) if match and match["line"] else text.count("\n") + 1
-        raise ConfigError(f"not valid TOML: {_toml_problem(str(error), text, line)}", where=f"{path}:{line}") from error
+        where = f"{path}:{line}" if isinstance(error, tomli.TOMLDecodeError) else str(path)
+        raise ConfigError(f"not valid TOML: {_toml_problem(str(error), text, line)}", where=where) from error
 
 
 def _toml_problem(message: str, text: str, line: int) -> str:
     """tomli's message, or what the author of the file did where tomli reports characters and values."""
-    written = text.splitlines()[line - 1 : line] or [""]
+    written = text.split("\n")[line - 1 : line] or [""]
+    if "\0" in text:
+        return f"a NUL byte in line {text.count(chr(10), 0, text.index(chr(0))) + 1}: this is UTF-16, or no text"
+    if re.search(r"\r(?!\n)", text):
+        return "lines end with CR alone: end them with LF"
+    if odd := re.search(r"[\xa0\u2000-\u206f\ufeff]", written[0]):
+        return f"{message}; column {odd.start() + 1} has U+{ord(odd[0]):04X}, {unicodedata.name(odd[0], 'invisible')}"
     if message.startswith("Cannot overwrite a value"):
         match = _KEY_ASSIGNMENT.match(written[0])
         return f"{match['key'].strip() if match else written[0].strip()} is set twice"
@@ -74,7 +89,7 @@ def parse_toml_value(text: str) -> Any:
     """The TOML value ``text``; the text itself where it is none, so that words need no quotes."""
     try:
         table = tomli.loads(f"value = {text}")
-    except tomli.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
     return table["value"] if len(table) == 1 else text
 
@@ -90,7 +105,7 @@ def _index_key_lines(text: str) -> LineIndex:
     index: LineIndex = {}
     lengths: dict[KeyPath, int] = {}
     prefix: KeyPath = ()
-    lines = text.splitlines()
+    lines = text.replace("\r\n", "\n").split("\n")
     number = 0
     while number < len(lines):
         line = lines[number]
@@ -184,6 +199,9 @@ class TomlSource:
 
 def validate_table(model: type[_M], data: dict[str, Any], source: TomlSource) -> _M:
     """Convert ``data`` to ``model``; ``ConfigErrors`` with all wrong keys and values."""
+    wrong = ((path, number_problem(value)) for path, value in _leaves(data))
+    if numbers := [source.error(f"{'.'.join(map(str, path))}: {why}", *path) for path, why in wrong if why]:
+        raise ConfigErrors(numbers)
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -193,6 +211,23 @@ def validate_table(model: type[_M], data: dict[str, Any], source: TomlSource) ->
             # One error per key; of the alternatives of a union only the first.
             problems.setdefault(key_path, _describe_problem(model, key_path, detail, source))
         raise ConfigErrors(list(problems.values())) from None
+
+
+def _leaves(node: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """The values in ``node``, each with its place."""
+    if isinstance(node, (dict, list)):
+        for step, value in node.items() if isinstance(node, dict) else enumerate(node):
+            yield from _leaves(value, (*path, step))
+    else:
+        yield path, node
+
+
+def number_problem(value: Any) -> str | None:
+    """Why JSON, torch's integers or the scheduler cannot hold the number ``value``; ``None`` if they can."""
+    if not isinstance(value, (int, float)) or abs(value) <= MAX_NUMBER:
+        return None
+    is_long = isinstance(value, int) and value.bit_length() > 200
+    return f"a number from -{MAX_NUMBER} to {MAX_NUMBER} is needed, not {'thousands of digits' if is_long else value}"
 
 
 def strip_union_steps(data: Any, location: Sequence[str | int], kind: str) -> KeyPath:
@@ -271,8 +306,8 @@ def _number_or_text_schema(example: str) -> WithJsonSchema:
     return WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0}, {"type": "string", "examples": [example]}]})
 
 
-Seconds = Annotated[float, Field(ge=0), _parse_unit("time"), _number_or_text_schema("1.5 us")]
-Minutes = Annotated[float, Field(gt=0), _parse_unit("time", 60.0), _number_or_text_schema("30 min")]
+Seconds = Annotated[float, Field(ge=0, le=MAX_TIME_S), _parse_unit("time"), _number_or_text_schema("1.5 us")]
+Minutes = Annotated[float, Field(gt=0, le=MAX_TIME_S / 60), _parse_unit("time", 60.0), _number_or_text_schema("30 min")]
 Bytes = Annotated[float, Field(ge=0), _parse_unit("size"), _number_or_text_schema("94 GiB")]
 BytesPerSecond = Annotated[float, Field(gt=0), _parse_unit("rate"), _number_or_text_schema("200 Gbit/s")]
 FlopsPerSecond = Annotated[float, Field(gt=0), _parse_unit("computing speed"), _number_or_text_schema("312 TFLOP/s")]
@@ -285,7 +320,7 @@ NonSpaceText = Annotated[str, Field(pattern=r"^[^\x00-\x20\x7f]+$")]
 VariableName = Annotated[str, Field(pattern=VARIABLE_PATTERN)]
 EnvironmentVariables = dict[VariableName, str]
 Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
-PositiveInt = Annotated[int, Field(ge=1)]
+PositiveInt = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Directives = dict[str, str | int | bool | list[str]]
 
 

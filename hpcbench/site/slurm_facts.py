@@ -35,7 +35,7 @@ def parse_gres(text: str) -> list[GpuCount]:
     """
     counts: dict[str | None, int] = {}
     has_totals = False
-    # What is in parentheses (sockets, indices) may contain commas, and "(null)" is nothing.
+    # Parentheses (sockets, indices) may contain commas, and "(null)" is nothing.
     for item in _IN_PARENTHESES.sub("", text).split(","):
         kind, *fields = (field for field in re.split("[:=]", item.strip()) if field != "no_consume")
         count = _COUNT_PATTERN.fullmatch(fields[-1]) if fields else None

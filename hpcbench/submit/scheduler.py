@@ -22,15 +22,16 @@ import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from hpcbench.errors import ConfigError, SubmitError
 from hpcbench.fileio import printable_text
 from hpcbench.paths import search_folders, user_folder
 from hpcbench.submit.submission_record import NewestSubmission, Submission, SubmittedRun, list_submissions
-from hpcbench.units import parse_quantity
+from hpcbench.units import MAX_TIME_S, parse_quantity
 
 if TYPE_CHECKING:
     from hpcbench.config.cluster_profile import ClusterProfile
@@ -437,7 +438,10 @@ def run_command(command: list[str], profile: HasSchedulerSettings, timeout_s: fl
 class _SchedulerTable(msgspec.Struct, frozen=True):
     config_file: str | None = None
     bin_folder: str | None = None
-    poll_s: float | str | None = None
+    # Other values are for the whole profile's schema, which refuses those that are too large.
+    poll_s: (
+        Annotated[float, Meta(ge=0, le=MAX_TIME_S)] | Annotated[str, Meta(pattern=r"^[0-9.]{1,4} ?[a-z]+$")] | None
+    ) = None
 
 
 class _ProfileHead(msgspec.Struct, frozen=True):
