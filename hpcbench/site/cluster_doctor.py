@@ -12,10 +12,10 @@ import msgspec
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.errors import INSTALL_WORKER, HpcbenchError
 from hpcbench.fileio import printable_text
-from hpcbench.paths import cache_folder, data_folder, expand_path
+from hpcbench.paths import cache_folder, data_folder, expand_path, is_visible
 from hpcbench.render.job_script import rank_python
 from hpcbench.results.data_folder import list_datasets
-from hpcbench.site.node_probe import NodeProbe, parse_probe, render_probe, run_probe
+from hpcbench.site.node_probe import NodeProbe, decode_report, parse_probe, render_probe, run_probe
 from hpcbench.site.profile_check import scheduler_partitions
 from hpcbench.submit.scheduler import (
     Notify,
@@ -68,7 +68,7 @@ def check_cluster(profile: ClusterProfile, results: Path, notify: Notify | None 
 
 def _check_results_tree(results: Path) -> DoctorCheck:
     """Create a file in the nearest folder that exists, and remove it."""
-    folder = next(path for path in (results, *results.parents) if path.exists())
+    folder = next(path for path in (results, *results.parents) if is_visible(path))
     probe = folder / f".hpcbench-{secrets.token_hex(4)}"
     try:
         probe.touch(exist_ok=False)
@@ -83,7 +83,10 @@ def _check_results_tree(results: Path) -> DoctorCheck:
 def _check_data_folder(profile: ClusterProfile) -> DoctorCheck:
     """List the data sets for runs with ``data = "files"`` or ``"real"``."""
     folder = expand_path(data_folder(None, profile.data_folder))
-    datasets = list_datasets(folder)
+    try:
+        datasets = list_datasets(folder)
+    except OSError as error:
+        return _check("data", False, f"{folder}: {error.strerror}", "--folder or $HPCBENCH_DATA", needed=False)
     complete = [dataset for dataset in datasets if dataset.complete]
     names = ", ".join(f"{each.dataset}{f'-{each.size}' if each.size else ''} ({each.kind})" for each in complete)
     mend = "hpcbench data make DATASET, where runs are to read files"
@@ -94,7 +97,7 @@ def _check_data_folder(profile: ClusterProfile) -> DoctorCheck:
 
 def _check_slurm(profile: ClusterProfile) -> list[DoctorCheck]:
     named = {"bin_folder": profile.scheduler.bin_folder, "config_file": profile.scheduler.config_file}
-    absent = [key for key, path in named.items() if path and not Path(path).exists()]
+    absent = [key for key, path in named.items() if path and not is_visible(path)]
     checks = [
         _check(
             key, False, f"{named[key]} does not exist", f"correct scheduler.{key}; without it the site's own is used"
@@ -136,7 +139,7 @@ def _check_worker(profile: ClusterProfile) -> list[DoctorCheck]:
     if result.exit_code is None:
         return [_check("python", False, f"{python}: {result.complaint}", INSTALL_WORKER)]
     try:
-        report: dict[str, Any] = msgspec.json.decode(result.output)
+        report = decode_report(result.output)
     except msgspec.DecodeError:
         complaint = result.complaint.strip().splitlines() or [f"exit code {result.exit_code}"]
         return [_check("python", False, f"{python}: {printable_text(complaint[-1])}", INSTALL_WORKER)]

@@ -150,10 +150,15 @@ class NodeProbe:
     def worker(self) -> dict[str, Any] | None:
         """The report of the worker's own doctor; ``None`` if it could not start."""
         try:
-            report: dict[str, Any] = msgspec.json.decode("\n".join(self.sections.get("worker", [])))
+            return decode_report("\n".join(self.sections.get("worker", [])))
         except msgspec.DecodeError:
             return None
-        return report
+
+
+def decode_report(output: str) -> dict[str, Any]:
+    """The JSON of the worker's doctor in its output, in which wrappers of the interpreter may print, too."""
+    begin = max(output.find("{\n"), 0) or output.find("{")
+    return msgspec.json.decode(output[begin : output.rfind("}") + 1], type=dict[str, Any])
 
 
 def parse_probe(text: str) -> NodeProbe:

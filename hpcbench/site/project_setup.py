@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import grp
 import os
 import shlex
@@ -124,7 +125,9 @@ def make_samples(profile: ClusterProfile, folder: Path, request: SampleRequest) 
     assert process.stdout is not None
     try:
         for line in process.stdout:
-            yield msgspec.json.decode(line, type=SampleProgress)
+            # Wrappers of the interpreter may print, too.
+            with contextlib.suppress(msgspec.DecodeError):
+                yield msgspec.json.decode(line, type=SampleProgress)
     finally:
         _stop_process(process)
     if process.returncode:

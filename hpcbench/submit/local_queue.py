@@ -135,7 +135,8 @@ class LocalQueue:
         self.folder = folder
         self.record = record
         self.warning_s = warning_s
-        self.executor = LocalScriptExecutor(folder / "jobs")
+        # submitit replaces %j, %t and %a in paths; this process and its children are in the submission's folder.
+        self.executor = LocalScriptExecutor(Path("/proc/self/cwd/jobs") if "%" in str(folder) else folder / "jobs")
         self.cores = CoreLocks(available_cores())
         self.journal = JournalWriter(folder)
         self.running: list[tuple[LocalScriptJob, list[IO[bytes]]]] = []

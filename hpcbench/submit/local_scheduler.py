@@ -55,7 +55,7 @@ class LocalScheduler(Scheduler):
 
         for run in whole:
             assert run.job_id is not None
-            LocalScriptJob(folder=run.folder / "jobs", job_id=run.job_id).cancel(check=False)
+            LocalScriptJob(folder="/", job_id=run.job_id).cancel(check=False)
         for run in parts:
             terminate_worker(int(run.job_id or 0), run.index)
 
@@ -80,7 +80,9 @@ class _LocalQuery:
         if run.folder not in self._alive:
             return JobStatus("waiting", "not started yet; the next submit starts it")
         if self._alive[run.folder]:
-            return JobStatus("running" if run.job_id else "pending", "")
+            return (
+                JobStatus("running", "") if run.job_id else JobStatus("pending", "waits for the cores of another run")
+            )
         if run.job_id:
             return JobStatus("lost", "its queue has ended")
         return JobStatus("planned", "its queue ended before it began")

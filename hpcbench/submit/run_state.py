@@ -247,8 +247,8 @@ def _read_refusal(run: SubmittedRun) -> RunState | None:
 def _last_log_line(run: SubmittedRun) -> str:
     """The last error in the job's log, or of the queue process before it; to be put behind a reason."""
     scheduler = scheduler_class(run.record.scheduler, run.record.cluster)
-    log = scheduler.job_log(run) or (run.folder / scheduler.queue_log if scheduler.queue_log else None)
-    text = closing_lines(read_tail(log)) if log else ""
+    logs = (scheduler.job_log(run), run.folder / scheduler.queue_log if scheduler.queue_log else None)
+    text = next(filter(None, (closing_lines(read_tail(log)) for log in logs if log)), "")
     return f": {text}" if text else ""
 
 

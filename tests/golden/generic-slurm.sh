@@ -38,12 +38,14 @@ trap 'received=USR1; told=1' USR1
 trap 'received=USR2; told=1' USR2
 trap 'told=1' CONT
 preempted=''
+attempt_pattern=$'/[^\n]*/runs/[0-9a-f]+/[0-9a-f]+/attempts/[0-9]+'
 begin_failed=''
 
 # One run: its attempt is begun, its ranks are launched, its end is recorded.
 one_run() {
   # A scheduler tells every process of a job to end: not the short steps before and after the ranks.
-  attempt_folder=$(trap '' TERM INT HUP USR1 USR2; "${worker[@]}" begin --tasks "$task_file" --index "$index")
+  # Wrappers of the interpreter and the site's prologs may print before, beside and after the folder.
+  begin_output=$(trap '' TERM INT HUP USR1 USR2; "${worker[@]}" begin --tasks "$task_file" --index "$index")
   begin_code=$?
   if [ "$begin_code" -eq 10 ]; then
     return 0
@@ -51,6 +53,16 @@ one_run() {
     echo "hpcbench: the worker could not begin run $index of $task_file (exit code $begin_code)" >&2
     begin_failed=1
     return "$begin_code"
+  fi
+  attempt_folder=''
+  [[ ! $begin_output =~ $attempt_pattern ]] || attempt_folder=${BASH_REMATCH[0]}
+  while [ ! -d "$attempt_folder" ] && [[ $attempt_folder == /*/* ]]; do
+    attempt_folder=${attempt_folder#/}
+    attempt_folder=/${attempt_folder#*/}
+  done
+  if [ ! -d "$attempt_folder" ]; then
+    echo "hpcbench: no folder of an attempt in the worker's output: $begin_output" >&2
+    return 1
   fi
   attempt=${attempt_folder##*/}
 

@@ -64,6 +64,89 @@ def hpcbench(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "hpcbench", *arguments]
 
 
+NOISY = """#!/bin/bash
+printf "\\e[32mActivating /opt/conda/envs/bench ...\\e[0m\\r\\nloading /tmp "
+{python} "$@"
+code=$?
+printf "\\r\\n/tmp\\ndone with {{"
+exit $code
+"""
+
+
+def test_a_wrapper_of_the_interpreter_may_print(tree: ClusterTree, tmp_path: Path) -> None:
+    (tmp_path / "short.toml").write_text(SHORT)
+    (tmp_path / "noisy").write_text(NOISY.format(python=sys.executable).replace("{{", "{"))
+    (tmp_path / "noisy").chmod(0o755)
+    profile = (
+        f'name = "local"\nextends = "local"\ndefault_environment = "e"\n[environments.e]\npython = "{tmp_path}/noisy"\n'
+    )
+    (tmp_path / "clusters").mkdir()
+    (tmp_path / "clusters" / "local.toml").write_text(profile)
+    done = subprocess.run(
+        hpcbench("run", "short.toml", "--cluster", "local"), cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert [result["status"] for result in results(tree)] == ["ok", "ok"]
+    report = subprocess.run(
+        hpcbench("doctor", "--cluster", "local", "--no-job"), cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert "torch" in report.stdout
+    assert "local is ready" in report.stdout
+
+
+def test_a_path_with_percent_signs_is_no_pattern(
+    tree: ClusterTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "a%j b%t %A%a 100%%"
+    folder.mkdir()
+    (folder / "short.toml").write_text(SHORT)
+    monkeypatch.setenv("HPCBENCH_RESULTS", str(folder / "results"))
+    done = subprocess.run(
+        hpcbench("run", "short.toml", "--cluster", "local"), cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(list(folder.glob("results/local/submissions/*/jobs/*_0_log.out"))) == 2
+    (folder / "endless.toml").write_text(ENDLESS)
+    subprocess.run(
+        hpcbench("submit", "endless.toml", "--cluster", "local"), cwd=folder, check=True, capture_output=True
+    )
+    there = ClusterTree(folder / "results" / "local")
+    wait_for("the first run to train", lambda: training(there))
+    status = subprocess.run(
+        hpcbench("status", "endless"), cwd=folder, capture_output=True, text=True, check=False
+    ).stdout
+    assert "waits for the cores of another run" in " ".join(status.split())
+    stopped = subprocess.run(
+        hpcbench("cancel", "endless", "--wait"), cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert "Traceback" not in stopped.stderr
+    assert {"ok", "cancelled"} >= {result["status"] for result in results(there)}
+
+
+def test_the_reason_of_a_queue_that_broke_down_is_in_its_log(tree: ClusterTree, tmp_path: Path) -> None:
+    subprocess.run(
+        hpcbench("submit", str(tmp_path / "endless.toml"), "--cluster", "local"), check=True, capture_output=True
+    )
+    wait_for("the first run to train", lambda: training(tree))
+    ((folder, _),) = list_submissions(tree)
+    process = queue_process(folder)
+    assert process is not None
+    for child in [*process.children(recursive=True), process]:
+        child.kill()
+    (folder / "queue.log").write_text("RuntimeError: the queue broke down\n")
+    for log in folder.glob("jobs/*.out"):
+        log.unlink()
+    wait_for("the end of the queue", lambda: queue_process(folder) is None)
+
+    def shown() -> str:
+        words = subprocess.run(
+            hpcbench("status", "endless"), capture_output=True, text=True, check=False
+        ).stdout.split()
+        return " ".join(words)
+
+    assert "the queue broke down" in wait_for("the reason", lambda: text if "lost" in (text := shown()) else "")
+
+
 def test_submitits_job_cancels_a_run_and_the_queue_goes_on(tree: ClusterTree, tmp_path: Path) -> None:
     subprocess.run(
         hpcbench("submit", str(tmp_path / "endless.toml"), "--cluster", "local"), check=True, capture_output=True

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from hpcbench.errors import WorkerError
@@ -9,6 +11,7 @@ from hpcbench.worker.distributed.rendezvous import (
     interface_holding,
     list_interfaces,
     reachable_address,
+    set_interface_variables,
 )
 
 LO = NetworkInterface("lo", ["127.0.0.1", "::1"])
@@ -57,3 +60,18 @@ def test_a_host_suffix_without_an_address_is_refused() -> None:
 
 def test_this_machine_has_loopback() -> None:
     assert interface_holding("127.0.0.1", list_interfaces()) is not None
+
+
+@pytest.mark.parametrize(
+    ("named", "single_node", "nccl"), [(True, False, "=bond0"), (False, False, None), (True, True, None)]
+)
+def test_nccl_takes_the_interface_alone_and_none_that_begins_with_its_name(
+    monkeypatch: pytest.MonkeyPatch, named: bool, single_node: bool, nccl: str | None
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    set_interface_variables("bond0", named, single_node)
+    # gloo compares whole names, and has no "=".
+    assert (os.environ.get("NCCL_SOCKET_IFNAME"), os.environ["GLOO_SOCKET_IFNAME"]) == (nccl, "bond0")
+    os.environ["NCCL_SOCKET_IFNAME"] = "eth"
+    set_interface_variables("bond0", named, single_node)
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "eth"

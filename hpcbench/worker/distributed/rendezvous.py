@@ -188,7 +188,8 @@ def set_interface_variables(interface: str | None, named_by_profile: bool, singl
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if named_by_profile and not single_node:
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+            # NCCL takes a name for a prefix unless it follows "="; gloo takes whole names alone.
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
 def _open_store(address: str, path: Path, launch: str, wait_s: float) -> TCPStore:
