@@ -21,7 +21,7 @@ from hpcbench.config.toml_tables import NAME_PATTERN, TomlSource
 from hpcbench.errors import ConfigError, ConfigErrors, did_you_mean
 from hpcbench.fileio import write_file
 from hpcbench.parallel.catalog import selectable_strategies, shipped_model_entries
-from hpcbench.paths import search_folders
+from hpcbench.paths import is_visible, search_folders
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.submit.plan import SweepPlan, make_plan
 
@@ -39,7 +39,7 @@ def find_sweep_file(name: str) -> Path:
         ConfigError: There is no such file.
     """
     path = Path(name)
-    if path.suffix == ".toml" or path.exists():
+    if path.suffix == ".toml" or is_visible(path):
         if not path.is_file():
             near = sorted(str(other) for other in path.parent.glob("*.toml")) if path.parent.is_dir() else []
             raise ConfigError(f"no sweep file {name!r}", hint=did_you_mean(name, near))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib
+import io
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 import hpcbench
-from hpcbench.errors import EXIT_BAD_INPUT, HpcbenchError, did_you_mean
+from hpcbench.errors import EXIT_BAD_INPUT, EXIT_SYSTEM_REFUSED, HpcbenchError, did_you_mean
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -109,12 +112,61 @@ def cli() -> None:
     """
 
 
+_REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
+"""The file system refuses; other errors of the system are bugs of hpcbench."""
+
+
+def _prepare_streams() -> None:
+    """Let every message be printed: in any encoding, and where a stream was closed before this process began."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - until the end
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _refusal_code(error: OSError | SystemExit, is_stdout_replaced: bool) -> int:
+    """The exit code where a stream or the file system refuses, with its message; any other error is raised again."""
+    # click and rich turn a closed pipe into SystemExit(1), and click puts a stream of its own in place of stdout.
+    if is_stdout_replaced or isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):
+        # The reader (head, less) has gone; flushing the rest would only fail again.
+        _discard_output()
+        return 0
+    # Only ``getcwd`` names no file that is absent.
+    is_folder_gone = isinstance(error, FileNotFoundError) and error.filename is None
+    if isinstance(error, SystemExit) or (error.errno not in _REFUSALS and not is_folder_gone):
+        raise error
+    if is_folder_gone:
+        click.echo("error: the current folder was removed: cd to another one", err=True)
+    elif error.filename is None:
+        click.echo(f"error: cannot write the output: {error.strerror}", err=True)
+        _discard_output()
+    else:
+        _print_error(error)
+    return EXIT_SYSTEM_REFUSED
+
+
+def _print_error(error: HpcbenchError | OSError) -> None:
+    # Imported here: `--help` and `--version` print no message of a user's file.
+    from hpcbench.fileio import printable_text, read_error
+
+    shown = read_error(error, Path(os.fsdecode(error.filename))) if isinstance(error, OSError) else error
+    click.echo(f"error: {printable_text(str(shown))}", err=True)
+
+
+def _discard_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def entry_point() -> NoReturn:
     """Run the command line; print errors of users without a traceback. Bugs of hpcbench keep their traceback."""
     # Modules and plans live until the end: collecting garbage among them again and again only takes time.
     gc.set_threshold(_GC_THRESHOLD)
+    _prepare_streams()
+    stdout = sys.stdout
     try:
         code: Any = cli.main(standalone_mode=False)
+        sys.stdout.flush()
     except click.exceptions.Exit as leave:
         code = leave.exit_code
     except click.ClickException as error:
@@ -127,11 +179,8 @@ def entry_point() -> NoReturn:
         click.echo("interrupted", err=True)
         code = 130
     except HpcbenchError as error:
-        # Imported here: `--help` and `--version` print no message of a user's file.
-        from hpcbench.fileio import printable_text
-
         for problem in getattr(error, "problems", [error]):
-            click.echo(f"error: {printable_text(str(problem))}", err=True)
+            _print_error(problem)
         code = error.exit_code
     except ModuleNotFoundError as error:
         package = (error.name or "hpcbench").partition(".")[0]
@@ -139,10 +188,8 @@ def entry_point() -> NoReturn:
             raise
         click.echo(f"error: this needs the package {package}: {sys.executable} -m pip install {package}", err=True)
         code = EXIT_BAD_INPUT
-    except BrokenPipeError:
-        # The reader of a pipe (head, less) has gone; flushing the rest would only fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
+    except (OSError, SystemExit) as error:
+        code = _refusal_code(error, sys.stdout is not stdout)
     finally:
         # The interpreter need not collect garbage before it ends.
         gc.freeze()

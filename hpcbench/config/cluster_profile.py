@@ -29,7 +29,7 @@ from hpcbench.config.toml_tables import (
     validate_table,
 )
 from hpcbench.errors import ConfigError, HpcbenchError, did_you_mean
-from hpcbench.paths import PROJECT_FILE, project_folder, resolve_beside, search_folders, user_folder
+from hpcbench.paths import PROJECT_FILE, expand_home, project_folder, resolve_beside, search_folders, user_folder
 
 _T = TypeVar("_T", bound=TomlTable)
 
@@ -224,7 +224,7 @@ def load_cluster(name: str) -> tuple[ClusterProfile, TomlSource]:
         ('cuda', 'abci-v100.toml')
     """
     if is_profile_path(name):
-        path = Path(name).expanduser()
+        path = expand_home(name)
         if not path.is_file():
             near = sorted(str(other) for other in path.parent.glob("*.toml")) if path.parent.is_dir() else []
             raise ConfigError(f"no cluster profile {name!r}", hint=did_you_mean(name, near))

@@ -10,7 +10,6 @@ import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -20,6 +19,7 @@ from hpcbench.config import toml_tables
 from hpcbench.config.run_spec import REFERENCE_REPEAT, RunSpec
 from hpcbench.config.toml_tables import NAME_PATTERN, KeyPath, Minutes, PositiveInt, TomlSource, TomlTable
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
+from hpcbench.paths import expand_home
 
 _GENERATED_PARAMETERS = {"spec_version", "repeat"}
 TABLE_PARAMETERS = ("options", "model_options", "env")
@@ -275,7 +275,7 @@ def _apply(data: dict[str, Any], text: str) -> KeyPath:
     if path[0] == "fixed" and path[1] != "env" and isinstance(value, str) and "," in value:
         raise ConfigError(f"{path[-1]} is one value", where=where, hint=f"an axis is grid.{'.'.join(path[1:])}={value}")
     if path == ("model_folder",):
-        value = str(Path(str(value)).expanduser().absolute())
+        value = str(expand_home(str(value)).absolute())
     if path[0] in ("fixed", "grid"):
         had_axes = _has_axes(data)
         _remove_parameter(data, path[1:], with_includes=path[0] == "fixed")

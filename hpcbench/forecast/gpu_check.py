@@ -5,7 +5,6 @@ from its results and from predictions, to be sent to the authors.
 from __future__ import annotations
 
 import contextlib
-import getpass
 import os
 import socket
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,6 +29,7 @@ from hpcbench.results.anonymize import Anonymizer
 from hpcbench.results.probe_records import LoopProbe
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_OK, HostSyncs, RunResult, VerificationResult, result_document
+from hpcbench.submit.journal import account_name
 from hpcbench.submit.plan import SweepPlan, partition_limits
 from hpcbench.submit.run_state import RunState
 from hpcbench.units import format_bytes, format_seconds
@@ -315,7 +315,7 @@ def _versions(results: Iterable[RunResult]) -> dict[str, Any]:
 def _anonymize(check: GpuCheck, results: Iterable[RunResult]) -> GpuCheck:
     """Replace names of people, machines and folders, as ``bundle --anonymous`` does."""
     anonymizer = Anonymizer()
-    anonymizer.learn_user(getpass.getuser(), os.environ.get("HOME"))
+    anonymizer.learn_user(account_name(), os.environ.get("HOME"))
     anonymizer.learn_hosts(socket.gethostname())
     for result in results:
         anonymizer.learn_document(result_document(result))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import platform
 import pwd
@@ -29,7 +28,7 @@ from hpcbench.results.bundle_archive import (
 )
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.results.schema import SCHEMA_VERSION
-from hpcbench.submit.journal import journal_paths, read_journal
+from hpcbench.submit.journal import account_name, journal_paths, read_journal
 from hpcbench.submit.scheduler import job_log, scheduler_class
 from hpcbench.submit.submission_record import NewestSubmission, Submission, SweepRecord, list_submissions
 
@@ -180,7 +179,7 @@ def _build_anonymizer(tree: ResultsTree, files: list[_BundledFile]) -> Anonymize
         except KeyError:
             continue
         anonymizer.learn_user(account.pw_name, account.pw_dir, account.pw_gecos.split(",")[0])
-    anonymizer.learn_user(getpass.getuser(), os.environ.get("HOME"))
+    anonymizer.learn_user(account_name(), os.environ.get("HOME"))
     anonymizer.learn_hosts(socket.gethostname())
     for file in files:
         _anonymize_file(file, file.read()[0], anonymizer)

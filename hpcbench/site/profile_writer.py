@@ -242,10 +242,9 @@ def _qos_lines(partition: PartitionFacts, facts: SiteFacts) -> list[str]:
         return []
     if default is not None and not partition.takes_qos(default):
         return [f"# QOS: {', '.join(names)}. Your default, {default}, is not taken here.", *_keys(qos=names[0])]
-    others = [name for name in names if name != default]
     by_default = f"the scheduler takes {default} where none is named" if default else "none need be named"
-    lines = [f"# QOS: {', '.join(names)}; {by_default}."]
-    return lines + [f"# qos = {_toml_string(name)}" for name in others[:1]]
+    example = _keys(qos=next((name for name in names if name != default), None))
+    return [f"# QOS: {', '.join(names)}; {by_default}.", *(f"# {line}" for line in example)]
 
 
 def _network_table(probe: NodeProbe | None) -> list[str]:

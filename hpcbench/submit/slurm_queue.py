@@ -7,13 +7,13 @@ from __future__ import annotations
 import contextlib
 import datetime
 import enum
-import getpass
 import re
 import time
 from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from hpcbench.errors import SubmitError
+from hpcbench.submit.journal import account_name
 from hpcbench.submit.scheduler import HasSchedulerSettings, JobStatus, RunningCommand, command_environment, run_command
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def queued_job_numbers(numbers: Iterable[str], profile: HasSchedulerSettings) ->
 
 def count_queued_jobs(profile: HasSchedulerSettings) -> int | None:
     """The user's jobs in the queue, array tasks counted singly; ``None`` if squeue does not answer."""
-    result = run_command(["squeue", "-h", "-r", "-o", "%i", "-u", getpass.getuser()], profile)
+    result = run_command(["squeue", "-h", "-r", "-o", "%i", "-u", account_name()], profile)
     return None if result.error is not None else len(result.output.splitlines())
 
 

@@ -28,6 +28,7 @@ from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
 from hpcbench.config.run_spec import RunSpec, RunTask, TaskFileHeader, config_id, encode_task_file
 from hpcbench.errors import INSTALL_WORKER, ConfigError, SubmitError
 from hpcbench.fileio import make_folder, share_with_group, write_atomic, write_error
+from hpcbench.paths import is_visible
 from hpcbench.render.job_script import TemplateEngine, rank_python, render_script
 from hpcbench.render.launch_step import JobShape, cpus_per_task
 from hpcbench.results.results_tree import ClusterTree
@@ -390,7 +391,7 @@ def _visible_python(profile: ClusterProfile, name: str | None) -> str | None:
     python = rank_python(environment)
     # The system's interpreter of a login node is not the nodes'.
     is_elsewhere = not profile.scheduler.traits.runs_here and python.startswith(_SYSTEM_FOLDERS)
-    return None if is_elsewhere or not Path(python).is_file() else python
+    return None if is_elsewhere or not is_visible(python) else python
 
 
 def _has_torch(python: str) -> bool:

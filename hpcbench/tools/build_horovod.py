@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpcbench.errors import HpcbenchError, WorkerError
+from hpcbench.paths import cache_folder
 
 HOROVOD_VERSION = "0.28.1"
 _ARCHIVE_NAME = f"horovod-{HOROVOD_VERSION}.tar.gz"
@@ -332,8 +333,7 @@ def main(words: list[str] | None = None) -> int:
 
 def wheel_cache_folder() -> Path:
     """Return the folder of the wheels, outside of any checkout or environment."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "hpcbench" / "wheels"
+    return cache_folder() / "wheels"
 
 
 def wheel_cache_key(target: BuildTarget, parts: BuildFeatures) -> str:

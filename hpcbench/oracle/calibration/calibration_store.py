@@ -19,7 +19,7 @@ from hpcbench.oracle.collective_formulas import HockneyLink
 from hpcbench.oracle.machine import CommParameters, Machine, StrategyOverhead, nominal_machine
 from hpcbench.oracle.measured_shapes import MeasuredShapes
 from hpcbench.parallel.catalog import STRATEGIES
-from hpcbench.paths import user_data_folder
+from hpcbench.paths import is_folder, user_data_folder
 from hpcbench.results.decode import decode_record
 from hpcbench.results.results_tree import ClusterTree
 
@@ -100,7 +100,7 @@ def read_calibrations(tree: ClusterTree, cluster: str) -> tuple[list[StoredCalib
     """Return the readable calibrations, the newest first, and the errors of the unreadable ones as text."""
     calibrations: list[StoredCalibration] = []
     problems: list[str] = []
-    for folder in (tree.path("calibrations"), user_calibration_folder(cluster)):
+    for folder in filter(is_folder, (tree.path("calibrations"), user_calibration_folder(cluster))):
         for path in sorted(path for path in folder.glob("*.json") if _FILE_NAME.fullmatch(path.name)):
             try:
                 calibrations.append(StoredCalibration(read_calibration(path), path))
