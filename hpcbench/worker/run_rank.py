@@ -35,6 +35,7 @@ def run_rank(tasks: Path, index: int, attempt_number: int | None) -> int:
     if attempt is None:
         return 0
     marker = attempt.read_start()
+    stop.warning_file = attempt.folder / "limit-warning"
     stop.set_deadline(marker.deadline_unix_s if marker else None, task.time_limit_s, header.warning_s)
     return execute_rank(header, task, attempt, info, user_env, stop)
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 STEP_GRACE_S = 2.0
 """Seconds that a rank may take to reach the next step's boundary before its process is ended."""
@@ -81,6 +82,8 @@ class StopController:
         self._warning_s: float | None = None
         self.abort: Callable[[BaseException], None] | None = None
         """Called by a thread when the main thread is stuck; it must not return."""
+        self.warning_file: Path | None = None
+        """The job script makes it before it passes a warning of the time limit on as TERM."""
         self._lock = threading.Lock()
         self._reader: socket.socket | None = None
         self._writer: socket.socket | None = None
@@ -145,8 +148,10 @@ class StopController:
                 if signal.Signals(number).name not in _SIGNALS:
                     continue
                 deadline = None if self.deadline is None else self.deadline - self._near
+                is_warning = self.warning_file is not None and self.warning_file.exists()
+                meant = signal.SIGUSR2 if number == signal.SIGTERM and is_warning else number
                 warns_of_limit = is_limit_warning(time.time(), self.deadline, self._warning_s)
-                cause = stop_for_signal(number, time.time(), deadline, warns_of_limit=warns_of_limit)
+                cause = stop_for_signal(meant, time.time(), deadline, warns_of_limit=warns_of_limit)
                 self._set(cause)
                 # Every signal gets its own patience, so that a second one is not read only after the first's.
                 threading.Thread(target=self.stop_after_grace, args=(cause,), daemon=True).start()

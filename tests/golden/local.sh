@@ -19,7 +19,8 @@ worker=("${python[@]}" -m hpcbench.worker)
 # What this shell is told is noted, and passed on where no scheduler tells the ranks itself.
 received='' told='' ranks=''
 trap 'received=TERM; told=1; [ -z "$ranks" ] || kill -TERM "$ranks" 2> /dev/null' TERM INT HUP
-trap 'received=USR2; told=1; [ -z "$ranks" ] || kill -TERM "$ranks" 2> /dev/null' USR2
+# torchrun passes on TERM alone: a file is the difference between the time limit and a cancellation.
+trap 'received=USR2; told=1; [ -z "$ranks" ] || { : > "$attempt_folder/limit-warning"; kill -TERM "$ranks"; } 2> /dev/null' USR2
 trap 'told=1' CONT
 preempted=''
 attempt_pattern=$'/[^\n]*/runs/[0-9a-f]+/[0-9a-f]+/attempts/[0-9]+'

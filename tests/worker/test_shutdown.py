@@ -3,6 +3,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -112,6 +113,30 @@ def test_a_signal_reaches_the_flag_while_the_main_thread_does_not_look(monkeypat
     finally:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGUSR2, before)
+
+
+@pytest.mark.parametrize(("has_warning", "status"), [(False, "cancelled"), (True, "timeout")])
+def test_a_term_is_the_time_limits_where_the_job_script_left_its_warning(
+    has_warning: bool, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun passes nothing but TERM on to its ranks."""
+    monkeypatch.setattr(stop_module, "_SIGNALS", ("SIGTERM",))
+    before = signal.getsignal(signal.SIGTERM)
+    seen = threading.Event()
+    stop = StopController()
+    stop.abort = lambda _: seen.set()
+    stop.warning_file = tmp_path / "limit-warning"
+    if has_warning:
+        stop.warning_file.touch()
+    try:
+        stop.install()
+        signal.raise_signal(signal.SIGTERM)
+        assert seen.wait(30)
+        assert isinstance(stop.reason, Stopped)
+        assert stop.reason.status == status
+    finally:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_an_ignored_signal_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
