@@ -69,6 +69,8 @@ class StorageError(HpcbenchError):
     """The file system refused: a folder that cannot be written, a foreign lock that does not end."""
 
     exit_code = EXIT_SYSTEM_REFUSED
+    errno: int | None = None
+    """The system's number of the error, if it came from a system call."""
 
 
 class WorkerError(HpcbenchError):

@@ -7,12 +7,14 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from hpcbench.errors import StorageError
 
+_T = TypeVar("_T")
 MAX_FILE_BYTES = 64 * 2**20
 """Larger than any file that a run leaves for others to read; a log is read in parts."""
 MAX_GENERATED_FILE_BYTES = 2**30
@@ -70,6 +72,7 @@ def _temporary_beside(path: Path) -> Iterator[tuple[Path, IO[bytes]]]:
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     try:
         with open(temporary, "xb") as file:
+            share_with_group(temporary)
             yield temporary, file
     except OSError as error:
         raise write_error(error, path) from error
@@ -95,6 +98,7 @@ def _link_exclusive(temporary: Path, path: Path, data: bytes) -> bool:
         except FileExistsError:
             return False
         with open(descriptor, "wb") as file:
+            share_with_group(path)
             file.write(data)
     return True
 
@@ -114,45 +118,124 @@ def make_folder(path: Path) -> None:
         missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         for folder in reversed(missing):
             with contextlib.suppress(FileExistsError):
-                folder.mkdir()
-                share_with_group(folder)
+                make_shared_folder(folder)
         path.mkdir(exist_ok=True)
     except OSError as error:
         raise write_error(error, path) from error
 
 
-def share_with_group(folder: Path) -> None:
-    """Give a new folder the group's rights of its parent if that is shared: setgid and writable for the group.
+def is_shared(folder: Path) -> bool:
+    """Whether a group shares ``folder``: it is setgid and writable for the group."""
+    mode = folder.stat().st_mode
+    return bool(mode & stat.S_ISGID and mode & stat.S_IWGRP)
 
-    The umask takes these rights away, and another user could not go on there.
+
+def make_shared_folder(path: Path) -> None:
+    """Make a folder; in one that a group shares, it is setgid and writable for the group, whatever the umask.
+
+    The system sets these rights while it makes the folder: afterwards, it would refuse setgid to a process that is not
+    in the group, as a job may be on a node with fewer groups. Raises ``OSError``.
     """
-    mode = folder.parent.stat().st_mode
-    if mode & stat.S_ISGID and mode & stat.S_IWGRP:
-        folder.chmod(stat.S_IMODE(folder.stat().st_mode) | (mode & (stat.S_ISGID | stat.S_IRWXG)))
+    if not is_shared(path.parent):
+        path.mkdir()
+        return
+    before = os.umask(0)
+    os.umask(before & ~stat.S_IRWXG)
+    try:
+        path.mkdir()
+    finally:
+        os.umask(before)
+    mode, wanted = path.stat().st_mode, stat.S_ISGID | stat.S_IRWXG
+    if mode & wanted != wanted:
+        path.chmod(stat.S_IMODE(mode) | wanted)
+
+
+def share_with_group(path: Path) -> None:
+    """Make a new file readable for the group that shares its folder, whatever the umask."""
+    if is_shared(path.parent):
+        path.chmod(stat.S_IMODE(path.stat().st_mode) | stat.S_IRGRP)
+
+
+_GROUP_READS = 0o050
+
+
+def shared_umask(folder: Path) -> int:
+    """The umask for processes that write into ``folder``: this process's own, which lets the group read if it shares
+    the folder.
+    """
+    own = os.umask(0)
+    os.umask(own)
+    return own & ~_GROUP_READS if is_shared(folder) else own
 
 
 def write_error(error: OSError, path: Path) -> StorageError:
     """Describe ``error``: the path, the reason, and the owner of the nearest folder that exists."""
     reason = error.strerror or str(error)
-    return StorageError(f"cannot write {path}: {reason}", hint=_owner_hint(path))
+    # The owner of a full or absent file system is not the reason.
+    hint = None if error.errno in TEMPORARY_REFUSALS else _owner_hint(path)
+    return _storage_error(f"cannot write {path}: {reason}", error, hint)
 
 
 def read_error(error: OSError, path: Path) -> StorageError:
-    """Return the ``StorageError`` of a file that could not be read."""
-    return StorageError(f"cannot read {path}: {error.strerror or error}", hint=_owner_hint(path))
+    """Return the ``StorageError`` of a file that could not be read; its hint has the command that shares the file."""
+    hint = None
+    if error.errno in (errno.EACCES, errno.EPERM):
+        place = _nearest_path(path)
+        hint = f"{_describe_owner(*place)}; its owner shares it by: chmod -R g+rX {place[0]}" if place else None
+    return _storage_error(f"cannot read {path}: {error.strerror or error}", error, hint)
+
+
+def _storage_error(message: str, error: OSError, hint: str | None) -> StorageError:
+    storage_error = StorageError(message, hint=hint)
+    storage_error.errno = error.errno
+    return storage_error
+
+
+TEMPORARY_REFUSALS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.EIO, errno.ENOTCONN})
+"""Errors of a file system that often end by themselves: it is full, read-only, or its server is away."""
+_RETRY_PAUSE_S = 1.0
+
+
+def write_patiently(write: Callable[[], _T], patience_s: float) -> _T:
+    """Call ``write`` again, for at most ``patience_s``, while the file system refuses for a reason that may pass.
+
+    Raises ``StorageError`` of the last call, which names the reason and how long it lasted.
+    """
+    began_s = time.monotonic()
+    while True:
+        try:
+            return write()
+        except StorageError as error:
+            waited_s = time.monotonic() - began_s
+            if error.errno not in TEMPORARY_REFUSALS:
+                raise
+            if waited_s + _RETRY_PAUSE_S > patience_s:
+                error.message += f", for {waited_s:.0f} s"
+                raise
+        time.sleep(_RETRY_PAUSE_S)
 
 
 def _owner_hint(path: Path) -> str | None:
+    place = _nearest_path(path)
+    if place is None:
+        return None
+    folder, state = place
+    owner = _describe_owner(folder, state)
+    if folder.is_dir() and not state.st_mode & stat.S_IWGRP and state.st_gid in os.getgroups():
+        return f"{owner}; its owner shares it with the group by: find {folder} -type d -exec chmod g+rwxs {{}} +"
+    return owner
+
+
+def _nearest_path(path: Path) -> tuple[Path, os.stat_result] | None:
+    """``path``, or the nearest folder above it that can be looked at, with its state."""
     for folder in (path, *path.parents):
-        try:
-            state = folder.stat()
-        except OSError:
-            continue
-        owner = f"{folder} belongs to uid {state.st_uid}, gid {state.st_gid}, mode {state.st_mode & 0o7777:04o}"
-        if folder.is_dir() and not state.st_mode & stat.S_IWGRP and state.st_gid in os.getgroups():
-            return f"{owner}; its owner shares it with the group by: find {folder} -type d -exec chmod g+rwxs {{}} +"
-        return owner
+        with contextlib.suppress(OSError):
+            return folder, folder.stat()
     return None
+
+
+def _describe_owner(path: Path, state: os.stat_result) -> str:
+    return f"{path} belongs to uid {state.st_uid}, gid {state.st_gid}, mode {state.st_mode & 0o7777:04o}"
 
 
 class UnsafeFileError(OSError):

@@ -1,20 +1,28 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hpcbench.errors import StorageError
 from hpcbench.fileio import (
+    TEMPORARY_REFUSALS,
     escape_control_characters,
+    make_folder,
     printable_excerpt,
     printable_text,
     read_tail,
+    shared_umask,
     write_atomic,
+    write_error,
     write_exclusive,
+    write_patiently,
 )
 
 
@@ -95,3 +103,60 @@ def test_tail_reads_the_end(tmp_path: Path) -> None:
     path.write_bytes(b"x" * 100 + b"end\x1b[0m")
     assert read_tail(path, 7) == "end\ufffd[0m"
     assert read_tail(tmp_path / "absent") == ""
+
+
+@pytest.fixture
+def closed_umask() -> Iterator[None]:
+    before = os.umask(0o077)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("closed_umask")
+@pytest.mark.parametrize(
+    ("folder_mode", "file_mode"), [(0o2775, 0o640), (0o2770, 0o640), (0o2755, 0o600), (0o775, 0o600)]
+)
+def test_the_group_reads_every_file_of_a_folder_that_it_shares(
+    folder_mode: int, file_mode: int, tmp_path: Path
+) -> None:
+    tmp_path.chmod(folder_mode)
+    write_atomic(tmp_path / "replaced", b"1")
+    write_atomic(tmp_path / "replaced", b"2")
+    write_exclusive(tmp_path / "exclusive", b"3")
+    make_folder(tmp_path / "a" / "b")
+    write_atomic(tmp_path / "a" / "b" / "deep", b"4")
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {file_mode}
+    assert shared_umask(tmp_path) == (0o027 if file_mode == 0o640 else 0o077)
+
+
+class Refusals:
+    """A write that the file system refuses so many times."""
+
+    def __init__(self, code: int, times: int) -> None:
+        self.code, self.left = code, times
+
+    def __call__(self) -> str:
+        self.left -= 1
+        if self.left >= 0:
+            raise write_error(OSError(self.code, os.strerror(self.code)), Path("/results/result.json"))
+        return "written"
+
+
+@pytest.mark.parametrize("code", sorted(TEMPORARY_REFUSALS))
+def test_a_write_waits_for_a_file_system_that_may_recover(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr("hpcbench.fileio.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("hpcbench.fileio.time.sleep", lambda seconds: now_s.append(now_s.pop() + seconds))
+    assert write_patiently(Refusals(code, 55), 60.0) == "written"
+    assert now_s[0] >= 55
+    with pytest.raises(StorageError, match=rf"{os.strerror(code)}, for 60 s"):
+        write_patiently(Refusals(code, 10**6), 60.0)
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ENOENT, errno.ENOTDIR])
+def test_a_write_that_will_never_succeed_is_not_repeated(code: int) -> None:
+    refusals = Refusals(code, 10)
+    with pytest.raises(StorageError):
+        write_patiently(refusals, 60.0)
+    assert refusals.left == 9

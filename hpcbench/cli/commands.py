@@ -144,7 +144,7 @@ def cancel(**options: Any) -> None:
 
     Stopping takes a moment. Until a run has ended, `submit` treats it as running; use --wait.
     """
-    from hpcbench.cli.run_commands import cancel_sweep
+    from hpcbench.cli.cancel_command import cancel_sweep
 
     cancel_sweep(**options)
 

@@ -1,9 +1,8 @@
-"""The actions of the commands ``submit``, ``run``, ``cancel`` and ``retry``."""
+"""The actions of the commands ``submit``, ``run`` and ``retry``."""
 
 from __future__ import annotations
 
 import sys
-import time
 from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -12,16 +11,16 @@ import msgspec
 
 from hpcbench.cli.common import RETRY_STATES, print_json, print_message
 from hpcbench.cli.load_plan import keep_one_off, load_plan, one_off_sweep
-from hpcbench.cli.status_output import LiveScreen, RunCatalog, runs_exit_code
-from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.cli.status_output import LiveScreen, runs_exit_code
 from hpcbench.errors import EXIT_OK, ConfigError, SubmitError
 from hpcbench.report.status_text import EndedRunLog, suspect_nodes_text
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.submit.journal import read_journal
 from hpcbench.submit.plan import SweepPlan, available_cores
-from hpcbench.submit.run_state import RunState, cancel_runs, run_states
-from hpcbench.submit.scheduler import SendOutcome, announce_silence
-from hpcbench.submit.submission_record import read_sweep_record, select_sweeps
+from hpcbench.submit.run_state import RunState
+from hpcbench.submit.scheduler import SendOutcome
+from hpcbench.submit.silence import announce_silence
+from hpcbench.submit.submission_record import read_sweep_record
 from hpcbench.submit.submit import RunSelection, SubmitOutcome, accepted_runs
 from hpcbench.submit.submit import submit as submit_plan
 from hpcbench.submit.watcher import SweepWatcher, wait_for_runs
@@ -169,14 +168,17 @@ def _submit_and_print(plan: SweepPlan, *, over_budget: bool, remeasure: bool) ->
 def print_submit_outcome(plan: SweepPlan, outcome: SubmitOutcome) -> None:
     """Print how many runs the scheduler took, in one line or two."""
     submitted = len(outcome.run_ids)
-    if outcome.sent.refused or outcome.sent.failed is not None:
+    if outcome.sent.refused or outcome.sent.waiting or outcome.sent.failed is not None:
         # A run is submitted once the scheduler has answered.
         submitted = len(accepted_runs(outcome))
     counts = [f"{submitted} submitted", f"{len(plan.finished)} done before"]
     if submitted < len(outcome.run_ids):
         counts.insert(1, f"{len(outcome.run_ids) - submitted} not")
-    if outcome.active:
-        counts.append(f"{len(outcome.active)} already queued or running")
+    states = Counter("waiting" if outcome.states[key] == "waiting" else "queued" for key in outcome.active)
+    if states["queued"]:
+        counts.append(f"{states['queued']} already queued or running")
+    if states["waiting"]:
+        counts.append(f"{states['waiting']} of earlier submissions that were not sent before")
     print_message(f"sweep {plan.sweep.name} on {plan.profile.name}: {len(plan.runs)} runs, {', '.join(counts)}")
     if outcome.sent.waiting:
         print_message(f"  {outcome.sent.waiting} jobs wait to be sent: {outcome.sent.reason}")
@@ -210,31 +212,6 @@ def watch_runs(plan: SweepPlan, superseded: Mapping[str, str]) -> dict[str, RunS
             f"the runs go on: hpcbench status {name} --watch shows them again, hpcbench cancel {name} stops them"
         )
         raise
-
-
-def cancel_sweep(
-    *, sweep: str, cluster_name: str | None, prefix: str | None, where: str | None, waits: bool, results: ResultsTree,
-    as_json: bool,
-) -> None:  # fmt: skip
-    """Stop the runs of SWEEP that are queued or running. Their measurements are kept; submit runs them again."""
-    documents = []
-    for cluster, record in select_sweeps(results, (sweep,), cluster_name):
-        profile, _ = load_cluster(record.profile)
-        tree = results.cluster(cluster)
-        with announce_silence(print_message):
-            states = run_states(tree, record.run_ids, profile, time.time())
-        states = {run_id: state for run_id, state in states.items() if run_id.startswith(prefix or "")}
-        if where is not None:
-            states = RunCatalog(tree).satisfying(states, where)
-        cancelled = cancel_runs(tree, states, profile)
-        running = sum(states[run_id].state == "running" for run_id in cancelled)
-        hint = f", {running} of them running: --wait stays until they have ended" if running and not waits else ""
-        print_message(f"{record.sweep} on {cluster}: {len(cancelled)} runs asked to stop{hint}")
-        documents.append({"sweep": record.sweep, "cluster": cluster, "run_ids": list(cancelled)})
-        if waits:
-            wait_for_runs(SweepWatcher(tree.root, profile, {record.sweep: cancelled}), profile, lambda _: None)
-    if as_json:
-        print_json({"cancelled": documents})
 
 
 def retry_sweep(

@@ -27,12 +27,20 @@ from hpcbench.cli.common import (
     help="Only runs in this state; may be repeated.",
 )  # fmt: skip
 @click.option("--all", "lists_all", is_flag=True, help="Give every run a row.")
+@click.option(
+    "--audit", "audits", is_flag=True,
+    help="Compare the scheduler's whole queue with the tree: jobs sent twice, held or empty, and what frees them.",
+)  # fmt: skip
 @output_options
-def status(**options: Any) -> None:
+def status(*, audits: bool, **options: Any) -> None:
     """Show the state of every run of SWEEPS, or of all sweeps in the tree.
 
     Runs that are neither ok nor planned have a row each: model, strategy, nodes x ranks, batch size, elapsed time.
     """
+    if audits:
+        from hpcbench.cli.cancel_command import show_audit
+
+        show_audit(**options)
     from hpcbench.cli.status_output import show_status
 
     show_status(**options)

@@ -25,7 +25,8 @@ from hpcbench.results.attempts import Attempt, attempt_numbers, latest_attempt
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.results.schema import FAILED_STATUSES
 from hpcbench.submit.run_state import ACTIVE_STATES, RUN_STATES, RunState, count_states, run_states
-from hpcbench.submit.scheduler import announce_silence, job_log, read_scheduler_settings
+from hpcbench.submit.scheduler import job_log, read_scheduler_settings
+from hpcbench.submit.silence import announce_silence
 from hpcbench.submit.submission_record import (
     SweepRecord,
     find_submitted_runs,
@@ -139,7 +140,7 @@ class RunCatalog:
             for run_id, spec in read_run_specs(folder, record).items()
         }
 
-    def details(self, run_id: str) -> RunDetails:
+    def details(self, run_id: str, state: RunState) -> RunDetails:
         """All that is known of a run."""
         spec, folder = self._submitted.get(run_id, (None, None))
         attempt = latest_attempt(self._tree.run_folder(run_id))
@@ -149,7 +150,10 @@ class RunCatalog:
             ended_unix_s = 0.0
             with contextlib.suppress(OSError):
                 ended_unix_s = self._tree.result_path(run_id).lstat().st_mtime
-            elapsed_s = (ended_unix_s if ended_unix_s >= start.started_unix_s else time.time()) - start.started_unix_s
+            if ended_unix_s < start.started_unix_s:
+                # Without a result only the scheduler can have the time at which a run ended.
+                ended_unix_s = time.time() if state.state in ACTIVE_STATES else state.ended_unix_s or 0.0
+            elapsed_s = ended_unix_s - start.started_unix_s if ended_unix_s >= start.started_unix_s else None
         return RunDetails(spec, elapsed_s, folder_owner(folder) if folder is not None else None)
 
     def satisfying(self, states: Mapping[str, RunState], where: str) -> dict[str, RunState]:
@@ -231,6 +235,7 @@ def _watch_states(sweeps: tuple[str, ...], cluster_name: str | None, results: Re
             last_text = text
 
     watchers: list[SweepWatcher] = []
+    watched: Watched = []
     last_mtimes_ns = None
     with screen or contextlib.nullcontext():
         while True:
@@ -241,7 +246,8 @@ def _watch_states(sweeps: tuple[str, ...], cluster_name: str | None, results: Re
             if mtimes_ns != last_mtimes_ns:
                 watchers = _make_watchers(select_sweeps(results, sweeps, cluster_name), results, watchers)
                 last_mtimes_ns = mtimes_ns
-            watched = [(watcher, watcher.query()) for watcher in watchers]
+            seen = dict(watched)
+            watched = [(one, one.query_again(seen[one]) if one in seen else one.query()) for one in watchers]
             show(watched)
             watched = refresh_until_query(watched, time.monotonic() - began_s, show)
             if not has_active_runs(watched):
@@ -251,7 +257,7 @@ def _watch_states(sweeps: tuple[str, ...], cluster_name: str | None, results: Re
 def _states_json(sweep: str, cluster: str, states: dict[str, RunState], catalog: RunCatalog) -> dict[str, Any]:
     runs = []
     for run_id, state in states.items():
-        details = catalog.details(run_id)
+        details = catalog.details(run_id, state)
         runs.append(
             {
                 "run_id": run_id,
@@ -316,9 +322,12 @@ def _select_runs(
     if len(runs) == 1:
         return runs
     if runs or not is_sweep:
-        names = [f"{tree.root.name}/{run_id}" for tree, run_id in runs[:10]]
-        hint = f"it could be: {', '.join(names)}" if runs else "hpcbench status lists the runs"
-        raise ConfigError(f"{len(runs) or 'no'} runs begin with {source!r} in {results.root}", hint=hint)
+        if not runs:
+            hint = "hpcbench status lists the runs; a sweep has logs once it was submitted"
+            message = f"no runs begin with {source!r} in {results.root}, and no submitted sweep has that name"
+            raise ConfigError(message, hint=hint)
+        names = ", ".join(f"{tree.root.name}/{run_id}" for tree, run_id in runs[:10])
+        raise ConfigError(f"{len(runs)} runs begin with {source!r} in {results.root}", hint=f"it could be: {names}")
     failures = {*FAILED_STATUSES, "lost", "unsupported", "oom"}
     chosen = []
     for _, name, states in _query_sweeps(results, (source,), cluster):

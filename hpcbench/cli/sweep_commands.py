@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +17,11 @@ from hpcbench.config.run_spec import spec_document
 from hpcbench.config.sweep_loader import count_points, load_sweep
 from hpcbench.config.toml_tables import read_toml
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError
-from hpcbench.fileio import make_folder, write_atomic
+from hpcbench.fileio import make_folder, printable_text, write_atomic
 from hpcbench.parallel.check_names import check_names
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.site.profile_check import check_against_scheduler
+from hpcbench.submit.batch_call import planned_calls
 from hpcbench.submit.plan import SweepPlan
 from hpcbench.submit.submission_record import next_submission_folder, write_sweep_record
 from hpcbench.submit.submit import render_submission
@@ -167,9 +169,13 @@ def render_sweep(
     scripts = [name for name in rendered.files if name.endswith(".sh")]
     if as_json:
         print_json({"files": [{"name": name, "text": data.decode()} for name, data in rendered.files.items()]})
+    calls = planned_calls(folder, rendered.record, profile) if profile.scheduler.traits.is_slurm else {}
     if out is None:
         for name in () if as_json else scripts:
-            click.echo(f"# ---- {name}: {len(rendered.record.arrays[int(name[:-3])].run_ids)} runs ----")
+            array = rendered.record.arrays[int(name[:-3])]
+            click.echo(f"# ---- {name}: {len(array.run_ids)} runs ----")
+            for call in calls.get(array.number, ()):
+                click.echo(f"# {printable_text(shlex.join(call))}")
             print_text(rendered.files[name].decode())
         return
     make_folder(out)

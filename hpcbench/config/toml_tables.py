@@ -321,7 +321,7 @@ VariableName = Annotated[str, Field(pattern=VARIABLE_PATTERN)]
 EnvironmentVariables = dict[VariableName, str]
 Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 PositiveInt = Annotated[int, Field(ge=1, le=MAX_COUNT)]
-Directives = dict[str, str | int | bool | list[str]]
+Directives = dict[str, SingleLineText | int | bool | list[SingleLineText]]
 
 
 def _field_docstrings(model: type[BaseModel]) -> dict[str, str]:

@@ -20,6 +20,7 @@ from hpcbench.config.sweep_loader import Sweep, parse_sweep
 from hpcbench.config.toml_tables import TomlSource
 from hpcbench.errors import StorageError
 from hpcbench.forecast.forecast import Forecast
+from hpcbench.identity import account_name
 from hpcbench.oracle.prediction import Prediction
 from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
@@ -29,7 +30,6 @@ from hpcbench.results.anonymize import Anonymizer
 from hpcbench.results.probe_records import LoopProbe
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_OK, HostSyncs, RunResult, VerificationResult, result_document
-from hpcbench.submit.journal import account_name
 from hpcbench.submit.plan import SweepPlan, partition_limits
 from hpcbench.submit.run_state import RunState
 from hpcbench.units import format_bytes, format_seconds

@@ -156,10 +156,10 @@ def sbatch_directives(
 def _merged_directives(
     directives: Mapping[str, DirectiveValue | list[str] | None], profile: ClusterProfile, partition: str | None
 ) -> list[tuple[str, str | int | bool]]:
-    """Names and values of ``directives`` and those of the profile, without dropped ones; a list gives several lines."""
-    merged = {**directives, **profile.directives, **profile.partition(partition).directives}
-    for name in profile.request_of(partition).drop:
-        merged.pop(name, None)
+    """Names and values of ``directives`` without dropped ones, and those of the profile; a list gives several lines."""
+    dropped = profile.request_of(partition).drop
+    own = {name: value for name, value in directives.items() if name not in dropped}
+    merged = {**own, **profile.directives, **profile.partition(partition).directives}
     return [
         (name, line)
         for name, value in merged.items()

@@ -62,7 +62,7 @@ def suspect_nodes_text(failed_on: Iterable[str | None], profile: str) -> str:
 
 def status_text(
     sweep: str, cluster: str, states: Mapping[str, RunState], width: int | None = None,
-    details: Callable[[str], RunDetails] | None = None, *, lists_all: bool = False,
+    details: Callable[[str, RunState], RunDetails] | None = None, *, lists_all: bool = False,
 ) -> str:  # fmt: skip
     """Return a line of counts, and a table of the runs that are neither ok nor planned with their reasons.
 
@@ -112,13 +112,13 @@ def _group_runs(runs: Iterable[tuple[str, RunState]]) -> list[RunGroup]:
     return [part for group in groups for part in ([[run] for run in group] if id(group) in separate else [group])]
 
 
-def _status_row(group: RunGroup, details: Callable[[str], RunDetails] | None) -> _StatusRow:
+def _status_row(group: RunGroup, details: Callable[[str, RunState], RunDetails] | None) -> _StatusRow:
     run, state = group[0]
     job = state.job_id or ""
     if len(group) > 1:
         run, job = f"{len(group)} runs", f"{job} ..." if job else ""
     reason = " ".join(printable_excerpt(state.reason).split())
-    run_details = details(group[0][0]) if details is not None and len(group) == 1 else RunDetails()
+    run_details = details(*group[0]) if details is not None and len(group) == 1 else RunDetails()
     return _StatusRow(
         printable_text(run), printable_text(state.state), printable_excerpt(job), reason,
         printable_excerpt(_configuration(run_details.spec)) if run_details.spec is not None else "",

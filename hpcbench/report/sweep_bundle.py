@@ -17,6 +17,7 @@ import msgspec
 import hpcbench
 from hpcbench.errors import HpcbenchError
 from hpcbench.fileio import MAX_FILE_BYTES, encode_indented_json, make_folder, open_atomic, open_regular
+from hpcbench.identity import account_name
 from hpcbench.paths import project_folder
 from hpcbench.results.anonymize import Anonymizer
 from hpcbench.results.attempts import attempt_numbers
@@ -28,7 +29,7 @@ from hpcbench.results.bundle_archive import (
 )
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.results.schema import SCHEMA_VERSION
-from hpcbench.submit.journal import account_name, journal_paths, read_journal
+from hpcbench.submit.journal import journal_paths, read_journal
 from hpcbench.submit.scheduler import job_log, scheduler_class
 from hpcbench.submit.submission_record import NewestSubmission, Submission, SweepRecord, list_submissions
 

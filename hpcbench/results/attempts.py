@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
+import shutil
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +17,13 @@ import msgspec
 from hpcbench.fileio import (
     join_without_links,
     make_folder,
+    make_shared_folder,
+    read_error,
     read_regular,
-    share_with_group,
     write_atomic,
     write_error,
-    write_exclusive,
 )
+from hpcbench.identity import ProcessId
 from hpcbench.results.decode import decode_record, read_record
 from hpcbench.results.schema import RankResult
 
@@ -35,7 +39,11 @@ class AttemptStart(msgspec.Struct, kw_only=True, omit_defaults=True):
     host: str
     started_unix_s: float
     job_id: str | None = None
+    job_cluster: str | None = None
+    """The scheduler's name of the cluster that the job runs on."""
     restart_count: int = 0
+    process: ProcessId | None = None
+    """The job's script, where no scheduler can be asked for the job."""
     deadline_unix_s: float | None = None
     oom_kills: int | None = None
     """The memory cgroup's count when the attempt began."""
@@ -80,7 +88,11 @@ class Attempt:
         return self.folder / "rendezvous.json"
 
     def read_start(self) -> AttemptStart | None:
-        """Return the start marker of this attempt; ``None`` if it is absent or broken."""
+        """Return the start marker of this attempt; ``None`` if it is absent or broken.
+
+        Raises:
+            StorageError: it may not be read.
+        """
         return read_record(self.folder / "attempt.json", AttemptStart)
 
     def write_rank(self, result: RankResult) -> None:
@@ -102,15 +114,20 @@ class Attempt:
 
 
 def attempt_numbers(run_folder: Path) -> list[int]:
-    """Return the numbers of a run's attempts, ascending; empty if ``attempts`` is absent, a link, or unreadable."""
+    """Return the numbers of a run's attempts, ascending; empty if ``attempts`` is absent or a link.
+
+    Raises ``StorageError`` if the folder may not be read.
+    """
     folder = run_folder / "attempts"
     try:
         if not stat.S_ISDIR(os.lstat(folder).st_mode):
             return []
         entries = [entry for entry in os.scandir(folder) if _ATTEMPT_NUMBER_PATTERN.fullmatch(entry.name)]
         return sorted(int(entry.name) for entry in entries if entry.is_dir(follow_symlinks=False))
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        raise read_error(error, folder) from error
 
 
 def latest_attempt(run_folder: Path) -> Attempt | None:
@@ -120,19 +137,21 @@ def latest_attempt(run_folder: Path) -> Attempt | None:
 
 
 def latest_start(run_folder: Path) -> tuple[Attempt, AttemptStart] | None:
-    """Return the newest attempt and its start marker; ``None`` if there is no attempt or its marker is unreadable."""
+    """Return the newest attempt and its start marker; ``None`` if there is no attempt or its marker is broken."""
     attempt = latest_attempt(run_folder)
     marker = attempt.read_start() if attempt else None
     return (attempt, marker) if attempt and marker else None
 
 
-def begin_attempt(run_folder: Path, **start: Any) -> Attempt:
-    """Begin the next attempt of a run: make its folder and write its start marker.
+def begin_attempt(run_folder: Path, look: Callable[[Attempt], None] = lambda _: None, **start: Any) -> Attempt:
+    """Begin the next attempt of a run: its folder appears at once, with the start marker in it.
 
-    Several processes may call it at once; each gets a number of its own.
+    Several processes may call it at once: each number goes to one of them, and the others look at the attempt that was
+    faster before they try the next number.
 
     Args:
         run_folder: the run's folder (``ClusterTree.run_folder``); it need not exist.
+        look: called once with each attempt that there is, the newest first; an exception of it ends the call.
         start: the fields of ``AttemptStart`` except ``attempt``; times in seconds since 1970.
 
     Raises:
@@ -142,19 +161,38 @@ def begin_attempt(run_folder: Path, **start: Any) -> Attempt:
 
         attempt = begin_attempt(folder, launch="4711.0", host="node01", started_unix_s=time.time(), job_id="4711")
     """
-    number = 0
+    seen: set[int] = set()
     while True:
-        # What lies there and is no attempt has its number all the same.
-        number = max([number, *attempt_numbers(run_folder)]) + 1
-        attempt = Attempt(run_folder, number)
+        for number in sorted({*attempt_numbers(run_folder)} - seen, reverse=True):
+            seen.add(number)
+            look(Attempt(run_folder, number))
+        attempt = Attempt(run_folder, max(seen, default=0) + 1)
         make_folder(attempt.folder.parent)
-        try:
-            attempt.folder.mkdir()
-            share_with_group(attempt.folder)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise write_error(error, attempt.folder) from error
-        marker = AttemptStart(attempt=number, **start)
-        if write_exclusive(attempt.folder / "attempt.json", msgspec.json.encode(marker) + b"\n"):
+        marker = AttemptStart(attempt=attempt.number, **start)
+        if _claim_folder(attempt.folder, msgspec.json.encode(marker) + b"\n"):
             return attempt
+        # A cached listing need not show it yet, and what lies there and is no attempt has its number all the same.
+        seen.add(attempt.number)
+        look(attempt)
+
+
+def _claim_folder(folder: Path, marker: bytes) -> bool:
+    """Make ``folder`` with its start marker by one rename; ``False`` if something is there already.
+
+    The system renames a folder onto an empty one at most, and no attempt is empty: of several processes one succeeds.
+    """
+    temporary = folder.with_name(f".{folder.name}.{os.urandom(4).hex()}.tmp")
+    try:
+        make_shared_folder(temporary)
+        write_atomic(temporary / "attempt.json", marker)
+        try:
+            temporary.rename(folder)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise
+            return False
+    except OSError as error:
+        raise write_error(error, folder) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return True

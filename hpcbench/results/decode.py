@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from hpcbench.config.run_spec import run_id
-from hpcbench.fileio import read_regular
+from hpcbench.fileio import UnsafeFileError, read_error, read_regular
 from hpcbench.results.schema import SCHEMA_VERSION, STATUSES, RankResult, RunResult
 
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
@@ -54,11 +54,16 @@ def decode_record(data: bytes, kind: type[_T]) -> _T:
 
 
 def read_record(path: Path | str, kind: type[_T]) -> _T | None:
-    """The file ``path`` as ``kind``; ``None`` if it is absent or no such record."""
+    """The file ``path`` as ``kind``; ``None`` if it is absent, a link or a pipe, or no such record.
+
+    Raises ``StorageError`` if the file system does not let it be read: that is no sign that it is absent.
+    """
     try:
         return decode_record(read_regular(path), kind)
-    except (OSError, msgspec.MsgspecError):
+    except (FileNotFoundError, NotADirectoryError, UnsafeFileError, msgspec.MsgspecError):
         return None
+    except OSError as error:
+        raise read_error(error, Path(path)) from error
 
 
 def decode_result(data: bytes, run_id: str) -> RunResult:

@@ -122,18 +122,22 @@ class ClusterTree:
     def summaries(self, run_ids: Collection[str]) -> dict[str, ResultSummary]:
         """Return the summaries of the results among ``run_ids``, by ``run_id``; runs without a result are left out.
 
-        A file that cannot be read as a result has the status ``broken``.
+        A file that is no result has the status ``broken``. Raises ``StorageError`` if one cannot be read.
         """
         begun = self.existing_runs() if len(run_ids) > _MAX_SINGLE_LOOKUPS else run_ids
         heads = ((run_id, self.summary(run_id)) for run_id in run_ids if run_id in begun)
         return {run_id: head for run_id, head in heads if head is not None}
 
     def summary(self, run_id: str) -> ResultSummary | None:
-        """Return the summary of a run's result, with status ``broken`` if it cannot be read; ``None`` without one."""
+        """Return the summary of a run's result, with status ``broken`` if the file is none; ``None`` without one.
+
+        Raises:
+            StorageError: the file system refuses to read it.
+        """
         try:
             result = self.read_result(run_id)
-        except (msgspec.MsgspecError, StorageError) as unreadable:
-            return ResultSummary(STATUS_BROKEN, message=str(unreadable).replace("\n ", ";"))
+        except msgspec.MsgspecError as broken:
+            return ResultSummary(STATUS_BROKEN, message=str(broken).replace("\n ", ";"))
         if result is None:
             return None
         key, error = environment_key(result), result.error
@@ -143,14 +147,14 @@ class ClusterTree:
         return ResultSummary(result.status, result.attempt, error.message, key, lacks_software, error.nodes)
 
     def existing_runs(self) -> set[str]:
-        """Return the ids of ``run_ids`` without order, from one listing for every 256th of the runs."""
-        run_ids: set[str] = set()
+        """Return the ids of ``run_ids`` without order, from one listing for every 256th of the runs.
+
+        Raises:
+            StorageError: a folder may not be read.
+        """
         runs = self.root / "runs"
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            for prefix in os.listdir(runs):
-                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                    run_ids.update(filter(RUN_ID_PATTERN.fullmatch, os.listdir(f"{runs}/{prefix}")))
-        return run_ids
+        names = (name for prefix in _list_names(runs) for name in _list_names(runs / prefix))
+        return {name for name in names if RUN_ID_PATTERN.fullmatch(name)}
 
     def archive_path(self, run_id: str, key: str) -> Path:
         """Return the path of a replaced result that was measured in the environment ``key``.
@@ -272,6 +276,16 @@ def _sorted_entries(folder: Path | str) -> list[os.DirEntry[str]]:
         return []
     except OSError as error:
         raise read_error(error, Path(folder)) from error
+
+
+def _list_names(folder: Path) -> list[str]:
+    """The names in a folder; none where there is no folder. ``StorageError`` where it may not be read."""
+    try:
+        return os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise read_error(error, folder) from error
 
 
 def environment_key(result: RunResult) -> str | None:

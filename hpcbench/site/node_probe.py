@@ -27,7 +27,7 @@ from hpcbench.render.job_script import TemplateEngine, template_context
 from hpcbench.render.launch_step import JobShape
 from hpcbench.submit.sbatch import SbatchExecutor
 from hpcbench.submit.scheduler import Notify, command_environment, run_command
-from hpcbench.submit.slurm_queue import QueueQuery
+from hpcbench.submit.slurm_queue import QueueQuery, on_cluster
 
 _ESCAPE_PATTERN = re.compile(r"\x1b\[[0-9;]*m")
 _GPU_NAME_PATTERN = re.compile(r"GPU\d+")
@@ -204,13 +204,14 @@ def run_probe(profile: ClusterProfile, notify: Notify, wait_s: float = 900.0) ->
     make_folder(folder)
     try:
         (folder / "probe.sh").write_text(render_probe(profile, folder), encoding="utf-8")
-        job_id = SbatchExecutor(folder, command_environment(profile)).submit_script(folder / "probe.sh", [], 0)
+        executor = SbatchExecutor(folder, command_environment(profile))
+        job_id, cluster = executor.submit_script(folder / "probe.sh", [], 0)
         notify(f"job {job_id} looks at a node; waiting for it ...")
         try:
             with _exit_on_sigterm():
-                return parse_probe(_wait_for_output(profile, job_id, folder / "log", wait_s))
+                return parse_probe(_wait_for_output(profile, job_id, cluster, folder / "log", wait_s))
         except BaseException:
-            run_command(["scancel", job_id], profile)
+            run_command(["scancel", *on_cluster(cluster), job_id], profile)
             raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -241,7 +242,7 @@ def _exit_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _wait_for_output(profile: ClusterProfile, job_id: str, log: Path, wait_s: float) -> str:
+def _wait_for_output(profile: ClusterProfile, job_id: str, cluster: str, log: Path, wait_s: float) -> str:
     give_up = time.monotonic() + wait_s
     since = time.time()
     absent, next_query_s = 0, 0.0
@@ -252,10 +253,10 @@ def _wait_for_output(profile: ClusterProfile, job_id: str, log: Path, wait_s: fl
             return text
         if time.monotonic() >= next_query_s:
             next_query_s = time.monotonic() + _QUEUE_POLL_S
-            state = QueueQuery([job_id], profile).job_states([job_id], since).get(job_id)
+            state = QueueQuery([job_id], profile, cluster).job_states([job_id], since).get(job_id)
             reason = state.reason if state else "the scheduler knows nothing of it"
             # A network file system shows the job's last lines late.
-            absent = absent + 1 if state is None or state.state not in ("pending", "running") else 0
+            absent = absent + 1 if state is None or state.state not in ("pending", "running", "waiting") else 0
             if absent > 1:
                 last = printable_text(" ".join(text.splitlines()[-3:]))
                 hint = "the last lines of its log:\n  " + printable_text("\n  ".join(text.splitlines()[-10:]))

@@ -13,7 +13,7 @@ import msgspec
 
 from hpcbench.errors import SubmitError
 from hpcbench.fileio import printable_text
-from hpcbench.submit.journal import account_name
+from hpcbench.identity import account_name
 from hpcbench.submit.scheduler import HasSchedulerSettings, run_command
 
 _IN_PARENTHESES = re.compile(r"\([^)]*\)")

@@ -6,16 +6,22 @@ that may be queued without a record; the unique job names identify them."""
 from __future__ import annotations
 
 import contextlib
-import getpass
 import os
-import time
+import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
-from hpcbench.fileio import MAX_GENERATED_FILE_BYTES, read_regular, write_atomic, write_error
+from hpcbench.fileio import (
+    MAX_GENERATED_FILE_BYTES,
+    read_error,
+    read_regular,
+    share_with_group,
+    write_atomic,
+    write_error,
+)
 from hpcbench.results.decode import read_record
 
 
@@ -26,13 +32,16 @@ class JobBatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     first: int
     count: int
     name: str = ""
-    """The name of the job at the scheduler: unique to this batch."""
-    lane: int = 0
+    """The name of the job at the scheduler: unique to this batch, unless the profile prescribes it."""
+    command: str = ""
+    """The script with its argument, as the scheduler shows it; empty where the name is unique."""
+    group: int = 0
     is_array: bool = False
-    tried_unix_s: float = 0.0
     user: str = ""
-    """The account that called sbatch; empty in journals of earlier versions."""
+    """The account that called sbatch."""
     job_id: Annotated[str, msgspec.Meta(pattern=r"^[0-9]+$")] | None = None
+    job_cluster: str = ""
+    """The scheduler's name of the cluster that the job is on, if sbatch named one: numbers differ among clusters."""
     refused: bool = False
     """The scheduler refused it: its runs belong to no submission."""
 
@@ -44,6 +53,11 @@ class JobBatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def is_unanswered(self) -> bool:
         """Whether sbatch was called and its answer is unknown."""
         return self.job_id is None and not self.refused
+
+    def overlaps(self, other: JobBatch) -> bool:
+        """Whether both carry a job of one array."""
+        is_apart = self.first + self.count <= other.first or other.first + other.count <= self.first
+        return self.array == other.array and not is_apart
 
     def job_of(self, number: int) -> str:
         """The scheduler's id of job ``number`` of the array; the batch must have been accepted."""
@@ -57,6 +71,8 @@ class _JournalLine(msgspec.Struct, omit_defaults=True):
     chunk: JobBatch | None = None
     withdrawn: bool = False
     """The scheduler did not accept the batch; it may be sent again, whole or in parts."""
+    doubtful: bool = False
+    """It was withdrawn without an answer of sbatch."""
     waiting: str | None = None
     """The reason why the rest of the submission is not sent yet; empty once it is."""
 
@@ -69,7 +85,9 @@ class Journal(msgspec.Struct):
     waiting: str = ""
     """The reason why the jobs that are in no batch have not been sent."""
     dropped: Collection[str] = frozenset()
-    """The runs that were removed from the submission before they began."""
+    """The runs that were cancelled: they are not begun any more."""
+    doubtful: list[JobBatch] = msgspec.field(default_factory=list)
+    """Batches that were withdrawn because the scheduler did not list their jobs after an sbatch without an answer."""
 
     def of(self, array: int) -> list[JobBatch]:
         """The batches of one array, by their first job."""
@@ -93,29 +111,46 @@ class Journal(msgspec.Struct):
 
 
 def read_journal(folder: Path) -> Journal:
-    """All journals of a submission; truncated or broken lines are skipped."""
+    """All journals of a submission; truncated or broken lines are skipped.
+
+    Raises ``StorageError`` if one of them cannot be read: its jobs would be submitted again.
+    """
     decoder = msgspec.json.Decoder(_JournalLine)
     batches: dict[tuple[int, int], JobBatch] = {}
+    doubtful: list[JobBatch] = []
     waiting = ""
     for path in journal_paths(folder):
-        with contextlib.suppress(OSError):
-            for text in read_regular(path, MAX_GENERATED_FILE_BYTES).splitlines():
-                with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                    line = decoder.decode(text)
-                    if line.chunk is not None:
-                        key = (line.chunk.array, line.chunk.first)
-                        if line.withdrawn:
-                            batches.pop(key, None)
-                        else:
-                            batches[key] = line.chunk
-                    if line.waiting is not None:
-                        waiting = line.waiting
-    return Journal(list(batches.values()), waiting, read_dropped_runs(folder))
+        try:
+            lines = read_regular(path, MAX_GENERATED_FILE_BYTES).splitlines()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise read_error(error, path) from error
+        for text in lines:
+            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                line = decoder.decode(text)
+                if line.chunk is not None:
+                    key = (line.chunk.array, line.chunk.first)
+                    if line.withdrawn:
+                        batches.pop(key, None)
+                    else:
+                        batches[key] = line.chunk
+                    if line.doubtful:
+                        doubtful.append(line.chunk)
+                if line.waiting is not None:
+                    waiting = line.waiting
+    return Journal(list(batches.values()), waiting, read_dropped_runs(folder), doubtful)
 
 
 def journal_paths(folder: Path) -> list[Path]:
     """The journals of a submission, in the order in which they were begun."""
-    return sorted(folder.glob("sent-*.jsonl"), key=lambda path: (len(path.name), path.name))
+    try:
+        names = [entry.name for entry in os.scandir(folder) if re.fullmatch(r"sent-[0-9]+\.jsonl", entry.name)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise read_error(error, folder) from error
+    return [folder / name for name in sorted(names, key=lambda name: (len(name), name))]
 
 
 class JournalWriter:
@@ -129,9 +164,9 @@ class JournalWriter:
         """Append the newest state of ``batch``; ``durable`` lines have reached the disk before this returns."""
         self._append(_JournalLine(chunk=batch), durable)
 
-    def withdraw(self, batch: JobBatch) -> None:
-        """Append that ``batch`` was not accepted."""
-        self._append(_JournalLine(chunk=batch, withdrawn=True))
+    def withdraw(self, batch: JobBatch, *, doubtful: bool = False) -> None:
+        """Append that ``batch`` was not accepted; ``doubtful`` if sbatch itself did not answer."""
+        self._append(_JournalLine(chunk=batch, withdrawn=True, doubtful=doubtful))
 
     def record_waiting(self, reason: str) -> None:
         """Append why the rest is not sent; an empty reason once it is."""
@@ -142,6 +177,8 @@ class JournalWriter:
         path = self._path or self._folder / f"sent-{len(journal_paths(self._folder)) + 1}.jsonl"
         try:
             with open(path, "ab" if self._path else "xb") as file:
+                if self._path is None:
+                    share_with_group(path)
                 self._path = path
                 file.write(data)
                 if durable:
@@ -151,24 +188,11 @@ class JournalWriter:
             raise write_error(error, path) from error
 
 
-def account_name() -> str:
-    """The account of this process; its number if it has no name."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return str(os.getuid())
-
-
-def mark_attempted(batch: JobBatch) -> JobBatch:
-    """``batch`` as it is recorded before sbatch is called."""
-    return msgspec.structs.replace(batch, tried_unix_s=time.time(), user=account_name())
-
-
 def read_dropped_runs(folder: Path) -> set[str]:
-    """The runs that were removed from a submission before they began."""
+    """The runs of a submission that were cancelled. Raises ``StorageError`` if the file cannot be read."""
     return set(read_record(folder / "dropped.json", list[str]) or ())
 
 
 def drop_runs(folder: Path, run_ids: Iterable[str]) -> None:
-    """Remove runs from a submission: they are not sent, and not begun if they are queued already."""
+    """Cancel runs of a submission: they are not sent, and not begun if they are queued already."""
     write_atomic(folder / "dropped.json", msgspec.json.encode(sorted({*read_dropped_runs(folder), *run_ids})) + b"\n")

@@ -24,7 +24,6 @@ from hpcbench.results.attempts import Attempt, AttemptStart, attempt_numbers
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_BROKEN, STATUS_OK, STATUSES
 from hpcbench.submit.lock import exclusive_lock
-from hpcbench.submit.run_state import RUN_LEASE_S
 from hpcbench.submit.scheduler import HasSchedulerSettings, StateQuery, scheduler_class
 from hpcbench.submit.submission_record import (
     NewestSubmission,
@@ -32,7 +31,6 @@ from hpcbench.submit.submission_record import (
     accepted_submission,
     find_submissions,
     list_submissions,
-    read_submission,
     read_sweep_record,
 )
 
@@ -42,6 +40,8 @@ _MEASURED_STATUSES = frozenset({STATUS_OK, "oom"})
 """A run that did not fit into memory measured that."""
 _ENDED_STATES = frozenset({*STATUSES, "planned", "lost"})
 """States of jobs that run no more. Every other state, one that is added later included, keeps the files."""
+_RUN_LEASE_S = 7 * 86400.0
+"""Seconds without news of a run after which its files count as those of no job."""
 _TEMPORARY_PATTERN = re.compile(r"\..+\.[0-9a-f]{8}\.(tmp|dead)")
 _NUMBERED_PATTERN = re.compile(r"(.+)-[0-9]{4,}")
 
@@ -131,9 +131,12 @@ class _LeftoverFinder:
     def find(self) -> LeftoverSearch:
         if not self._tree.root.is_dir():
             return self._search
-        submissions = list_submissions(self._tree)
         self._find_unfinished_submissions()
-        if not self._reads_all_submissions():
+        try:
+            submissions = list_submissions(self._tree)
+        except StorageError as error:
+            # Without one of them no run is known to have ended.
+            self._search.kept.append(f"all that jobs may use, since a submission cannot be read: {error.message}")
             return self._search
         # With all of their runs, also those that were submitted again.
         self._find_busy_runs(
@@ -172,14 +175,6 @@ class _LeftoverFinder:
             self._search.kept.append(f"{self._too_young} leftovers that changed a short time ago (--older-than)")
         return self._search
 
-    def _reads_all_submissions(self) -> bool:
-        """Whether the jobs of every submission can be looked up; without one of them no run is known to have ended."""
-        for path in _entries(self._tree.submissions):
-            if os.path.lexists(path / "submission.json") and (path.is_symlink() or read_submission(path) is None):
-                self._search.kept.append(f"all that jobs may use, since {path / 'submission.json'} cannot be read")
-                return False
-        return True
-
     def _is_own(self, sweep: str) -> bool:
         return self._sweep is None or sweep == self._sweep
 
@@ -213,7 +208,7 @@ class _LeftoverFinder:
             return run.is_dropped
         began = run.started_attempt(self._tree)
         since_unix_s = max(run.record.created_unix_s, began[1].started_unix_s if began else 0.0)
-        return self._now_unix_s - since_unix_s > RUN_LEASE_S + run.array.job_limit_s
+        return self._now_unix_s - since_unix_s > _RUN_LEASE_S + run.array.job_limit_s
 
     def _runs_of_sweeps(self) -> tuple[dict[str, set[str]], bool]:
         """The runs of each sweep, and whether every sweep's record could be read."""

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from hpcbench.fileio import write_atomic
+from hpcbench.fileio import share_with_group, shared_umask, write_atomic
+from hpcbench.identity import find_process
 from hpcbench.results.decode import read_record
 from hpcbench.submit.lock import exclusive_lock
-from hpcbench.submit.scheduler import JobStatus, Notify, Scheduler, SendOutcome, command_environment
+from hpcbench.submit.scheduler import JobStatus, Notify, QueueTable, Scheduler, SendOutcome, command_environment
 from hpcbench.submit.submission_record import NewestSubmission, Submission, SubmittedRun
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from hpcbench.config.cluster_profile import ClusterProfile
     from hpcbench.errors import ConfigError
+    from hpcbench.results.attempts import AttemptStart
     from hpcbench.results.results_tree import ClusterTree
 
 
@@ -47,10 +49,17 @@ class LocalScheduler(Scheduler):
                     start_local_queue(folder, command_environment(profile), profile.scheduler.warning_s)
         return SendOutcome()
 
-    def state(self, submissions: Sequence[NewestSubmission]) -> _LocalQuery:
+    def state(self, submissions: Sequence[NewestSubmission], queue: QueueTable | None = None) -> _LocalQuery:
         return _LocalQuery([submission.folder for submission in submissions])
 
-    def cancel(self, whole: Sequence[SubmittedRun], parts: Sequence[SubmittedRun]) -> None:
+    def attempts_at_work(self, starts: Mapping[str, tuple[AttemptStart, str]]) -> dict[str, str]:
+        return {
+            run_id: f"attempt {start.attempt} is at work in process {start.process.pid}, without its queue"
+            for run_id, (start, _) in starts.items()
+            if start.process is not None and find_process(start.process.pid) == start.process
+        }
+
+    def cancel(self, whole: Sequence[SubmittedRun], parts: Sequence[SubmittedRun]) -> dict[str, str]:
         from hpcbench.submit.local_queue import LocalScriptJob, terminate_worker
 
         for run in whole:
@@ -58,6 +67,7 @@ class LocalScheduler(Scheduler):
             LocalScriptJob(folder="/", job_id=run.job_id).cancel(check=False)
         for run in parts:
             terminate_worker(int(run.job_id or 0), run.index)
+        return {}
 
     @classmethod
     def job_log(cls, run: SubmittedRun) -> Path | None:
@@ -103,9 +113,11 @@ def start_local_queue(folder: Path, environment: dict[str, str], warning_s: floa
 
     environment = environment | {"PYTHONPATH": _path_for_other_folders(environment.get("PYTHONPATH", ""))}
     with open(folder / "queue.log", "ab") as log:
+        share_with_group(folder / "queue.log")
         process = subprocess.Popen(
             [sys.executable, "-m", "hpcbench.submit.local_queue", str(folder), str(warning_s)],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder, env=environment, start_new_session=True,
+            umask=shared_umask(folder),
         )  # fmt: skip
     record = LocalQueueRecord(process.pid, psutil.Process(process.pid).create_time(), warning_s, os.uname().nodename)
     write_atomic(folder / "queue.json", msgspec.json.encode(record) + b"\n")

@@ -11,13 +11,15 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from hpcbench.errors import StorageError
 from hpcbench.fileio import join_without_links, make_folder, read_regular, write_atomic, write_exclusive
+from hpcbench.identity import account_name, owner_name, process_namespace
 from hpcbench.results.decode import decode_record
-from hpcbench.submit.journal import account_name
+from hpcbench.submit.silence import SILENCE_S, announce
 
 
 class LockHeldError(StorageError):
@@ -31,7 +33,10 @@ class LockHolder(msgspec.Struct):
     host: str
     pid: int
     since_unix_s: float
+    """Read from the clock of ``host``: for people, and never compared."""
     lease_s: float
+    machine: str = ""
+    """``process_namespace()`` of the holder, in which ``pid`` is a process; empty: any on ``host``."""
 
 
 class LeaseLock:
@@ -39,36 +44,87 @@ class LeaseLock:
 
     def __init__(self, path: Path, lease_s: float) -> None:
         self._path, self._lease_s = path, lease_s
+        self._renewed_s = time.monotonic()
         self.data = self._encode_holder()
 
     def _encode_holder(self) -> bytes:
-        return msgspec.json.encode(
-            LockHolder(account_name(), socket.gethostname(), os.getpid(), time.time(), self._lease_s)
+        holder = LockHolder(
+            account_name(), socket.gethostname(), os.getpid(), time.time(), self._lease_s, process_namespace()
         )
+        return msgspec.json.encode(holder)
 
     def renew(self) -> None:
         """Write the lock file anew once a quarter of the lease has passed: its holder is alive."""
-        if time.time() - msgspec.json.decode(self.data, type=LockHolder).since_unix_s > self._lease_s / 4:
-            self.data = self._encode_holder()
+        if time.monotonic() - self._renewed_s > self._lease_s / 4:
+            self._renewed_s, self.data = time.monotonic(), self._encode_holder()
             write_atomic(self._path, self.data)
+
+
+class _Sight(NamedTuple):
+    """A lock file as a waiting process sees it."""
+
+    state: tuple[int, int, int]
+    """Inode, modification time (ns) and size: a renewal changes them."""
+    owner: str
+    data: bytes | None
+    """``None`` if this account may not read it."""
+
+    @property
+    def holder(self) -> LockHolder | None:
+        """``None`` if its content is unknown."""
+        if self.data is None:
+            return None
+        try:
+            return decode_record(self.data, LockHolder)
+        except msgspec.MsgspecError:
+            return None
+
+    def lease_s(self, own_lease_s: float) -> float:
+        """Seconds for which the file may stay unchanged until its holder counts as dead."""
+        if self.data is None:
+            return own_lease_s
+        return self.holder.lease_s if self.holder else _BROKEN_LEASE_S
+
+    def describe(self, unchanged_s: float) -> str:
+        if holder := self.holder:
+            who = f"{holder.owner} (process {holder.pid} on {holder.host})"
+        else:
+            who = f"another submit, of account {self.owner}"
+        return f"{who}, whose lock has not changed for {unchanged_s:.0f} s"
+
+
+_BROKEN_LEASE_S = 10.0
+"""The lease of a file that is no record of a holder: its writer ended while it wrote."""
 
 
 @contextlib.contextmanager
 def exclusive_lock(path: Path, *, lease_s: float = 120.0, wait_s: float = 150.0) -> Iterator[LeaseLock]:
     """Hold the lock ``path`` while the body runs; a body that takes long calls ``renew``.
 
-    A lock whose file has not changed for its lease is taken over: its holder died. There is no other sign of that on
-    another host, so ``wait_s`` is longer than the lease. Raises ``LockHeldError`` naming the holder after ``wait_s``.
+    A lock whose file this process has seen unchanged for its lease is taken over: its holder died. There is no other
+    sign of that on another host, so ``wait_s`` is longer than the lease. Raises ``LockHeldError`` naming the holder
+    after ``wait_s``.
     """
     make_folder(path.parent)
     lock = LeaseLock(path, lease_s)
-    deadline = time.monotonic() + wait_s
-    watched: tuple[bytes, float] | None = None
+    began_s = time.monotonic()
+    watched: tuple[_Sight, float] | None = None
+    is_announced = False
     while not write_exclusive(path, lock.data):
         join_without_links(path.parent, path.name)
-        watched = _remove_if_stale(path, watched)
-        if time.monotonic() > deadline:
-            raise LockHeldError(f"waited {wait_s:g} s for {_describe_holder(path)}", hint=f"lock file: {path}")
+        now_s, sight = time.monotonic(), _look_at(path)
+        if sight is not None and (watched is None or watched[0].state != sight.state):
+            watched = (sight, now_s)
+        if sight is not None and watched is not None:
+            unchanged_s = now_s - watched[1]
+            if _is_dead(sight, unchanged_s, lease_s):
+                _remove_stale_file(path, sight)
+            elif now_s - began_s > wait_s:
+                message = f"waited {wait_s:g} s for {sight.describe(unchanged_s)}"
+                raise LockHeldError(message, hint=f"lock file: {path}")
+            elif not is_announced and now_s - began_s > SILENCE_S:
+                announce(f"waiting for {sight.describe(unchanged_s)}: {path}")
+                is_announced = True
         time.sleep(0.05)
     try:
         yield lock
@@ -78,43 +134,44 @@ def exclusive_lock(path: Path, *, lease_s: float = 120.0, wait_s: float = 150.0)
                 path.unlink()
 
 
-def _remove_if_stale(path: Path, watched: tuple[bytes, float] | None) -> tuple[bytes, float] | None:
-    """Remove a lock that this process has seen unchanged for the whole lease; clocks of other hosts do not count."""
+def _look_at(path: Path) -> _Sight | None:
+    """The lock file; ``None`` if it has gone."""
     try:
-        data = read_regular(path)
+        state = path.lstat()
     except OSError:
         return None
-    now = time.monotonic()
-    if watched is None or watched[0] != data:
-        watched = (data, now)
-    holder = _decode_holder(data)
-    dead = holder is not None and holder.host == socket.gethostname() and not _is_process_alive(holder.pid)
-    if dead or now - watched[1] > (holder.lease_s if holder else 10.0):
-        with contextlib.suppress(OSError):
-            _remove_stale_file(path, data)
+    try:
+        data = read_regular(path)
+    except FileNotFoundError:
         return None
-    return watched
+    except OSError:
+        data = None
+    return _Sight((state.st_ino, state.st_mtime_ns, state.st_size), owner_name(state.st_uid), data)
 
 
-def _remove_stale_file(path: Path, dead: bytes) -> None:
-    """Remove the lock with the content ``dead``.
+def _is_dead(sight: _Sight, unchanged_s: float, own_lease_s: float) -> bool:
+    holder = sight.holder
+    if holder is not None:
+        is_here = process_namespace() == holder.machine if holder.machine else socket.gethostname() == holder.host
+        if is_here and not _is_process_alive(holder.pid):
+            return True
+    return unchanged_s > sight.lease_s(own_lease_s)
+
+
+def _remove_stale_file(path: Path, dead: _Sight) -> None:
+    """Remove the lock that was seen as ``dead``.
 
     Of several processes that do so one gets the file; a late one that gets the successor's file puts it back.
     """
     aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.dead")
-    path.rename(aside)
-    try:
-        if read_regular(aside) != dead:
-            write_exclusive(path, read_regular(aside))
-    finally:
-        aside.unlink(missing_ok=True)
-
-
-def _decode_holder(data: bytes) -> LockHolder | None:
-    try:
-        return decode_record(data, LockHolder)
-    except msgspec.MsgspecError:
-        return None
+    with contextlib.suppress(OSError):
+        path.rename(aside)
+        try:
+            found = _look_at(aside)
+            if found is not None and found.state != dead.state:
+                aside.rename(path)
+        finally:
+            aside.unlink(missing_ok=True)
 
 
 def _is_process_alive(pid: int) -> bool:
@@ -125,11 +182,3 @@ def _is_process_alive(pid: int) -> bool:
     except OSError:
         return True
     return True
-
-
-def _describe_holder(path: Path) -> str:
-    try:
-        holder = _decode_holder(read_regular(path))
-    except OSError:
-        holder = None
-    return f"{holder.owner} (process {holder.pid} on {holder.host}) to finish" if holder else "another submit"

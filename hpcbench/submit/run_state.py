@@ -6,7 +6,8 @@
     in a submission, job not submitted yet -------------> waiting
     job known to the scheduler -------------------------> pending, running, or how the job ended
     job of another account that may not be seen --------> pending or running; lost past its time limit
-    job unknown to the scheduler, no result ------------> lost, and planned again once its lease has passed
+    job unknown to squeue and sacct, no result ---------> lost
+    another attempt of it is at work -------------------> running
 
 Failures that only the scheduler reports are recorded as results. Cancelled runs keep their measurements; ``submit``
 runs them again."""
@@ -18,17 +19,19 @@ import re
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
 from hpcbench.config.run_spec import read_task
 from hpcbench.errors import HpcbenchError
 from hpcbench.fileio import printable_text, read_tail
-from hpcbench.results.attempts import latest_attempt
+from hpcbench.identity import account_name
+from hpcbench.results.attempts import Attempt, AttemptStart, latest_start
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_BROKEN, STATUS_OK, STATUSES, FailureRecord, ResultSummary, RunResult
 from hpcbench.submit.journal import drop_runs
-from hpcbench.submit.scheduler import HasSchedulerSettings, JobStatus, StateQuery, scheduler_class
+from hpcbench.submit.scheduler import HasSchedulerSettings, JobStatus, QueueTable, StateQuery, scheduler_class
 from hpcbench.submit.submission_record import (
     NewestSubmission,
     SubmittedRun,
@@ -46,8 +49,6 @@ _REGISTRATION_DELAY_S = 30.0
 """Seconds after a submission in which a job that the scheduler does not list counts as pending."""
 RESULT_DELAY_S = 60.0
 """A slow file system may show a result this long after its job has ended."""
-RUN_LEASE_S = 7 * 86400.0
-"""Seconds without news of a run after which it may be submitted again."""
 _HIDDEN_JOB_MARGIN_S = 86400.0
 """A hidden job that started this much longer ago than its time limit has ended; it may have been suspended."""
 _INTERRUPTED_STATUSES = frozenset({"preempted", "cancelled", "failed"})
@@ -79,6 +80,7 @@ def run_states(
     profile: HasSchedulerSettings,
     now_unix_s: float,
     stale: Collection[str] = (),
+    queue: QueueTable | None = None,
 ) -> dict[str, RunState]:
     """The state of each run, by ``run_id``.
 
@@ -88,13 +90,17 @@ def run_states(
             reason; nothing is raised.
         now_unix_s: the time that ages are measured at.
         stale: runs whose results do not count, because they are to be measured again.
+        queue: the whole queue, if it has been read already.
+
+    Raises:
+        StorageError: a file of the tree cannot be read; whether its run is at work is not known then.
     """
     heads = tree.summaries(run_ids)
     unfinished = [key for key in run_ids if key in stale or key not in heads or heads[key].status != STATUS_OK]
     submissions = find_submissions(tree, unfinished)
     if not heads and not submissions:
         return dict.fromkeys(run_ids, _PLANNED_STATE)
-    runs, statuses = _query_jobs(submissions, profile)
+    runs, statuses = _query_jobs(submissions, profile, queue)
     resolver = _StateResolver(tree, statuses, now_unix_s)
     states: dict[str, RunState] = {}
     for key in run_ids:
@@ -120,11 +126,38 @@ def run_states(
             states[key] = RunState("lost", f"result.json is broken: {head.message}")
         else:
             states[key] = RunState(head.status, head.message, nodes=head.failed_on)
-    return states
+    return states | _attempts_at_work(tree, states, heads, profile)
+
+
+def _attempts_at_work(
+    tree: ClusterTree, states: Mapping[str, RunState], heads: Mapping[str, ResultSummary], profile: HasSchedulerSettings
+) -> dict[str, RunState]:
+    """The runs whose newest attempt has no result and belongs to another job than that of their state: while that job
+    goes on, they are running.
+    """
+    starts: dict[str, tuple[AttemptStart, str]] = {}
+    for key, state in states.items():
+        ended = heads[key].attempt if key in heads else 0
+        if state.state in ACTIVE_STATES or state.state == STATUS_OK:
+            continue
+        latest = latest_start(tree.run_folder(key))
+        if latest and latest[0].number > ended and latest[1].job_id != (state.job_id or ""):
+            batch = state.submitted_run.batch if state.submitted_run is not None else None
+            starts[key] = latest[1], batch.job_cluster if batch is not None else ""
+    at_work: dict[str, RunState] = {}
+    for kind in ("slurm", "local") if starts else ():
+        of_kind = {key: entry for key, entry in starts.items() if (entry[0].job_id is None) == (kind == "local")}
+        try:
+            reasons = scheduler_class(kind, tree.root.name)(profile).attempts_at_work(of_kind) if of_kind else {}
+        except HpcbenchError as error:
+            reasons = dict.fromkeys(of_kind, f"another attempt may be at work: {error.message}")
+        for key, reason in reasons.items():
+            at_work[key] = RunState("running", reason, states[key].submission, starts[key][0].job_id)
+    return at_work
 
 
 def _query_jobs(
-    submissions: Sequence[NewestSubmission], profile: HasSchedulerSettings
+    submissions: Sequence[NewestSubmission], profile: HasSchedulerSettings, queue: QueueTable | None
 ) -> tuple[dict[str, SubmittedRun], dict[str, JobStatus]]:
     """The runs of ``submissions``, and the statuses of their jobs by one query for each kind of scheduler.
 
@@ -136,7 +169,8 @@ def _query_jobs(
     queries: dict[str, StateQuery | HpcbenchError] = {}
     for kind, of_kind in by_kind.items():
         try:
-            queries[kind] = scheduler_class(kind, of_kind[0].record.cluster)(profile).state(of_kind)
+            scheduler = scheduler_class(kind, of_kind[0].record.cluster)(profile)
+            queries[kind] = scheduler.state(of_kind) if queue is None else scheduler.state(of_kind, queue)
         except HpcbenchError as error:
             queries[kind] = error
     # The queries run meanwhile.
@@ -161,33 +195,43 @@ class _StateResolver:
 
     def state(self, run_id: str, run: SubmittedRun, *, has_result: bool) -> RunState:
         """The state of a run by its job. ``has_result``: even a broken one."""
-        status, is_packed = self._statuses.get(run_id), run.array.pack > 1
-        if run.is_dropped and not run.started_attempt(self._tree):
+        status = self._statuses.get(run_id)
+        attempt = run.started_attempt(self._tree)
+        if run.is_dropped and not attempt:
             return _make_state(run, "planned", "cancelled before it began")
         if status is None and run.job_id is None:
-            reason = run.waiting or ("its sbatch was not heard to answer" if run.batch else "not sent yet")
-            return _make_state(run, "waiting", f"{reason}; the next submit sends it")
-        if status is None or status.state == "hidden":
-            return self._unknown(run) if status is None else self._hidden(run, status.reason)
-        if status.state == "running" and is_packed and not run.started_attempt(self._tree):
+            return _make_state(run, "waiting", _waiting_reason(run))
+        if status is None:
+            return self._unknown(run)
+        if status.state == "hidden":
+            return self._hidden(run, status.reason)
+        return self._listed(run, status, attempt, has_result=has_result)
+
+    def _listed(
+        self, run: SubmittedRun, status: JobStatus, attempt: tuple[Attempt, AttemptStart] | None, *, has_result: bool
+    ) -> RunState:
+        """The state of a run whose job the scheduler lists. ``attempt``: the newest one that this job began."""
+        is_packed = run.array.pack > 1
+        if status.state == "running" and is_packed and not attempt:
             return _make_state(run, "pending", f"its job {run.job_id} comes to it later")
         if status.state in ACTIVE_STATES:
             return _make_state(run, status.state, status.reason)
         if status.state == "planned":
             return _make_state(run, "planned", status.reason + _last_log_line(run))
         ended_now = status.state == "lost" and self._now_unix_s - (status.ended_unix_s or 0.0) < RESULT_DELAY_S
-        if ended_now and not has_result and run.started_attempt(self._tree):
+        if ended_now and not has_result and attempt:
             return _make_state(run, "running", "its job has ended, its result is not to be seen yet")
-        if is_packed and status.state in _ENDED_BEFORE_RUN and not run.started_attempt(self._tree):
+        if is_packed and status.state in _ENDED_BEFORE_RUN and not attempt:
             return _make_state(run, "planned", f"its job ended ({status.reason}) before it began")
         nodes = f" on {status.nodes}" if status.nodes else ""
         reason = f"{status.reason}{nodes}, no result was left{_last_log_line(run)}"
+        if run.is_dropped:
+            return _make_state(run, "cancelled", f"cancelled; its job: {reason}", status.ended_unix_s, status.nodes)
         return _make_state(run, status.state, reason, status.ended_unix_s, status.nodes)
 
     def _unknown(self, run: SubmittedRun) -> RunState:
         """The state of a run whose job the scheduler does not list, or no longer."""
-        since_unix_s = run.record.created_unix_s
-        if self._now_unix_s - since_unix_s < _REGISTRATION_DELAY_S:
+        if abs(self._now_unix_s - run.record.created_unix_s) < _REGISTRATION_DELAY_S:
             return _make_state(run, "pending", "the scheduler does not list it yet")
         attempt = run.started_attempt(self._tree)
         job_runs = run.array.runs_of(run.number)
@@ -195,11 +239,7 @@ class _StateResolver:
         if run.array.pack > 1 and not attempt and job_began:
             return _make_state(run, "planned", f"its job {run.job_id} ended before it began")
         reason = f"job {run.job_id} is unknown to the scheduler and left no result{_last_log_line(run)}"
-        if attempt:
-            since_unix_s = max(since_unix_s, attempt[1].started_unix_s)
-        if self._now_unix_s - since_unix_s > RUN_LEASE_S + run.array.job_limit_s:
-            return _make_state(run, "planned", f"{reason}; its lease has passed")
-        return _make_state(run, "lost", reason)
+        return _make_state(run, "cancelled" if run.is_dropped else "lost", reason)
 
     def _hidden(self, run: SubmittedRun, reason: str) -> RunState:
         """The state of a run whose job this account may not see: only its files can show that it has ended."""
@@ -226,6 +266,15 @@ class _StateResolver:
         if not may_restart or head.status not in _INTERRUPTED_STATUSES:
             return False
         return scheduler_class(run.record.scheduler, run.record.cluster).requeues
+
+
+def _waiting_reason(run: SubmittedRun) -> str:
+    """The reason why a run has no job yet, and the command that gives it one."""
+    if run.batch is None:
+        return f"{run.waiting or 'not sent yet'}; the next submit sends it"
+    me, caller = account_name(), run.batch.user
+    whose = "the next submit" if caller == me else f"the next submit of {caller}, who called it,"
+    return f"{run.waiting or 'sbatch was not heard to answer'}; {whose} finds out whether it was sent"
 
 
 def _make_state(
@@ -289,23 +338,25 @@ def count_states(states: Mapping[str, RunState]) -> dict[str, int]:
     return dict(sorted(Counter(state.state for state in states.values()).items()))
 
 
-def record_scheduler_failures(tree: ClusterTree, states: Mapping[str, RunState]) -> None:
+def record_scheduler_failures(tree: ClusterTree, states: Mapping[str, RunState], again: Collection[str] = ()) -> None:
     """Write the result of every run whose job ended without one, with the scheduler's reason.
 
     The scheduler forgets a job after a while; the tree does not. Runs whose job ended a moment ago are left for later,
-    and so are all if this user may not write.
+    unless they are among those that are submitted ``again``: their new job must find how the old one ended. All are
+    left if this user may not write.
     """
     for run_id, state in states.items():
-        if state.ended_unix_s is None or state.state not in STATUSES or state.submitted_run is None:
+        if state.submitted_run is None or state.state not in (*STATUSES, "lost"):
             continue
-        if time.time() - state.ended_unix_s >= RESULT_DELAY_S:
+        is_old = state.ended_unix_s is not None and time.time() - state.ended_unix_s >= RESULT_DELAY_S
+        if run_id in again or (is_old and state.state != "lost"):
             with contextlib.suppress(HpcbenchError):
                 tree.write_result(_scheduler_failure_result(tree, run_id, state, state.submitted_run))
 
 
 def _scheduler_failure_result(tree: ClusterTree, run_id: str, state: RunState, run: SubmittedRun) -> RunResult:
     header, task = read_task(run.folder / f"{run.array.number}.jsonl", run.index)
-    attempt = latest_attempt(tree.run_folder(run_id))
+    started = run.started_attempt(tree)
     if state.state == "unsupported":
         error = FailureRecord.of_module(state.reason)
     else:
@@ -314,21 +365,30 @@ def _scheduler_failure_result(tree: ClusterTree, run_id: str, state: RunState, r
     return RunResult(
         run_id=run_id,
         config_id=task.config_id,
-        attempt=attempt.number if attempt else 0,
+        attempt=started[0].number if started else 0,
         sweep=task.sweep,
         cluster=header.cluster,
-        status=state.state,
+        status="failed" if state.state == "lost" else state.state,
         spec=task.spec,
         error=error,
     )
 
 
-def cancel_runs(tree: ClusterTree, states: Mapping[str, RunState], profile: HasSchedulerSettings) -> list[str]:
-    """Cancel the active runs among ``states`` and return their ``run_id``s.
+@dataclass
+class CancelOutcome:
+    """The effect of a cancellation."""
+
+    run_ids: list[str]
+    """The runs that were asked to stop: those that have not begun are removed from their submissions."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """The reason by run of those whose job the scheduler did not cancel: it stays in the queue."""
+
+
+def cancel_runs(tree: ClusterTree, states: Mapping[str, RunState], profile: HasSchedulerSettings) -> CancelOutcome:
+    """Cancel the active runs among ``states``.
 
     They are removed from their submissions first, so that none is sent or begun meanwhile. Then jobs that carry
     nothing else are cancelled; of jobs that carry more, only the running run is stopped.
-    Raises ``SubmitError`` if the scheduler's command is absent or refuses.
     """
     active = {key for key, state in states.items() if state.state in ACTIVE_STATES}
     by_submission: dict[str, list[str]] = {}
@@ -338,10 +398,15 @@ def cancel_runs(tree: ClusterTree, states: Mapping[str, RunState], profile: HasS
         drop_runs(tree.submissions / folder, run_ids)
     # Some may have been submitted since their state was computed.
     runs = {key: run for key, run in find_submitted_runs(tree, active).items() if run.job_id}
+    outcome = CancelOutcome(sorted(active))
     for kind in {run.record.scheduler for run in runs.values()}:
         of_kind = {key: run for key, run in runs.items() if run.record.scheduler == kind}
         # Jobs that carry nothing but active runs.
         whole = {run.job_id: run for run in of_kind.values() if active.issuperset(run.array.runs_of(run.number))}
         parts = [run for key, run in of_kind.items() if run.job_id not in whole and states[key].state == "running"]
-        scheduler_class(kind, tree.root.name)(profile).cancel(list(whole.values()), parts)
-    return sorted(active)
+        refused = scheduler_class(kind, tree.root.name)(profile).cancel(list(whole.values()), parts)
+        for key, run in of_kind.items():
+            reason = refused.get((run.job_id or "").partition("_")[0])
+            if reason is not None:
+                outcome.refused[key] = reason
+    return outcome

@@ -7,7 +7,12 @@ name of its job:
 
     journal: tried  -->  sbatch  --->  accepted  -->  journal: job id
                            |-------->  refused   -->  journal: withdrawn
-                           '-------->  no answer -->  squeue by name until SBATCH_SETTLE_S: job id or withdrawn
+                           '-------->  no answer -->  squeue by name:   found        -->  journal: job id
+                                                                       surely absent -->  journal: withdrawn
+
+A request that was sent may wait in a scheduler that hangs, as squeue's do then. A job is therefore absent only if
+squeue has answered promptly for ``SBATCH_SETTLE_S`` without listing it; clocks do not count. Should a withdrawn job
+appear later all the same, the job that was sent in its place is found beside it, and one of them cancelled.
 """
 
 from __future__ import annotations
@@ -31,12 +36,20 @@ import submitit
 
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.errors import SubmitError
-from hpcbench.fileio import printable_text
+from hpcbench.fileio import printable_text, shared_umask
+from hpcbench.identity import account_name
 from hpcbench.results.results_tree import ClusterTree
-from hpcbench.submit.journal import JobBatch, JournalWriter, mark_attempted
+from hpcbench.submit.batch_call import sbatch_command
+from hpcbench.submit.journal import JobBatch, Journal, JournalWriter
 from hpcbench.submit.lock import LeaseLock
-from hpcbench.submit.scheduler import Notify, command_environment
-from hpcbench.submit.slurm_queue import SbatchOutcome, classify_sbatch_error, find_job_by_name
+from hpcbench.submit.scheduler import Notify, command_environment, run_command, scrubbed_names
+from hpcbench.submit.slurm_queue import (
+    SbatchOutcome,
+    classify_sbatch_error,
+    find_jobs,
+    on_cluster,
+    scheduler_cluster,
+)
 from hpcbench.submit.submission_record import Submission, started_attempt
 
 _T = TypeVar("_T")
@@ -59,58 +72,69 @@ class SbatchExecutor(submitit.SlurmExecutor):
         """submitit's preference for this executor. It asks for srun, which a login node need not have."""
         return 2
 
-    def submit_script(self, script: Path, options: list[str], argument: int) -> str:
-        """Call ``sbatch --parsable OPTIONS SCRIPT ARGUMENT`` and return the number of the job.
+    def submit_script(self, script: Path, options: list[str], argument: int) -> tuple[str, str]:
+        """Call ``sbatch_command`` and return the number of the job and its cluster, empty if sbatch named none.
 
         Raises ``SbatchError`` if sbatch is absent, refuses, or its answer holds no job's number.
         """
-        output = self._call(["sbatch", "--parsable", *options, str(script), str(argument)])
-        job_id = parse_job_number(output)
-        if job_id is None:
+        output = self._call(sbatch_command(script, options, argument))
+        job = parse_job_number(output)
+        if job is None:
             message = f"sbatch accepted {script} but its answer names no job: {printable_text(output.strip())!r}"
             hint = "it is looked for by its name at the next submit"
             raise SbatchError(message, SbatchOutcome.UNCLEAR, hint=hint)
-        return job_id
+        return job
 
     def _call(self, command: list[str]) -> str:
         if shutil.which(command[0], path=self._environment.get("PATH")) is None:
             hint = "is this a login node of the cluster? `hpcbench doctor --cluster NAME` looks closer"
             raise SbatchError("sbatch is not on PATH", SbatchOutcome.REFUSED, hint=hint)
         wrapper = _parent_death_command()
+        process = subprocess.Popen(
+            [*wrapper, *command],
+            env=self._environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            errors="replace",
+            preexec_fn=None if wrapper else _kill_with_parent,  # noqa: PLW1509 - this process has no threads
+            umask=shared_umask(self.folder), start_new_session=True,
+        )  # fmt: skip
         try:
-            done = subprocess.run(
-                [*wrapper, *command],
-                env=self._environment,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=_SBATCH_TIMEOUT_S,
-                check=False,
-                preexec_fn=None if wrapper else _kill_with_parent,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise SbatchError(f"sbatch did not answer within {_SBATCH_TIMEOUT_S:g} s", SbatchOutcome.UNCLEAR) from error
+            output, complaint = process.communicate(timeout=_SBATCH_TIMEOUT_S)
+        except BaseException as error:
+            # With the children of a site's wrapper, which must not submit the job later.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            message = f"sbatch did not answer within {_SBATCH_TIMEOUT_S:g} s"
+            raise SbatchError(message, SbatchOutcome.UNCLEAR) from error
         # A site's wrapper may fail after sbatch has queued the job.
-        if done.returncode != 0 and parse_job_number(done.stdout) is None:
-            message = printable_text((done.stderr or done.stdout).strip())
+        if process.returncode != 0 and parse_job_number(output) is None:
+            message = printable_text((complaint or output).strip())
             outcome = classify_sbatch_error(message)
             verb = "could not send" if outcome in (SbatchOutcome.AWAY, SbatchOutcome.UNCLEAR) else "refused"
-            hint = f"command: {shlex.join(command)}"
+            hint = f"command: {shlex.join(command)}{_removed_variables()}"
             raise SbatchError(f"sbatch {verb} {command[-2]}: {message}", outcome, hint=hint)
-        return done.stdout
+        return output
 
 
-_JOB_NUMBER_LINE = re.compile(r"(?:Submitted batch job )?(\d+)(?:;\S+| on cluster \S+)?")
+def _removed_variables() -> str:
+    names = [name for name in scrubbed_names() if name.startswith("SBATCH_")]
+    listed = ", ".join(names)
+    return f"\n  {listed} of this shell was not passed on: what jobs need is in the cluster's profile" if names else ""
 
 
-def parse_job_number(output: str) -> str | None:
-    """Return the job number in the last line of ``output`` that is an answer of sbatch; ``None`` without such a line.
+_JOB_NUMBER_LINE = re.compile(r"(?:Submitted batch job )?(\d+)(?:;(\S+)| on cluster (\S+))?")
+
+
+def parse_job_number(output: str) -> tuple[str, str] | None:
+    """Return job number and cluster from the last line of ``output`` that is an answer of sbatch; ``None`` without one.
 
     An answer is ``4711``, ``4711;cluster`` or ``Submitted batch job 4711``. Other lines, such as a site's banner, do
     not count.
     """
     matches = (_JOB_NUMBER_LINE.fullmatch(line.strip()) for line in reversed(output.splitlines()))
-    return next((match[1] for match in matches if match), None)
+    return next(((match[1], match[2] or match[3] or "") for match in matches if match), None)
 
 
 class SbatchError(SubmitError):
@@ -150,9 +174,12 @@ def check_job_parameters(parameters: Mapping[str, Any], folder: Path) -> None:
 
 
 SBATCH_SETTLE_S = 30.0
-"""Seconds after its start in which an sbatch whose answer is unknown may still submit its job."""
+"""Seconds of prompt answers of squeue after which a job that it does not list was not submitted."""
+_PROMPT_S = 5.0
+"""An answer of squeue that takes longer comes from a scheduler that hangs or hung."""
 _MIN_RETRY_PAUSE_S = 1.0
 _MAX_RETRY_PAUSE_S = 30.0
+_MAX_LOOK_PAUSE_S = 5.0
 
 
 class JobSubmitter:
@@ -174,32 +201,39 @@ class JobSubmitter:
         """
         retry = _Retry(self._profile.scheduler.retry_s, notify)
         script = self._folder / f"{batch.array}.sh"
+        batch = msgspec.structs.replace(batch, user=account_name())
+        cluster = self._cluster_of(batch)
         while True:
             self._lock.renew()
-            batch = mark_attempted(batch)
             self.writer.record(batch, durable=True)
             try:
-                job_id: str | None = self._executor.submit_script(script, options, batch.first)
+                number, answering = self._executor.submit_script(script, options, batch.first)
+                return self._accept(batch, (number, answering or ("" if "," in cluster else cluster)))
             except SbatchError as error:
-                if job_id := self._find_refused_job(batch, error):
-                    self.writer.record(msgspec.structs.replace(batch, job_id=job_id))
-                    return job_id
+                if job := self._find_refused_job(batch, error):
+                    return self._accept(batch, job)
                 if error.outcome is not SbatchOutcome.UNCLEAR:
-                    self.writer.withdraw(batch)
+                    self.writer.withdraw(batch, doubtful=error.outcome is SbatchOutcome.AWAY)
                 if error.outcome not in (SbatchOutcome.AWAY, SbatchOutcome.UNCLEAR):
                     raise
                 retry.pause(error)
-                is_unclear = error.outcome is SbatchOutcome.UNCLEAR
-                job_id = self._find_after_no_answer(batch, retry, error) if is_unclear else None
-            if job_id is not None:
-                self.writer.record(msgspec.structs.replace(batch, job_id=job_id))
-                return job_id
+                if error.outcome is SbatchOutcome.UNCLEAR:
+                    if job := self._settle(batch, retry.end_s, notify):
+                        return self._accept(batch, job)
+                    self.writer.withdraw(batch, doubtful=True)
 
-    def _find_refused_job(self, batch: JobBatch, error: SbatchError) -> str | None:
+    def _cluster_of(self, batch: JobBatch) -> str:
+        return scheduler_cluster(self._profile, self._record.arrays[batch.array].partition)
+
+    def _accept(self, batch: JobBatch, job: tuple[str, str]) -> str:
+        self.writer.record(msgspec.structs.replace(batch, job_id=job[0], job_cluster=job[1]))
+        return job[0]
+
+    def _find_refused_job(self, batch: JobBatch, error: SbatchError) -> tuple[str, str] | None:
         """The job that a refusal is wrong about: a site's wrapper of sbatch may fail after the job was queued."""
         if error.outcome is SbatchOutcome.REFUSED:
             with contextlib.suppress(SubmitError):
-                return find_job_by_name(batch.name, self._profile)
+                return next(iter(find_jobs(batch, self._profile, self._cluster_of(batch)).jobs), None)
         return None
 
     def query(self, question: Callable[[], _T], notify: Notify) -> _T:
@@ -212,49 +246,98 @@ class JobSubmitter:
             except SubmitError as error:
                 retry.pause(error)
 
-    def _find_after_no_answer(self, batch: JobBatch, retry: _Retry, error: SbatchError) -> str | None:
+    def _settle(self, batch: JobBatch, end_s: float, notify: Notify) -> tuple[str, str] | None:
         """The job that an sbatch without an answer may have submitted; ``None`` once it is certain that there is none.
 
-        Without an answer of squeue nothing is certain, and nothing is submitted again.
+        A late, broken or missing answer of squeue begins the time anew. Raises ``SubmitError`` after ``end_s``
+        (monotonic) while nothing is certain: nothing is submitted again then.
         """
+        answers_since_s: float | None = None
+        pause_s, is_told = _MIN_RETRY_PAUSE_S, False
         while True:
             self._lock.renew()
-            with contextlib.suppress(SubmitError):
-                job_id = find_job_by_name(batch.name, self._profile)
-                if job_id is not None or time.time() >= batch.tried_unix_s + SBATCH_SETTLE_S:
-                    return job_id
-            if time.monotonic() > retry.end_s:
-                raise error
-            time.sleep(_MIN_RETRY_PAUSE_S)
+            try:
+                lookup = find_jobs(batch, self._profile, self._cluster_of(batch))
+                problem = "" if lookup.is_certain else "squeue printed no table"
+                if lookup.jobs:
+                    return lookup.jobs[0]
+                if lookup.wall_s > _PROMPT_S:
+                    problem = f"squeue took {lookup.wall_s:.0f} s to answer"
+            except SubmitError as error:
+                problem = error.message
+            now_s = time.monotonic()
+            if problem:
+                answers_since_s = None
+            elif answers_since_s is None:
+                answers_since_s = now_s
+            elif now_s - answers_since_s >= SBATCH_SETTLE_S:
+                return None
+            # Once squeue answers, the rest of the time is worth its wait.
+            if now_s > end_s and answers_since_s is None:
+                message = f"it is not certain whether sbatch submitted {batch.name}: {problem}"
+                raise SubmitError(message, hint="the next submit looks again; nothing is sent twice")
+            if answers_since_s is not None and not is_told:
+                notify(f"sbatch did not answer: looking for its job for {SBATCH_SETTLE_S:.0f} s")
+                is_told = True
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _MAX_LOOK_PAUSE_S)
 
     def recover(self, batch: JobBatch, notify: Notify) -> None:
         """Record the outcome of a batch whose sender died before it could.
 
-        Raises ``SubmitError`` if the scheduler does not answer.
+        That its job is absent is for the account that called sbatch to find: the scheduler may hide it from others.
+        Raises ``SubmitError`` if the scheduler does not answer, or the batch is another account's.
         """
-        job_id = self._find_job(batch)
-        remaining_s = batch.tried_unix_s + SBATCH_SETTLE_S - time.time()
-        if job_id is None and remaining_s > 0:
-            notify(
-                "an earlier submit ended while it was sending: "
-                f"looking {remaining_s:.0f} s longer whether its job appears"
-            )
-            time.sleep(remaining_s)
-            job_id = self._find_job(batch)
-        if job_id is None:
-            self.writer.withdraw(batch)
+        if job := self._find_started(batch):
+            self._accept(batch, job)
+        elif batch.user != account_name():
+            jobs = find_jobs(batch, self._profile, self._cluster_of(batch)).jobs
+            if not jobs:
+                message = f"an sbatch of {batch.user} has not answered, and squeue lists no job {batch.name}"
+                hint = f"the next submit of {batch.user} finds out whether it was sent; other accounts may not see it"
+                raise SubmitError(message, hint=hint)
+            self._accept(batch, jobs[0])
         else:
-            self.writer.record(msgspec.structs.replace(batch, job_id=job_id))
+            job = self._settle(batch, time.monotonic() + self._profile.scheduler.retry_s, notify)
+            if job is None:
+                self.writer.withdraw(batch, doubtful=True)
+            else:
+                self._accept(batch, job)
 
-    def _find_job(self, batch: JobBatch) -> str | None:
-        """The number of a batch's job, from squeue or, once that has forgotten it, from its runs' start markers."""
-        if job_id := find_job_by_name(batch.name, self._profile):
-            return job_id
+    def _find_started(self, batch: JobBatch) -> tuple[str, str] | None:
+        """The job of a batch by the start markers of its runs."""
         for run_id in self._record.arrays[batch.array].runs_of(batch.first, batch.count):
             attempt = started_attempt(self._tree, run_id, self._folder.name)
             if attempt and attempt[1].job_id:
-                return attempt[1].job_id.partition("_")[0]
+                return attempt[1].job_id.partition("_")[0], attempt[1].job_cluster or ""
         return None
+
+    def cancel_surplus(self, journal: Journal, notify: Notify) -> None:
+        """Look for jobs of withdrawn batches that have appeared all the same, and leave one job for each batch.
+
+        It is the one that has begun a run, else the oldest; the others are cancelled. What they begin meanwhile finds
+        the attempt of the first.
+        """
+        for batch in {batch.name: batch for batch in journal.doubtful}.values():
+            cluster = self._cluster_of(batch)
+            try:
+                jobs = find_jobs(batch, self._profile, cluster).jobs
+            except SubmitError as error:
+                notify(f"{error.message}: hpcbench status --audit looks for a second job {batch.name}")
+                continue
+            sent = [other for other in journal.of(batch.array) if other.is_sent and other.overlaps(batch)]
+            if not jobs or (len(jobs) == 1 and [other.job_id for other in sent] == [jobs[0][0]]):
+                continue
+            surplus = jobs
+            if not sent or [other.name for other in sent] == [batch.name]:
+                started = self._find_started(batch)
+                kept = next((job for job in jobs if started and job[0] == started[0]), jobs[0])
+                self._accept(batch, kept)
+                surplus = [job for job in jobs if job != kept]
+            for number, answering in surplus:
+                result = run_command(["scancel", *on_cluster(answering or cluster), number], self._profile)
+                outcome = f"it could not be cancelled: {result.error}" if result.error else "it was cancelled"
+                notify(f"job {number} is a second one for the runs of {batch.name}: {outcome}")
 
 
 class _Retry:

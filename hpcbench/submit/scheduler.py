@@ -19,7 +19,7 @@ import contextlib
 import importlib
 import os
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple, Protocol, TypeAlias
@@ -30,11 +30,14 @@ from msgspec import Meta
 from hpcbench.errors import ConfigError, SubmitError
 from hpcbench.fileio import printable_text
 from hpcbench.paths import search_folders, user_folder
+from hpcbench.submit.job_limits import SchedulerLimits
+from hpcbench.submit.silence import SILENCE_S, announce, has_listeners
 from hpcbench.submit.submission_record import NewestSubmission, Submission, SubmittedRun, list_submissions
 from hpcbench.units import MAX_TIME_S, parse_quantity
 
 if TYPE_CHECKING:
     from hpcbench.config.cluster_profile import ClusterProfile
+    from hpcbench.results.attempts import AttemptStart
     from hpcbench.results.results_tree import ClusterTree
 
 Notify = Callable[[str], None]
@@ -61,15 +64,8 @@ class JobStatus(NamedTuple):
     """The nodes of the job, in the scheduler's notation."""
 
 
-class SchedulerLimits(NamedTuple):
-    """Limits on what may be submitted now."""
-
-    max_array_size: int = 1
-    """Jobs that one call may submit."""
-    max_submitted_jobs: int | None = None
-    """Jobs that the user may have queued and running; ``None``: no limit is known."""
-    free_jobs: int | None = None
-    """Jobs of ``max_submitted_jobs`` that are not queued or running now; ``None``: unknown."""
+QueueTable: TypeAlias = Mapping[str, str]
+"""The scheduler's table of all jobs, as text, by cluster; an empty name is the default cluster."""
 
 
 @dataclass
@@ -216,23 +212,34 @@ class Scheduler(DefaultTraits, abc.ABC):
         """
 
     @abc.abstractmethod
-    def state(self, submissions: Sequence[NewestSubmission]) -> StateQuery:
+    def state(self, submissions: Sequence[NewestSubmission], queue: QueueTable | None = None) -> StateQuery:
         """Start one query about the jobs of ``submissions`` and return it; its ``result`` waits for the answer.
 
         Args:
             submissions: submissions to this kind of scheduler, of one cluster.
+            queue: the whole queue, if it has been read already: nothing is asked for then.
         """
 
+    def attempts_at_work(self, starts: Mapping[str, tuple[AttemptStart, str]]) -> dict[str, str]:
+        """Return the reason by run of each attempt whose job or process goes on.
+
+        Args:
+            starts: by ``run_id`` the start marker, and the cluster of its job, if the scheduler has several.
+
+        Raises:
+            SubmitError: the scheduler does not answer.
+        """
+        return {}
+
     @abc.abstractmethod
-    def cancel(self, whole: Sequence[SubmittedRun], parts: Sequence[SubmittedRun]) -> None:
-        """Stop jobs. Jobs that have ended meanwhile are no error.
+    def cancel(self, whole: Sequence[SubmittedRun], parts: Sequence[SubmittedRun]) -> dict[str, str]:
+        """Stop jobs; return the reason by number of each job or array that the scheduler did not cancel.
+
+        Jobs that have ended meanwhile are no problem, and one refusal does not keep the other jobs.
 
         Args:
             whole: one run of each job that is cancelled as a whole; each has a ``job_id``.
             parts: running runs of jobs that go on with their next run.
-
-        Raises:
-            SubmitError: the scheduler refuses or does not answer.
         """
 
     @classmethod
@@ -325,8 +332,12 @@ def send_unsent(
     return total
 
 
-_SCRUBBED_PREFIXES = ("SLURM_", "SBATCH_", "SALLOC_", "SRUN_", "PMI", "PMIX", "OMPI_", "TORCHELASTIC_", "SUBMITIT_")
-_KEPT_NAMES = frozenset({"SLURM_CONF"})
+_SCRUBBED_PREFIXES = (
+    "SLURM_", "SBATCH_", "SALLOC_", "SRUN_", "SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_", "SCONTROL_", "SACCTMGR_",
+    "PMI", "PMIX", "OMPI_", "TORCHELASTIC_", "PET_", "SUBMITIT_",
+)  # fmt: skip
+_KEPT_NAMES = frozenset({"SLURM_CONF", "SLURM_CLUSTERS"})
+"""They select the scheduler, and describe no job."""
 _SCRUBBED_NAMES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
 
 
@@ -363,21 +374,6 @@ def find_command(command: str, profile: HasSchedulerSettings) -> Path | None:
 
     path = shutil.which(command, path=command_environment(profile).get("PATH"))
     return Path(path) if path else None
-
-
-SILENCE_S = 3.0
-"""Seconds without an answer of the scheduler after which a message is printed."""
-_listeners: list[Callable[[str], None]] = []
-
-
-@contextlib.contextmanager
-def announce_silence(notify: Callable[[str], None]) -> Iterator[None]:
-    """Call ``notify`` with a message whenever a command of the scheduler in the body does not answer for a while."""
-    _listeners.append(notify)
-    try:
-        yield
-    finally:
-        _listeners.remove(notify)
 
 
 class CommandResult(NamedTuple):
@@ -421,11 +417,10 @@ class RunningCommand:
 
     def _communicate(self, timeout_s: float) -> tuple[str, str]:
         assert not isinstance(self._process, OSError)
-        if timeout_s > SILENCE_S and _listeners:
+        if timeout_s > SILENCE_S and has_listeners():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return self._process.communicate(timeout=SILENCE_S)
-            for notify in _listeners:
-                notify(f"{self._name} has not answered for {SILENCE_S:g} s; waiting {timeout_s - SILENCE_S:g} s longer")
+            announce(f"{self._name} has not answered for {SILENCE_S:g} s; waiting {timeout_s - SILENCE_S:g} s longer")
             timeout_s -= SILENCE_S
         return self._process.communicate(timeout=timeout_s)
 

@@ -1,95 +1,22 @@
-"""Submission of jobs to SLURM: in the largest arrays that its limits allow, each job once.
-
-A limit on running jobs holds across arrays, where SLURM's own limit (``%N``) holds within one array. The allowed jobs
-are divided among throttle groups. Each array of a group may run as many jobs as the group has, and starts after the
-group's previous array has ended. Three running jobs and arrays of six, two and two jobs:
-
-    group 0 (2 jobs)   array 0 %2  --afterany-->  array 2 %2
-    group 1 (1 job)    array 1 %1
-"""
+"""Submission of jobs to SLURM: in the largest arrays that its limits allow, each job once."""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from math import ceil
+from collections.abc import Callable
 from pathlib import Path
 
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.errors import SubmitError
 from hpcbench.results.results_tree import ClusterTree
+from hpcbench.submit.batch_call import batch_options, new_batch
+from hpcbench.submit.job_limits import SchedulerLimits
 from hpcbench.submit.journal import JobBatch, Journal, read_journal
 from hpcbench.submit.lock import LockHeldError, exclusive_lock
 from hpcbench.submit.sbatch import JobSubmitter, SbatchError, check_job_parameters
-from hpcbench.submit.scheduler import Notify, SchedulerLimits, SendOutcome
-from hpcbench.submit.slurm_queue import SbatchOutcome, count_queued_jobs, queued_job_numbers
+from hpcbench.submit.scheduler import Notify, SendOutcome
+from hpcbench.submit.slurm_queue import SbatchOutcome, count_queued_jobs, queued_job_numbers, scheduler_cluster
 from hpcbench.submit.submission_record import JobArray, Submission
-
-
-def throttle_group_sizes(max_running: int, arrays: Sequence[int]) -> list[int]:
-    """The number of jobs that each throttle group may run.
-
-    There are as many groups, at most one per array, as finish first if all jobs take the same time: arrays of one group
-    run one after another. Each has one job; a further job goes to the group with the most jobs for each that may run.
-
-    Args:
-        max_running: jobs that may run at the same time.
-        arrays: jobs of each array; array ``i`` belongs to group ``i % groups``.
-    """
-    most_groups = max(1, min(max_running, len(arrays)))
-    candidates = [_group_sizes(max_running, arrays, groups) for groups in range(most_groups, 0, -1)]
-    return min(candidates, key=lambda sizes: _job_rounds(sizes, arrays))
-
-
-def _group_sizes(max_running: int, arrays: Sequence[int], groups: int) -> list[int]:
-    sizes, jobs = [1] * groups, [sum(arrays[group::groups]) for group in range(groups)]
-    longest = [(-float(jobs[group]), group) for group in range(groups)]
-    heapq.heapify(longest)
-    for _ in range(min(max_running, sum(jobs)) - groups):
-        group = longest[0][1]
-        sizes[group] += 1
-        heapq.heapreplace(longest, (-jobs[group] / sizes[group], group))
-    return sizes
-
-
-def _job_rounds(sizes: Sequence[int], arrays: Sequence[int]) -> int:
-    """The jobs that the longest group runs one after another."""
-    groups = len(sizes)
-    return max(sum(ceil(jobs / sizes[group]) for jobs in arrays[group::groups]) for group in range(groups))
-
-
-def split_arrays(jobs: Iterable[int], largest: int) -> list[int]:
-    """The arrays of at most ``largest`` jobs that arrays of ``jobs`` are sent as."""
-    return [min(largest, count - first) for count in jobs for first in range(0, count, largest)]
-
-
-def next_throttle_group(used: Iterable[int], groups: int) -> int:
-    """The group with the fewest arrays so far. ``used``: the group of each array."""
-    arrays = [0] * groups
-    for group in used:
-        arrays[group % groups] += 1
-    return arrays.index(min(arrays))
-
-
-@dataclass
-class _Throttle:
-    """The throttle groups of a submission; without a limit on running jobs there are none."""
-
-    sizes: list[int] = field(default_factory=list)
-    used: list[int] = field(default_factory=list)
-    """The group of each array that was submitted."""
-    last_job: dict[int, str] = field(default_factory=dict)
-    """The newest array of each group that the scheduler still lists."""
-
-    def next_group(self) -> int:
-        return next_throttle_group(self.used, len(self.sizes)) if self.sizes else 0
-
-    def add(self, group: int, job_id: str) -> None:
-        if self.sizes:
-            self.used.append(group)
-            self.last_job[group] = job_id
-
+from hpcbench.submit.throttle_groups import Throttle, split_arrays, throttle_group_sizes, throttle_scopes
 
 JobRanges = list[tuple[int, int]]
 """First number and count of consecutive jobs of an array."""
@@ -149,7 +76,8 @@ class _SubmissionSender:
         self._submitter, self._notify = submitter, notify
         self._outcome = SendOutcome()
         self._limits = SchedulerLimits()
-        self._throttle = _Throttle()
+        self._scopes: dict[str | None, tuple[str, int]] = {}
+        self._throttles: dict[str, Throttle] = {}
 
     def send(self, limits: Callable[[], SchedulerLimits]) -> SendOutcome:
         journal = read_journal(self._folder)
@@ -161,10 +89,7 @@ class _SubmissionSender:
             unsent = unsent_jobs(self._record, recovered)
             if any(unsent.values()):
                 self._limits = self._submitter.query(limits, self._notify)
-                if self._record.max_running_jobs is not None:
-                    arrays = split_arrays((array.jobs for array in self._record.arrays), self._limits.max_array_size)
-                    sizes = throttle_group_sizes(self._record.max_running_jobs, arrays)
-                    self._throttle = self._resumed_throttle(sizes, recovered)
+                self._make_throttles(recovered)
                 self._send_arrays(unsent)
         except SubmitError as error:
             self._outcome.failed = error
@@ -172,12 +97,37 @@ class _SubmissionSender:
         self._finish(journal.waiting)
         return self._outcome
 
-    def _resumed_throttle(self, sizes: list[int], journal: Journal) -> _Throttle:
+    def _make_throttles(self, journal: Journal) -> None:
         """The groups as an earlier process left them; a job that the scheduler has forgotten is no dependency."""
-        last_job = {batch.lane: batch.job_id for batch in journal.batches if batch.job_id is not None}
-        queued = queued_job_numbers(last_job.values(), self._profile) if last_job else set()
-        queued_jobs = {group: job_id for group, job_id in last_job.items() if job_id in queued}
-        return _Throttle(sizes, [batch.lane for batch in journal.batches if batch.is_sent], queued_jobs)
+        partitions = {array.partition: array.max_running_jobs for array in self._record.arrays}
+        self._scopes = throttle_scopes(self._record.max_running_jobs, partitions)
+        for scope, limit in set(self._scopes.values()):
+            arrays = [array for array in self._record.arrays if self._scope_of(array.number) == scope]
+            sizes = split_arrays((array.jobs for array in arrays), self._limits.max_array_size)
+            sent = [batch for batch in journal.batches if batch.is_sent and self._scope_of(batch.array) == scope]
+            newest = {batch.group: batch for batch in sent}
+            queued = {
+                cluster: queued_job_numbers(
+                    [batch.job_id for batch in newest.values() if batch.job_id and batch.job_cluster == cluster],
+                    self._profile,
+                    cluster,
+                )
+                for cluster in {batch.job_cluster for batch in newest.values()}
+            }
+            last_job = {
+                group: batch.job_id
+                for group, batch in newest.items()
+                if batch.job_id and batch.job_id in queued[batch.job_cluster]
+            }
+            groups = throttle_group_sizes(limit, sizes)
+            self._throttles[scope] = Throttle(groups, [batch.group for batch in sent], last_job)
+
+    def _scope_of(self, array: int) -> str | None:
+        return self._scopes.get(self._record.arrays[array].partition, (None, 0))[0]
+
+    def _throttle_of(self, array: int) -> Throttle:
+        scope = self._scope_of(array)
+        return Throttle() if scope is None else self._throttles[scope]
 
     def _send_arrays(self, unsent: dict[int, JobRanges]) -> None:
         full: set[str | None] = set()
@@ -216,55 +166,43 @@ class _SubmissionSender:
         end, size = first + count, min(count, self._limits.max_array_size)
         while first < end:
             size = min(size, end - first)
-            free = self._limits.free_jobs
-            if free is not None:
-                size = min(size, free)
-                if size == 0:
-                    self._outcome.reason = f"the profile allows {self._limits.max_submitted_jobs} submitted jobs"
+            limit = self._limits.tightest(array.partition)
+            if limit is not None:
+                size = min(size, limit.free)
+                if size <= 0:
+                    self._outcome.reason = f"the profile allows {limit.most} submitted jobs {limit.of}".rstrip()
                     return False
-            batch = JobBatch(
-                array=array.number,
-                first=first,
-                count=size,
-                name=self._record.batch_name(array.number, first, size),
-                lane=self._throttle.next_group(),
-                is_array=array.jobs > 1,
-            )
+            throttle = self._throttle_of(array.number)
+            group = throttle.next_group()
+            batch = new_batch(self._folder, self._record, array, first, size, self._profile, group)
+            options = batch_options(batch, self._record, self._profile, throttle)
             try:
-                job_id = self._submitter.submit(batch, self._options(batch, array.partition), self._notify)
+                job_id = self._submitter.submit(batch, options, self._notify)
             except SbatchError as error:
                 if error.outcome is not SbatchOutcome.LIMIT:
                     raise
                 if size == 1:
-                    return self._wait_for_limit(error)
+                    return self._wait_for_limit(error, scheduler_cluster(self._profile, array.partition))
                 size //= 2
                 continue
             self._outcome.jobs += size
-            self._throttle.add(batch.lane, job_id)
-            if free is not None:
-                self._limits = self._limits._replace(free_jobs=free - size)
+            throttle.add(batch.group, job_id)
+            self._limits = self._limits.after(array.partition, size)
             first += size
         return True
 
-    def _wait_for_limit(self, error: SbatchError) -> bool:
+    def _wait_for_limit(self, error: SbatchError, cluster: str) -> bool:
         """A single job is over a limit. It waits, unless nothing is queued whose end it could wait for."""
-        if self._outcome.jobs == 0 and count_queued_jobs(self._profile) == 0:
+        queued = count_queued_jobs(self._profile, cluster)
+        if self._outcome.jobs == 0 and queued is not None and not queued.total():
             raise SbatchError(error.message, SbatchOutcome.REFUSED, hint=error.hint) from error
         self._outcome.reason = error.message.splitlines()[0]
         return False
 
-    def _options(self, batch: JobBatch, partition: str | None) -> list[str]:
-        drop = self._profile.request_of(partition).drop
-        options = [f"--{name}={batch.name}" for name in ("job-name", "comment") if name not in drop]
-        if batch.is_array:
-            size = self._throttle.sizes[batch.lane] if self._throttle.sizes else batch.count
-            options.append(f"--array=0-{batch.count - 1}" + (f"%{size}" if size < batch.count else ""))
-        if batch.lane in self._throttle.last_job:
-            options.append(f"--dependency=afterany:{self._throttle.last_job[batch.lane]}")
-        return options
-
     def _finish(self, was_waiting: str) -> None:
         journal = read_journal(self._folder)
+        if journal.doubtful and self._outcome.jobs:
+            self._submitter.cancel_surplus(journal, self._notify)
         self._outcome.waiting = _count_jobs(unsent_jobs(self._record, journal))
         self._outcome.waiting += sum(batch.count for batch in journal.batches if batch.is_unanswered)
         if self._outcome.reason != was_waiting:

@@ -7,14 +7,24 @@ from __future__ import annotations
 import contextlib
 import datetime
 import enum
+import os
 import re
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpcbench.errors import SubmitError
-from hpcbench.submit.journal import account_name
-from hpcbench.submit.scheduler import HasSchedulerSettings, JobStatus, RunningCommand, command_environment, run_command
+from hpcbench.fileio import printable_text
+from hpcbench.submit.journal import JobBatch
+from hpcbench.submit.scheduler import (
+    HasSchedulerSettings,
+    JobStatus,
+    QueueTable,
+    RunningCommand,
+    command_environment,
+    run_command,
+)
 
 if TYPE_CHECKING:
     from hpcbench.config.cluster_profile import ClusterProfile
@@ -41,7 +51,8 @@ _NO_ANSWER_PATTERN = (
     r"timed out|Zero Bytes were transmitted|Resource temporarily unavailable|Message (?:receive|send) failure|"
     r"communication (?:connection|shutdown) failure|Connection reset|Transport endpoint|Unexpected message|Broken pipe"
 )
-_NAMED_LIMIT_PATTERN = r"\b(?:QOS|Assoc)\w+Limit\b"
+_NAMED_LIMIT_PATTERN = r"\b(?:QOS|Assoc)[A-Z]\w+"
+"""A reason of SLURM: QOSMinGRES, AssocMaxNodePerJobLimit, QOSMaxSubmitJobPerUserLimit, ..."""
 _LIMIT_PATTERN = r"job submit limit|Too many (?:jobs|tasks)"
 
 
@@ -79,32 +90,63 @@ _JOB_ID_PATTERN = re.compile(
 )
 
 
-class QueueQuery:
-    """A query of squeue about arrays. It is started at once and runs while this process does something else."""
+_HEADER_PATTERN = re.compile(r"[A-Za-z_]+(?:\|[A-Za-z_]+)+")
+_NO_ACCOUNTING_PATTERN = re.compile(r"accounting storage is disabled|No such file or directory", re.IGNORECASE)
 
-    def __init__(self, arrays: Collection[str], profile: HasSchedulerSettings) -> None:
-        self._environment = command_environment(profile)
-        # Without -r the tasks of an array that wait are one line, which squeue would cut short.
-        self._environment["SLURM_BITSTR_LEN"] = "0"
-        command = ["squeue", "-h", "-t", "all", "-o", "%i|%T|%r|%e|%j|%N"]
-        self._calls = [RunningCommand([*command, "-j", part], self._environment) for part in _id_lists(arrays)]
+
+def has_header(output: str) -> bool:
+    """Whether an answer of squeue or sacct begins with the names of its columns.
+
+    Without them there was no answer: a command that a site wraps may print nothing and end with 0.
+    """
+    return any(_HEADER_PATTERN.fullmatch(line.strip()) for line in output.splitlines())
+
+
+def on_cluster(cluster: str) -> list[str]:
+    """The option that sends a command of SLURM to another cluster than the default one; empty without a name."""
+    return ["-M", cluster] if cluster else []
+
+
+class QueueQuery:
+    """A query of squeue about arrays of one cluster. It is started at once and runs while this process goes on."""
+
+    def __init__(
+        self,
+        arrays: Collection[str],
+        profile: HasSchedulerSettings,
+        cluster: str = "",
+        queue: QueueTable | None = None,
+    ) -> None:
+        """``queue``: the whole queue of each cluster, if it has been read already."""
+        self._environment, self._cluster = _squeue_environment(profile), cluster
+        self._table = (queue or {}).get(cluster)
+        parts = _id_lists(arrays) if self._table is None else []
+        command = ["squeue", *on_cluster(cluster), "-t", "all", "-o", "%i|%T|%r|%e|%j|%N"]
+        self._calls = [RunningCommand([*command, "-j", part], self._environment) for part in parts]
 
     def job_states(self, job_ids: Collection[str], since_unix_s: float) -> dict[str, JobStatus]:
         """The status of each job that SLURM lists: from squeue, else from sacct.
 
-        A job that neither command lists is left out: unknown is never taken for failed. Other tasks of the arrays may
-        be in it. Raises ``SubmitError`` if neither squeue nor sacct answers.
+        A job that neither command lists, though both answered, is left out. Other tasks of the arrays may be in it. A
+        job that is in neither answer while one of them is missing is ``waiting``, with the reason: it is not known to
+        have ended. Raises ``SubmitError`` if neither squeue nor sacct answers.
         """
-        queued, queue_error = _collect_job_states(self._calls, are_queued=True)
+        queued, queue_error = _collect_job_states(self._calls, "squeue", are_queued=True)
+        if self._table is not None:
+            queued = parse_job_states(self._table, are_queued=True)
         missing = [job_id for job_id in job_ids if job_id not in queued]
         if not missing:
             return queued
         start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since_unix_s - 86400))
-        account = ["sacct", "-n", "-X", "-P", "-S", start, "-o", "JobID,State,Reason,End,JobName,NodeList"]
+        columns = ["-X", "-P", "-S", start, "-o", "JobID,State,Reason,End,JobName,NodeList"]
+        command = ["sacct", *on_cluster(self._cluster), *columns]
         arrays = {job_id.partition("_")[0] for job_id in missing}
         ended, account_error = _collect_job_states(
-            [RunningCommand([*account, "-j", part], self._environment) for part in _id_lists(arrays)]
+            [RunningCommand([*command, "-j", part], self._environment) for part in _id_lists(arrays)], "sacct"
         )
+        if account_error and not queue_error and _NO_ACCOUNTING_PATTERN.search(account_error):
+            # This cluster keeps no accounts: squeue's answer is all that there is.
+            account_error = None
         if queue_error and account_error:
             raise SubmitError(f"the scheduler does not answer: {queue_error}", hint=f"sacct: {account_error}")
         assumed: dict[str, JobStatus] = {}
@@ -119,7 +161,69 @@ class QueueQuery:
                 else status
                 for job_id, status in ended.items()
             }
+        elif account_error:
+            reason = f"it has left the queue, and the accounting does not answer how it ended: {account_error}"
+            assumed = dict.fromkeys(missing, JobStatus("waiting", reason))
         return {**assumed, **ended, **queued}
+
+
+def _squeue_environment(profile: HasSchedulerSettings) -> dict[str, str]:
+    # Without -r the tasks of an array that wait are one line, which squeue would cut short.
+    return command_environment(profile) | {"SLURM_BITSTR_LEN": "0"}
+
+
+def read_queue(profile: HasSchedulerSettings, clusters: Iterable[str]) -> QueueTable:
+    """The whole queue of each cluster: lines ``id|STATE|reason|end|name|nodes|user|folder|command``.
+
+    Raises ``SubmitError`` if a cluster does not answer with a table.
+    """
+    tables: dict[str, str] = {}
+    for cluster in clusters:
+        command = ["squeue", *on_cluster(cluster), "-t", "all", "-o", "%i|%T|%r|%e|%j|%N|%u|%Z|%o"]
+        result = RunningCommand(command, _squeue_environment(profile)).result()
+        if result.error is not None or not has_header(result.output):
+            reason = result.error or f"squeue: {_describe_no_answer(result.output)}"
+            raise SubmitError(f"the scheduler does not answer: {reason}")
+        tables[cluster] = result.output
+    return tables
+
+
+class JobRow(NamedTuple):
+    """A line of ``read_queue``."""
+
+    job_id: str
+    """``4711``, ``4711_3``, or ``4711_[0-9,12]`` for tasks that wait."""
+    state: str
+    reason: str
+    end: str
+    name: str
+    nodes: str
+    user: str
+    folder: str
+    command: str
+
+    @property
+    def number(self) -> str:
+        """The number of the job or the array."""
+        return self.job_id.partition("_")[0]
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it waits or runs."""
+        return self.state in _ACTIVE_JOB_STATES
+
+    def tasks(self, count: int) -> list[int]:
+        """The tasks of its array that the line is about; all ``count`` if it names none."""
+        match = _JOB_ID_PATTERN.fullmatch(self.job_id)
+        if match is None or "_" not in self.job_id:
+            return list(range(count))
+        return list(_expand_task_ranges(match["tasks"] or self.job_id.partition("_")[2]))
+
+
+def queue_rows(table: str) -> list[JobRow]:
+    """The jobs in a table of ``read_queue``; other lines are skipped."""
+    rows = (line.split("|", maxsplit=8) for line in table.splitlines())
+    return [JobRow(*row) for row in rows if len(row) == len(JobRow._fields) and _JOB_ID_PATTERN.fullmatch(row[0])]
 
 
 def _id_lists(arrays: Collection[str]) -> list[str]:
@@ -132,18 +236,26 @@ def _id_lists(arrays: Collection[str]) -> list[str]:
 
 
 def _collect_job_states(
-    calls: Iterable[RunningCommand], *, are_queued: bool = False
+    calls: Iterable[RunningCommand], name: str, *, are_queued: bool = False
 ) -> tuple[dict[str, JobStatus], str | None]:
     """Statuses by job id, and the last error. For squeue an id that it has forgotten is an error; here it is not."""
     statuses: dict[str, JobStatus] = {}
     error = None
     for call in calls:
         result = call.result()
-        if result.error is None or "Invalid job id" in result.error:
-            statuses |= parse_job_states(result.output, are_queued=are_queued)
-        else:
+        if result.error is not None and "Invalid job id" not in result.error:
             error = result.error
+            continue
+        found = parse_job_states(result.output, are_queued=are_queued)
+        statuses |= found
+        if not found and result.error is None and not has_header(result.output):
+            error = f"{name}: {_describe_no_answer(result.output)}"
     return statuses, error
+
+
+def _describe_no_answer(output: str) -> str:
+    first = next((line.strip() for line in output.splitlines() if line.strip()), "")
+    return f"its answer is no table: {printable_text(first)[:80]!r}" if first else "it printed nothing"
 
 
 def parse_job_states(text: str, *, are_queued: bool = False) -> dict[str, JobStatus]:
@@ -179,7 +291,7 @@ def _expand_task_ranges(text: str) -> Iterator[int]:
 
 def _parse_job_state(fields: str, other_state: str | None) -> JobStatus | None:
     """``other_state``: the state of a job whose word is in no table."""
-    state, reason, end, name, nodes, *_ = [*fields.split("|", maxsplit=4), "", "", "", ""]
+    state, reason, end, name, nodes, *_ = [*fields.split("|"), "", "", "", ""]
     word = state.split(" ")[0].rstrip("+")
     our_state = _ACTIVE_JOB_STATES.get(word) or _ENDED_JOB_STATES.get(word) or (other_state if word else None)
     if our_state is None:
@@ -192,35 +304,63 @@ def _parse_job_state(fields: str, other_state: str | None) -> JobStatus | None:
     return JobStatus(our_state, reason, name, ended_unix_s, "" if nodes.startswith("None") else nodes)
 
 
-def find_job_by_name(name: str, profile: HasSchedulerSettings) -> str | None:
-    """The number of the queued, running or just ended job called ``name``; ``None`` if squeue lists none.
+class JobLookup(NamedTuple):
+    """The answer of squeue to the question for a batch's job."""
+
+    jobs: list[tuple[str, str]]
+    """Number and cluster of each job of the batch, ascending; the cluster is empty where the answer names none."""
+    is_certain: bool
+    """Whether squeue printed a table: without one, no job in it means nothing."""
+    wall_s: float
+
+
+def find_jobs(batch: JobBatch, profile: HasSchedulerSettings, cluster: str = "") -> JobLookup:
+    """Ask squeue for the queued, running and just ended jobs of ``batch``, by their name and command.
 
     Raises ``SubmitError`` if squeue does not answer.
     """
-    result = run_command(["squeue", "-h", "-t", "all", "-o", "%F|%j", "--name", name], profile)
+    began_s = time.monotonic()
+    # A comma divides names.
+    which = ["-u", str(os.getuid())] if "," in batch.name else ["--name", batch.name]
+    result = run_command(["squeue", *on_cluster(cluster), "-t", "all", "-o", "%F|%j|%o", *which], profile)
     if result.error is not None:
         raise SubmitError(f"the scheduler does not answer: {result.error}")
-    jobs = (line.partition("|") for line in result.output.splitlines())
-    return next((job_id for job_id, _, job_name in jobs if job_name == name and job_id.isdecimal()), None)
+    jobs: list[tuple[str, str]] = []
+    answering = cluster
+    for line in result.output.splitlines():
+        if line.startswith("CLUSTER: "):
+            answering = line.removeprefix("CLUSTER: ").strip()
+            continue
+        job_id, _, rest = line.partition("|")
+        name, _, command = rest.partition("|")
+        is_own = name == batch.name and (not batch.command or command.strip() == batch.command)
+        if is_own and job_id.isdecimal() and (job_id, answering) not in jobs:
+            jobs.append((job_id, answering))
+    jobs.sort(key=lambda job: int(job[0]))
+    return JobLookup(jobs, bool(jobs) or has_header(result.output), time.monotonic() - began_s)
 
 
-def queued_job_numbers(numbers: Iterable[str], profile: HasSchedulerSettings) -> set[str]:
+def queued_job_numbers(numbers: Iterable[str], profile: HasSchedulerSettings, cluster: str = "") -> set[str]:
     """The ``numbers`` of jobs that are queued or running. Raises ``SubmitError`` if squeue does not answer."""
-    result = run_command(["squeue", "-h", "-o", "%F", "-j", ",".join(numbers)], profile)
+    result = run_command(["squeue", *on_cluster(cluster), "-h", "-o", "%F", "-j", ",".join(numbers)], profile)
     if result.error is not None and "Invalid job id" not in result.error:
         raise SubmitError(f"the scheduler does not answer: {result.error}")
     return set(result.output.split())
 
 
-def count_queued_jobs(profile: HasSchedulerSettings) -> int | None:
-    """The user's jobs in the queue, array tasks counted singly; ``None`` if squeue does not answer."""
-    result = run_command(["squeue", "-h", "-r", "-o", "%i", "-u", account_name()], profile)
-    return None if result.error is not None else len(result.output.splitlines())
+def count_queued_jobs(profile: HasSchedulerSettings, cluster: str = "") -> Counter[tuple[str, str]] | None:
+    """The user's jobs in the queue by partition and QOS, array tasks counted singly; ``None`` without an answer."""
+    command = ["squeue", *on_cluster(cluster), "-r", "-o", "%i|%P|%q", "-u", str(os.getuid())]
+    result = run_command(command, profile)
+    if result.error is not None:
+        return None
+    rows = ([*line.strip().split("|"), "", ""] for line in result.output.splitlines() if line.strip()[:1].isdecimal())
+    return Counter((partition, qos) for _, partition, qos, *_ in rows)
 
 
-def private_data(profile: HasSchedulerSettings) -> str | None:
+def private_data(profile: HasSchedulerSettings, cluster: str = "") -> str | None:
     """The value of PrivateData in slurm.conf, such as ``jobs,usage``; ``None`` if scontrol does not answer."""
-    result = run_command(["scontrol", "show", "config"], profile)
+    result = run_command(["scontrol", *on_cluster(cluster), "show", "config"], profile)
     if result.error is not None:
         return None
     match = re.search(r"^PrivateData\s*=\s*(\S+)", result.output, re.MULTILINE)
@@ -232,6 +372,15 @@ def hides_jobs(private: str | None) -> bool:
     return private is None or "jobs" in private.lower().split(",")
 
 
+def scheduler_cluster(profile: ClusterProfile, partition: str | None = None) -> str:
+    """The cluster, or clusters, that the profile's directives send a job to; else those of SLURM_CLUSTERS; or empty."""
+    directives = {**profile.directives, **profile.partition(partition).directives}
+    named = directives.get("clusters", directives.get("cluster", directives.get("M")))
+    if isinstance(named, list):
+        named = ",".join(named)
+    return named if isinstance(named, str) and named else os.environ.get("SLURM_CLUSTERS", "")
+
+
 def max_array_size(profile: ClusterProfile) -> int:
     """The largest array that may be submitted: by the profile, else by the scheduler, else SLURM's default.
 
@@ -239,7 +388,9 @@ def max_array_size(profile: ClusterProfile) -> int:
     """
     if profile.scheduler.max_array_size:
         return profile.scheduler.max_array_size
-    result = run_command(["scontrol", "show", "config"], profile)
+    # scontrol takes one cluster.
+    cluster = scheduler_cluster(profile).partition(",")[0]
+    result = run_command(["scontrol", *on_cluster(cluster), "show", "config"], profile)
     if result.error and classify_sbatch_error(result.error) in (SbatchOutcome.AWAY, SbatchOutcome.UNCLEAR):
         raise SubmitError(f"the scheduler does not answer: {result.error}")
     match = re.search(r"^MaxArraySize\s*=\s*(\d+)", result.output, re.MULTILINE)

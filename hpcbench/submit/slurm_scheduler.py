@@ -8,22 +8,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from hpcbench.errors import SubmitError
-from hpcbench.fileio import printable_text
-from hpcbench.submit.journal import account_name, read_journal
+from hpcbench.identity import account_name
+from hpcbench.submit.job_limits import JobLimit, SchedulerLimits
+from hpcbench.submit.journal import read_journal
 from hpcbench.submit.scheduler import (
     JobStatus,
     Notify,
+    QueueTable,
     Scheduler,
-    SchedulerLimits,
     SendOutcome,
     find_command,
     run_command,
 )
-from hpcbench.submit.slurm_queue import QueueQuery, count_queued_jobs, hides_jobs, max_array_size, private_data
+from hpcbench.submit.slurm_queue import (
+    QueueQuery,
+    count_queued_jobs,
+    hides_jobs,
+    max_array_size,
+    on_cluster,
+    private_data,
+    scheduler_cluster,
+)
 from hpcbench.submit.submission_record import NewestSubmission, Submission, SubmittedRun
 
 if TYPE_CHECKING:
     from hpcbench.config.cluster_profile import ClusterProfile
+    from hpcbench.results.attempts import AttemptStart
     from hpcbench.results.results_tree import ClusterTree
     from hpcbench.submit.scheduler import HasSchedulerSettings
 
@@ -57,12 +67,25 @@ class SlurmScheduler(Scheduler):
 
     def limits(self, record: Submission, profile: ClusterProfile) -> SchedulerLimits:
         has_arrays = any(array.jobs > 1 for array in record.arrays)
-        partitions = (profile.partition(array.partition).max_submitted_jobs for array in record.arrays)
-        limits = (profile.scheduler.max_submitted_jobs, *partitions)
-        most = min((limit for limit in limits if limit is not None), default=None)
-        queued = None if most is None else count_queued_jobs(profile)
-        free = None if most is None or queued is None else max(0, most - queued)
-        return SchedulerLimits(max_array_size(profile) if has_arrays else 1, most, free)
+        of_partitions = {array.partition: profile.partition(array.partition) for array in record.arrays}
+        limited = {
+            key: (partition, partition.max_submitted_jobs)
+            for key, partition in of_partitions.items()
+            if partition.max_submitted_jobs is not None
+        }
+        size, most = max_array_size(profile) if has_arrays else 1, profile.scheduler.max_submitted_jobs
+        queued = None if most is None and not limited else count_queued_jobs(profile, scheduler_cluster(profile))
+        if queued is None:
+            return SchedulerLimits(size)
+        everywhere = None if most is None else JobLimit(most, most - queued.total(), "")
+        by_partition: dict[str | None, JobLimit] = {}
+        for key, (partition, limit) in limited.items():
+            named = {partition.name or key or ""}
+            counted = sum(
+                count for (where, qos), count in queued.items() if where in named and partition.qos in (None, qos)
+            )
+            by_partition[key] = JobLimit(limit, limit - counted, f"in partition {key}")
+        return SchedulerLimits(size, everywhere, by_partition)
 
     def submit(
         self, folder: Path, record: Submission, profile: ClusterProfile, tree: ClusterTree, notify: Notify
@@ -75,26 +98,53 @@ class SlurmScheduler(Scheduler):
             return SendOutcome()
         return send_submission(folder, record, profile, tree, notify, lambda: self.limits(record, profile))
 
-    def state(self, submissions: Sequence[NewestSubmission]) -> _SlurmQuery:
+    def state(self, submissions: Sequence[NewestSubmission], queue: QueueTable | None = None) -> _SlurmQuery:
         batches = [batch for submission in submissions for batch in submission.journal.batches]
-        job_ids = {batch.job_id for batch in batches if batch.job_id is not None}
-        return _SlurmQuery(QueueQuery(job_ids, self.settings), self.settings)
+        numbers: dict[str, set[str]] = {}
+        for batch in batches:
+            if batch.job_id is not None:
+                numbers.setdefault(batch.job_cluster, set()).add(batch.job_id)
+        return _SlurmQuery(self._queries(numbers, queue), self.settings)
 
-    def cancel(self, whole: Sequence[SubmittedRun], parts: Sequence[SubmittedRun]) -> None:
-        self._scancel([], whole)
+    def _queries(self, numbers: Mapping[str, set[str]], queue: QueueTable | None = None) -> dict[str, QueueQuery]:
+        return {
+            cluster: QueueQuery(of_cluster, self.settings, cluster, queue) for cluster, of_cluster in numbers.items()
+        }
+
+    def attempts_at_work(self, starts: Mapping[str, tuple[AttemptStart, str]]) -> dict[str, str]:
+        numbers: dict[str, set[str]] = {}
+        for start, cluster in starts.values():
+            if start.job_id is not None:
+                numbers.setdefault(cluster, set()).add(start.job_id)
+        queries = self._queries({key: {one.partition("_")[0] for one in ids} for key, ids in numbers.items()})
+        since_unix_s = min((start.started_unix_s for start, _ in starts.values()), default=0.0)
+        statuses = {key: query.job_states(numbers[key], since_unix_s) for key, query in queries.items()}
+        reasons: dict[str, str] = {}
+        for run_id, (start, cluster) in starts.items():
+            status = statuses[cluster].get(start.job_id or "") if cluster in statuses else None
+            if status is not None and status.state in ("pending", "running", "waiting"):
+                reasons[run_id] = f"attempt {start.attempt} of job {start.job_id}: {status.reason}"
+        return reasons
+
+    def cancel(self, whole: Sequence[SubmittedRun], parts: Sequence[SubmittedRun]) -> dict[str, str]:
         # Only the steps of a job get the signal: its script goes on with the next run.
-        self._scancel(["--signal=TERM"], parts)
+        return self._scancel([], whole) | self._scancel(["--signal=TERM"], parts)
 
-    def _scancel(self, options: list[str], runs: Iterable[SubmittedRun]) -> None:
-        job_ids = job_expressions(runs)
-        for first in range(0, len(job_ids), _SCANCEL_IDS_PER_CALL):
-            command = ["scancel", *options, *job_ids[first : first + _SCANCEL_IDS_PER_CALL]]
-            result = run_command(command, self.settings, timeout_s=120)
-            if result.exit_code is None:
-                raise SubmitError(f"scancel: {result.complaint}")
-            # A job that has ended meanwhile need not be cancelled.
-            if result.exit_code != 0 and not _ENDED_JOB_PATTERN.search(result.complaint):
-                raise SubmitError(f"scancel refused: {printable_text(result.complaint.strip())}")
+    def _scancel(self, options: list[str], runs: Iterable[SubmittedRun]) -> dict[str, str]:
+        by_cluster: dict[str, list[SubmittedRun]] = {}
+        for run in runs:
+            if run.batch is not None:
+                by_cluster.setdefault(run.batch.job_cluster, []).append(run)
+        refused: dict[str, str] = {}
+        for cluster, of_cluster in by_cluster.items():
+            job_ids = job_expressions(of_cluster)
+            for first in range(0, len(job_ids), _SCANCEL_IDS_PER_CALL):
+                part = job_ids[first : first + _SCANCEL_IDS_PER_CALL]
+                result = run_command(["scancel", *on_cluster(cluster), *options, *part], self.settings, timeout_s=120)
+                # A job that has ended meanwhile need not be cancelled.
+                if result.error and not _ENDED_JOB_PATTERN.search(result.complaint):
+                    refused |= {job.partition("_")[0]: result.error for job in part}
+        return refused
 
 
 def job_expressions(runs: Iterable[SubmittedRun]) -> list[str]:
@@ -132,29 +182,39 @@ SCHEDULER: type[Scheduler] = SlurmScheduler
 
 
 class _SlurmQuery:
-    """A ``QueueQuery`` answered by run instead of by job."""
+    """A ``QueueQuery`` for each cluster, answered by run instead of by job."""
 
-    def __init__(self, query: QueueQuery, settings: HasSchedulerSettings) -> None:
-        self._query, self._settings = query, settings
+    def __init__(self, queries: Mapping[str, QueueQuery], settings: HasSchedulerSettings) -> None:
+        self._queries, self._settings = queries, settings
 
     def result(self, runs: Mapping[str, SubmittedRun]) -> Mapping[str, JobStatus]:
-        job_ids = {key: job_id for key, run in runs.items() if (job_id := run.job_id)}
+        by_cluster: dict[str, dict[str, SubmittedRun]] = {}
+        for key, run in runs.items():
+            if run.job_id and run.batch is not None:
+                by_cluster.setdefault(run.batch.job_cluster, {})[key] = run
+        statuses: dict[str, JobStatus] = {}
+        for cluster, of_cluster in by_cluster.items():
+            statuses |= self._statuses(cluster, of_cluster)
+        return statuses
+
+    def _statuses(self, cluster: str, runs: Mapping[str, SubmittedRun]) -> dict[str, JobStatus]:
+        job_ids = {key: run.job_id for key, run in runs.items() if run.job_id}
         since_unix_s = min((runs[key].record.created_unix_s for key in job_ids), default=0.0)
-        jobs = self._query.job_states(set(job_ids.values()), since_unix_s)
+        jobs = self._queries[cluster].job_states(set(job_ids.values()), since_unix_s)
         statuses: dict[str, JobStatus] = {}
         for key, job_id in job_ids.items():
             status, batch = jobs.get(job_id), runs[key].batch
-            # SLURM uses numbers again: a job with another name of hpcbench is not this run's.
-            if status and batch and (status.name == batch.name or not status.name.startswith("hpcbench-")):
+            # SLURM uses numbers again: a job with another name is not this run's.
+            if status and batch and status.name in ("", batch.name):
                 statuses[key] = status
-        return statuses | self._hidden_statuses({key: runs[key] for key in job_ids.keys() - statuses.keys()})
+        return statuses | self._hidden_statuses(cluster, {key: runs[key] for key in job_ids.keys() - statuses.keys()})
 
-    def _hidden_statuses(self, unknown: Mapping[str, SubmittedRun]) -> dict[str, JobStatus]:
+    def _hidden_statuses(self, cluster: str, unknown: Mapping[str, SubmittedRun]) -> dict[str, JobStatus]:
         """``hidden`` for jobs that other accounts submitted, if SLURM shows an account its own jobs alone."""
         me = account_name()
         owners = {key: run.submitted_by for key, run in unknown.items()}
         foreign = {key: owner for key, owner in owners.items() if owner not in (None, me)}
-        if not foreign or not hides_jobs(private_data(self._settings)):
+        if not foreign or not hides_jobs(private_data(self._settings, cluster)):
             return {}
         return {
             key: JobStatus("hidden", f"submitted by {owner}, whose jobs SLURM hides from {me} (PrivateData)")

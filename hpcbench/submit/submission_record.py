@@ -6,8 +6,8 @@ This module imports neither templates nor profiles, so that commands that only r
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
-import pwd
 import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from hpcbench.errors import ConfigError, StorageError, did_you_mean
-from hpcbench.fileio import MAX_GENERATED_FILE_BYTES, make_folder, read_regular, write_atomic
-from hpcbench.results.attempts import Attempt, AttemptStart, latest_start
+from hpcbench.fileio import MAX_GENERATED_FILE_BYTES, make_folder, read_error, read_regular, write_atomic
+from hpcbench.identity import account_name, owner_name
+from hpcbench.results.attempts import Attempt, AttemptStart, attempt_numbers
 from hpcbench.results.decode import decode_record, read_record
 from hpcbench.results.results_tree import RUN_ID_PATTERN, ClusterTree, ResultsTree
 from hpcbench.submit.journal import JobBatch, Journal, read_journal
@@ -103,6 +104,8 @@ class JobArray(msgspec.Struct, kw_only=True):
     ranks: int
     nodes: int
     partition: str | None = None
+    max_running_jobs: int | None = None
+    """The limit of its partition."""
     cores_per_run: int
     job_limit_s: float
 
@@ -125,7 +128,9 @@ class Submission(msgspec.Struct, kw_only=True):
     cluster: str
     scheduler: str
     created_unix_s: float
+    """Read from the clock of the submitter, for people: submissions are ordered by their numbers."""
     max_running_jobs: int | None = None
+    """The limit of the submission, in all partitions together."""
     order_seed: int | None = None
     """The seed of the order of its runs; ``None`` if they are in the order of the sweep."""
     arrays: list[JobArray]
@@ -135,24 +140,62 @@ class Submission(msgspec.Struct, kw_only=True):
         return f"hpcbench-{self.submission}-{self.token}-{array}.{first}-{first + count - 1}"
 
 
+_FOLDER_PATTERN = re.compile(r".+-([0-9]{4,18})")
+_COUNT_FILE = "submission-count.json"
+
+
+def submission_number(folder: Path) -> int:
+    """The number of a submission in its tree; a later submission has a larger one, whatever the clocks show."""
+    match = _FOLDER_PATTERN.fullmatch(folder.name)
+    return int(match[1]) if match else 0
+
+
 def next_submission_folder(tree: ClusterTree, sweep: str) -> Path:
-    """``submissions/<sweep>-<number>``, with the first free number."""
-    pattern = re.compile(re.escape(sweep) + r"-(\d+)")
-    numbers = [0]
-    if tree.submissions.is_dir():
-        matches = (pattern.fullmatch(entry.name) for entry in tree.submissions.iterdir())
-        numbers += [int(match[1]) for match in matches if match]
-    return tree.submissions / f"{sweep}-{max(numbers) + 1:04d}"
+    """``submissions/<sweep>-<number>``, with a number that no submission of the tree ever had."""
+    counted = read_record(tree.path(_COUNT_FILE), int) or 0
+    # What lies there and is no submission has its number all the same.
+    number = 1 + max([counted, *(submission_number(Path(entry.path)) for entry in _submission_entries(tree))])
+    return tree.submissions / f"{sweep}-{number:04d}"
+
+
+def count_submission(tree: ClusterTree, folder: Path) -> None:
+    """Note that the number of ``folder`` is taken, in case the folder is removed."""
+    write_atomic(tree.path(_COUNT_FILE), msgspec.json.encode(submission_number(folder)) + b"\n")
+
+
+def submission_token(folder: Path) -> str:
+    """Part of the names of a submission's jobs; it differs among results trees."""
+    text = f"{folder.absolute()}\0{account_name()}"
+    return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=4).hexdigest()
+
+
+def _submission_entries(tree: ClusterTree) -> list[os.DirEntry[str]]:
+    """The entries of ``submissions``. Raises ``StorageError`` if it may not be read."""
+    try:
+        return list(os.scandir(tree.submissions))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise read_error(error, tree.submissions) from error
 
 
 def read_submission(folder: Path) -> Submission | None:
-    """The record of a submission; ``None`` if it is absent or broken. It is cached: callers must not change it."""
+    """The record of a submission; ``None`` if there is none. It is cached: callers must not change it.
+
+    Raises ``StorageError`` if it cannot be read, or is something else: its runs may be queued.
+    """
     path = f"{folder}/submission.json"
     try:
         state = os.lstat(path)
-    except OSError:
+    except FileNotFoundError:
         return None
-    return _read_submission_cached(path, state.st_mtime_ns, state.st_size, state.st_ino)
+    except OSError as error:
+        raise read_error(error, Path(path)) from error
+    record = _read_submission_cached(path, state.st_mtime_ns, state.st_size, state.st_ino)
+    if record is None:
+        hint = f"its jobs may be queued or running; once none is, remove the folder {folder}"
+        raise StorageError(f"{path} is a link, or no record of a submission", hint=hint)
+    return record
 
 
 @functools.lru_cache(maxsize=_CACHED_RECORDS)
@@ -175,15 +218,14 @@ def read_run_specs(folder: Path, record: Submission) -> dict[str, RunSpec]:
 
 
 def list_submissions(tree: ClusterTree) -> list[tuple[Path, Submission]]:
-    """The submissions in a tree, oldest first."""
-    if not tree.submissions.is_dir():
-        return []
-    submissions = []
-    for folder in sorted(tree.submissions.iterdir()):
-        record = read_submission(folder) if folder.is_dir() and not folder.is_symlink() else None
-        if record is not None:
-            submissions.append((folder, record))
-    return sorted(submissions, key=lambda entry: entry[1].created_unix_s)
+    """The submissions in a tree, oldest first.
+
+    Raises ``StorageError`` if one of them cannot be read: its runs would count as never submitted.
+    """
+    folders = [Path(entry.path) for entry in _submission_entries(tree) if entry.is_dir(follow_symlinks=False)]
+    folders.sort(key=lambda folder: (submission_number(folder), folder.name))
+    records = ((folder, read_submission(folder)) for folder in folders)
+    return [(folder, record) for folder, record in records if record is not None]
 
 
 class SubmittedRun(msgspec.Struct, frozen=True, gc=False):
@@ -220,30 +262,34 @@ class SubmittedRun(msgspec.Struct, frozen=True, gc=False):
         return folder_owner(self.folder)
 
     def started_attempt(self, tree: ClusterTree) -> tuple[Attempt, AttemptStart] | None:
-        """Return the newest attempt of the run and its start marker; ``None`` unless a job of this submission began it.
+        """Return the newest attempt of the run that a job of this submission began, and its start marker.
 
         Raises:
-            StorageError: a part of the attempt's path is a link.
+            StorageError: a part of the attempt's path is a link, or may not be read.
         """
         return started_attempt(tree, self.array.run_ids[self.index], self.record.submission)
 
 
 def folder_owner(folder: Path) -> str | None:
-    """The name of the account that owns ``folder``; ``None`` if it has none here."""
+    """The account that owns ``folder``; ``None`` if there is no such folder."""
     try:
-        return pwd.getpwuid(folder.stat().st_uid).pw_name
-    except (OSError, KeyError):
+        return owner_name(folder.stat().st_uid)
+    except OSError:
         return None
 
 
 def started_attempt(tree: ClusterTree, run_id: str, submission: str) -> tuple[Attempt, AttemptStart] | None:
-    """Return the newest attempt of a run and its start marker; ``None`` unless a job of ``submission`` began it.
+    """Return the newest attempt of a run that a job of ``submission`` began, and its start marker.
 
     Raises:
-        StorageError: a part of the attempt's path is a link.
+        StorageError: a part of the attempt's path is a link, or may not be read.
     """
-    latest = latest_start(tree.run_folder(run_id))
-    return latest if latest and latest[1].belongs_to(submission) else None
+    folder = tree.run_folder(run_id)
+    for number in reversed(attempt_numbers(folder)):
+        attempt = Attempt(folder, number)
+        if (start := attempt.read_start()) and start.belongs_to(submission):
+            return attempt, start
+    return None
 
 
 class NewestSubmission(msgspec.Struct, frozen=True, gc=False):
@@ -309,34 +355,36 @@ def select_sweeps(tree: ResultsTree, names: Sequence[str], cluster: str | None) 
     if cluster is not None and cluster not in clusters:
         raise ConfigError(f"no results of cluster {cluster!r} in {tree.root}", hint=did_you_mean(cluster, clusters))
     records: dict[str, list[tuple[str, SweepRecord]]] = {}
-    broken: dict[str, Path] = {}
+    broken: dict[str, StorageError] = {}
     for cluster_name in [cluster] if cluster else clusters:
         cluster_tree = tree.cluster(cluster_name)
         for path in sorted(cluster_tree.path("sweeps").glob("[!.]*.json")):
-            record = _read_record(cluster_tree, path.stem)
-            if record is not None:
-                records.setdefault(path.stem, []).append((cluster_name, record))
+            try:
+                record = _read_record(cluster_tree, path)
+            except StorageError as error:
+                broken[path.stem] = error
             else:
-                broken[path.stem] = path
+                records.setdefault(path.stem, []).append((cluster_name, record))
     wanted = [sweep_name(name) for name in names] or sorted(records)
+    for name, problem in broken.items():
+        if name in wanted or (not names and problem.errno):
+            raise problem
     for name in wanted:
-        if name not in records and name in broken:
-            hint = "submit the sweep again to write it anew"
-            raise StorageError(f"{broken[name]} is a link, or no record of a sweep", hint=hint)
         if name not in records:
             hint = did_you_mean(name, records) if records else "submit or run a sweep first"
             raise ConfigError(f"sweep {name!r} has nothing in {tree.root}", hint=hint)
     return [entry for name in wanted for entry in records[name]]
 
 
-def _read_record(tree: ClusterTree, name: str) -> SweepRecord | None:
-    """Return the record called ``name``; ``None`` if the file is something else."""
+def _read_record(tree: ClusterTree, path: Path) -> SweepRecord:
+    """Return the record in ``path``. Raises ``StorageError`` if it cannot be read, or is something else."""
     try:
-        record = read_sweep_record(tree, name)
-    except (StorageError, ValueError, RecursionError):
-        return None
-    is_valid = record is not None and record.sweep == name and all(map(RUN_ID_PATTERN.fullmatch, record.run_ids))
-    return record if is_valid else None
+        record = read_sweep_record(tree, path.stem)
+    except (ValueError, RecursionError):
+        record = None
+    if record is None or record.sweep != path.stem or not all(map(RUN_ID_PATTERN.fullmatch, record.run_ids)):
+        raise StorageError(f"{path} is a link, or no record of a sweep", hint="submit the sweep again to write it anew")
+    return record
 
 
 def sweep_name(source: str) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import secrets
 import shutil
 import subprocess
 import sys
@@ -27,7 +26,7 @@ import msgspec
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
 from hpcbench.config.run_spec import RunSpec, RunTask, TaskFileHeader, config_id, encode_task_file
 from hpcbench.errors import INSTALL_WORKER, ConfigError, SubmitError
-from hpcbench.fileio import make_folder, share_with_group, write_atomic, write_error
+from hpcbench.fileio import make_folder, make_shared_folder, share_with_group, write_atomic, write_error
 from hpcbench.paths import is_visible
 from hpcbench.render.job_script import TemplateEngine, rank_python, render_script
 from hpcbench.render.launch_step import JobShape, cpus_per_task
@@ -49,8 +48,10 @@ from hpcbench.submit.scheduler import (
 from hpcbench.submit.submission_record import (
     JobArray,
     Submission,
+    count_submission,
     next_submission_folder,
     restore_sweep_record,
+    submission_token,
     write_sweep_record,
 )
 
@@ -141,27 +142,27 @@ def render_submission(
                 ranks=shape.ranks,
                 nodes=shape.nodes,
                 partition=shape.partition,
+                max_running_jobs=plan.profile.partition(shape.partition).max_running_jobs,
                 cores_per_run=_cores_per_run(shape, plan),
                 job_limit_s=group.limit_s,
             )
         )
     record = Submission(
         submission=folder.name,
-        token=secrets.token_hex(4),
+        token=submission_token(folder),
         sweep=plan.sweep.name,
         cluster=plan.profile.name,
         scheduler=plan.profile.scheduler.kind,
         created_unix_s=time.time(),
-        max_running_jobs=_max_running_jobs(plan, [array.partition for array in arrays]),
+        max_running_jobs=_max_running_jobs(plan),
         order_seed=plan.order_seed,
         arrays=arrays,
     )
     return RenderedSubmission(record, files)
 
 
-def _max_running_jobs(plan: SweepPlan, partitions: Iterable[str | None]) -> int | None:
-    of_partitions = (plan.profile.partition(name).max_running_jobs for name in partitions)
-    limits = (plan.sweep.submit.max_running_jobs, plan.profile.scheduler.max_running_jobs, *of_partitions)
+def _max_running_jobs(plan: SweepPlan) -> int | None:
+    limits = (plan.sweep.submit.max_running_jobs, plan.profile.scheduler.max_running_jobs)
     return min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -176,7 +177,7 @@ def _cores_per_run(shape: JobShape, plan: SweepPlan) -> int:
     """
     profile = plan.profile
     is_alone = profile.request_of(shape.partition).exclusive or profile.device != "cpu"
-    if is_alone or (_max_running_jobs(plan, [shape.partition]) or 1) == 1:
+    if is_alone or (_max_running_jobs(plan) or 1) == 1:
         return ALL_CORES
     return shape.tasks_per_node * cpus_per_task(shape, profile)
 
@@ -213,10 +214,10 @@ def write_submission(rendered: RenderedSubmission, folder: Path) -> None:
     """
     make_folder(folder.parent)
     try:
-        folder.mkdir()
-        share_with_group(folder)
+        make_shared_folder(folder)
         for name, data in rendered.files.items():
             with open(folder / name, "xb") as file:
+                share_with_group(folder / name)
                 file.write(data)
         # All at the end: the first fsync writes most of the others, too.
         for name in rendered.files:
@@ -296,6 +297,7 @@ def submit(
             rendered = render_submission(
                 plan, runs, tree, outcome.folder, superseded, obeys_stops="skipped" not in choice.again
             )
+            count_submission(tree, outcome.folder)
             write_submission(rendered, outcome.folder)
             outcome.record, outcome.run_ids = rendered.record, list(runs)
     outcome.sent = send_unsent(tree, plan.runs, plan.profile, notify)
@@ -324,7 +326,6 @@ def _select_runs(
         key: spec for key, spec in plan.runs.items() if finished.get(key) in (None, *choice.again) or key in stale
     }
     states = run_states(tree, missing, plan.profile, time.time(), stale)
-    record_scheduler_failures(tree, states)
     wanted = choice.again if choice.only_again else {"planned", *RERUN_ON_SUBMIT, *choice.again}
     stopped = () if "skipped" in choice.again else plan.stopped
     again = set() if choice.only_again else {key for key in plan.may_be_supported if key in states}
@@ -333,6 +334,7 @@ def _select_runs(
         for key, spec in missing.items()
         if key not in stopped and (states[key].state in wanted or (key in again and states[key].state == "unsupported"))
     }
+    record_scheduler_failures(tree, states, selected)
     return selected, {key: state.state for key, state in states.items()}
 
 

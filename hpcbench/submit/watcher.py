@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from hpcbench.config.run_spec import RunSpec, read_task, run_label
-from hpcbench.errors import HpcbenchError
+from hpcbench.errors import HpcbenchError, StorageError
+from hpcbench.fileio import TEMPORARY_REFUSALS
 from hpcbench.results.attempts import Attempt, latest_start
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_OK, ResultSummary
@@ -236,8 +237,15 @@ class SweepWatcher:
             record_scheduler_failures(self.tree, states)
         return states
 
-    def refresh_results(self, states: Mapping[str, RunState]) -> dict[str, RunState]:
+    def query_again(self, states: dict[str, RunState]) -> dict[str, RunState]:
+        """``query``; the earlier ``states`` while the file system refuses for a reason that may pass."""
+        return _unless_refused(self.query, states)
+
+    def refresh_results(self, states: dict[str, RunState]) -> dict[str, RunState]:
         """``states`` with the ok results that have come since, without a query of the scheduler."""
+        return _unless_refused(lambda: self._with_new_results(states), states)
+
+    def _with_new_results(self, states: Mapping[str, RunState]) -> dict[str, RunState]:
         heads = self.tree.summaries([key for key, state in states.items() if state.state in ACTIVE_STATES])
         done = {key for key, head in heads.items() if head.status == STATUS_OK} - self._stale()
         return {key: RunState(STATUS_OK) if key in done else state for key, state in states.items()}
@@ -358,6 +366,15 @@ class SweepWatcher:
         return self.tree.ended_unix_s(run_id) or state.ended_unix_s
 
 
+def _unless_refused(read: Callable[[], dict[str, RunState]], states: dict[str, RunState]) -> dict[str, RunState]:
+    try:
+        return read()
+    except StorageError as error:
+        if error.errno not in TEMPORARY_REFUSALS:
+            raise
+        return states
+
+
 _PAUSE_FACTOR = 9.0
 _MAX_PAUSE_S = 120.0
 
@@ -421,7 +438,7 @@ def wait_for_runs(
                 refused = send_unsent(watcher.tree, list(states), profile).refused
                 if refused:
                     raise refused[0]
-            states = watcher.query()
+            states = watcher.query_again(states)
             queried_s = time.monotonic()
             next_query_s = queried_s + poll_pause_s(every_s, queried_s - began_s)
         else:

@@ -9,60 +9,79 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from hpcbench.config.run_spec import RunTask, TaskFileHeader, read_task
 from hpcbench.errors import EXIT_NOTHING_TO_DO, WorkerError
-from hpcbench.fileio import read_regular
+from hpcbench.identity import find_process
 from hpcbench.results.attempts import Attempt, attempt_numbers, begin_attempt
-from hpcbench.results.decode import decode_record
+from hpcbench.results.decode import read_record
 from hpcbench.results.results_tree import ClusterTree, environment_key
 from hpcbench.results.schema import STATUS_OK, FailureRecord, RunResult
 from hpcbench.results.stop_rules import find_stop_reason, read_stop_group
 from hpcbench.worker.distributed.rank_environment import RankInfo
 from hpcbench.worker.measure.host import oom_kills
+from hpcbench.worker.other_attempts import (
+    AttemptAtWork,
+    OtherAttempts,
+    slurm_job_id,
+    slurm_restart_count,
+)
 
 _POLL_S = 0.1
 
 
-def slurm_job_id(env: Mapping[str, str]) -> str | None:
-    """``ARRAYJOB_TASK`` in an array, else the job's number, else ``None``."""
-    array, task = env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID")
-    return f"{array}_{task}" if array and task else env.get("SLURM_JOB_ID")
-
-
-def slurm_restart_count(env: Mapping[str, str]) -> int:
-    """Return the number of restarts of this job by the scheduler."""
-    text = env.get("SLURM_RESTART_COUNT", "")
-    return int(text) if text.isdecimal() else 0
-
-
 def claim_attempt(
-    tasks: Path, index: int, header: TaskFileHeader, task: RunTask, launch: str, time_limit_s: float | None = None
+    tasks: Path,
+    index: int,
+    header: TaskFileHeader,
+    task: RunTask,
+    launch: str,
+    time_limit_s: float | None = None,
+    *,
+    others: OtherAttempts | None = None,
+    process: int | None = None,
 ) -> Attempt:
-    """Begin a new attempt of ``task`` and leave its start marker."""
+    """Begin a new attempt of ``task`` and leave its start marker.
+
+    Args:
+        others: the other attempts, as far as they were asked for already.
+        process: whose end is the end of the attempt; this one's by default.
+
+    Raises:
+        AttemptAtWork: another attempt of the run is at work, or may be.
+    """
     now = time.time()
     deadline = now + (time_limit_s or task.time_limit_s)
     job_end = os.environ.get("SLURM_JOB_END_TIME", "")
     if job_end.isdecimal() and int(job_end) > now:
         # The job began before its first run, so it may end before the run's own limit.
         deadline = min(deadline, float(job_end))
+    tree, job_id = ClusterTree(Path(header.tree)), slurm_job_id(os.environ)
     return begin_attempt(
-        ClusterTree(Path(header.tree)).run_folder(task.run_id),
+        tree.run_folder(task.run_id),
+        (others or other_attempts(tree, task.run_id)).check,
         launch=launch,
         host=socket.gethostname(),
         started_unix_s=now,
-        job_id=slurm_job_id(os.environ),
+        job_id=job_id,
+        job_cluster=os.environ.get("SLURM_CLUSTER_NAME") if job_id else None,
         restart_count=slurm_restart_count(os.environ),
+        process=find_process(process or os.getpid()) if job_id is None else None,
         deadline_unix_s=deadline,
         oom_kills=oom_kills(),
         task_file=str(tasks.absolute()),
         index=index,
         tree=header.tree,
     )
+
+
+def other_attempts(tree: ClusterTree, run_id: str) -> OtherAttempts:
+    """The attempts of a run that there are, of which those up to that of its result have ended."""
+    result = read_result(tree, run_id)
+    return OtherAttempts(result.attempt if result is not None else 0)
 
 
 def find_attempt(run_folder: Path, info: RankInfo, wait_s: float) -> Attempt:
@@ -92,9 +111,10 @@ INTERRUPTIBLE_STATUSES = frozenset({"failed", "cancelled", "preempted"})
 def begin(tasks: Path, index: int, time_limit_s: float | None = None, missing_module: str = "") -> int:
     """Print the absolute folder of a new attempt and return 0.
 
-    Returns ``EXIT_NOTHING_TO_DO`` and prints nothing on stdout where the run was cancelled before it began, is done,
-    has ended in this submission already, or is not worth starting, which a result then states. ``missing_module`` is
-    the job script's sentence about a module that it could not load: the new attempt ends as ``unsupported``.
+    Returns ``EXIT_NOTHING_TO_DO`` and prints nothing on stdout where the run was cancelled, is done, is at work in
+    another attempt, has ended in this submission already, or is not worth starting, which a result then states.
+    ``missing_module`` is the job script's sentence about a module that it could not load: the new attempt ends as
+    ``unsupported``.
     """
     header, task = read_task(tasks, index)
     tree = ClusterTree(Path(header.tree))
@@ -103,14 +123,16 @@ def begin(tasks: Path, index: int, time_limit_s: float | None = None, missing_mo
         or done_reason(tree, task)
         or _ended_in_submission_reason(tree, tasks, index, header, task)
     )
-    if why is None and (why := _stop_rule_reason(tree, tasks, task)):
-        # Nothing started, so there is no start marker, and the result counts for the latest attempt that there is.
-        number = max(attempt_numbers(tree.run_folder(task.run_id)), default=0)
-        _write_unstarted(tree, header, task, number, "skipped", FailureRecord(type="Stopped", message=why))
-    if why is not None:
-        print(f"hpcbench: {task.run_id}: {why}: nothing to do", file=sys.stderr)  # noqa: T201
-        return EXIT_NOTHING_TO_DO
-    attempt = claim_attempt(tasks, index, header, task, secrets.token_hex(8), time_limit_s)
+    others = other_attempts(tree, task.run_id)
+    try:
+        if why is None:
+            why = _stop_rule_reason(tree, header, tasks, task, others)
+        if why is not None:
+            return _nothing_to_do(task, why)
+        launch = secrets.token_hex(8)
+        attempt = claim_attempt(tasks, index, header, task, launch, time_limit_s, others=others, process=os.getppid())
+    except AttemptAtWork as at_work:
+        return _nothing_to_do(task, at_work.message)
     if missing_module:
         failure = FailureRecord.of_module(missing_module)
         _write_unstarted(tree, header, task, attempt.number, "unsupported", failure)
@@ -118,6 +140,11 @@ def begin(tasks: Path, index: int, time_limit_s: float | None = None, missing_mo
         return EXIT_NOTHING_TO_DO
     print(attempt.folder.absolute())  # noqa: T201 - the batch script reads this line
     return 0
+
+
+def _nothing_to_do(task: RunTask, why: str) -> int:
+    print(f"hpcbench: {task.run_id}: {why}: nothing to do", file=sys.stderr)  # noqa: T201
+    return EXIT_NOTHING_TO_DO
 
 
 def done_reason(tree: ClusterTree, task: RunTask) -> str | None:
@@ -134,11 +161,8 @@ def done_reason(tree: ClusterTree, task: RunTask) -> str | None:
 
 
 def _cancelled_reason(tasks: Path, run_id: str) -> str | None:
-    try:
-        dropped = decode_record(read_regular(tasks.parent / "dropped.json"), list[str])
-    except (OSError, msgspec.MsgspecError):
-        return None
-    return "it was cancelled before it began" if run_id in dropped else None
+    dropped = read_record(tasks.parent / "dropped.json", list[str]) or ()
+    return "it was cancelled" if run_id in dropped else None
 
 
 def _ended_in_submission_reason(
@@ -174,8 +198,10 @@ def _later_run_started(tree: ClusterTree, tasks: Path, index: int, pack: int) ->
     return False
 
 
-def _stop_rule_reason(tree: ClusterTree, tasks: Path, task: RunTask) -> str | None:
-    """Return the reason for which the sweep's stop rules skip the run; ``None`` if they do not."""
+def _stop_rule_reason(
+    tree: ClusterTree, header: TaskFileHeader, tasks: Path, task: RunTask, others: OtherAttempts
+) -> str | None:
+    """Return the reason for which the sweep's stop rules skip the run, and write it as result; ``None`` without one."""
 
     def status_of(run_id: str) -> str | None:
         result = read_result(tree, run_id)
@@ -185,6 +211,12 @@ def _stop_rule_reason(tree: ClusterTree, tasks: Path, task: RunTask) -> str | No
         group = read_stop_group(tasks.parent / "stop.jsonl", line)
         why = find_stop_reason(group, task.run_id, status_of) if group is not None else None
         if why is not None:
+            # Nothing started, so there is no start marker, and the result counts for the latest attempt that there is.
+            numbers = attempt_numbers(tree.run_folder(task.run_id))
+            for number in numbers:
+                others.check(Attempt(tree.run_folder(task.run_id), number))
+            failure = FailureRecord(type="Stopped", message=why)
+            _write_unstarted(tree, header, task, max(numbers, default=0), "skipped", failure)
             return why
     return None
 

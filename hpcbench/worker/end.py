@@ -12,14 +12,16 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpcbench.config.run_spec import read_task
-from hpcbench.errors import EXIT_PREEMPTED, HpcbenchError
-from hpcbench.fileio import read_tail
+from hpcbench.errors import EXIT_PREEMPTED, EXIT_SYSTEM_REFUSED, HpcbenchError
+from hpcbench.fileio import read_tail, write_patiently
 from hpcbench.results.attempts import Attempt, AttemptStart
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_OK, FailureRecord, RankResult, RunResult
 from hpcbench.worker import failure
-from hpcbench.worker.begin import read_result, slurm_restart_count
+from hpcbench.worker.begin import read_result
+from hpcbench.worker.finalize import write_patience_s
 from hpcbench.worker.measure.host import describe_own_job_memory
+from hpcbench.worker.other_attempts import slurm_restart_count
 from hpcbench.worker.shutdown import deadline_window_s, is_limit_warning
 from hpcbench.worker.summary import summarize_run
 
@@ -67,6 +69,13 @@ def end(tasks: Path, index: int, attempt_number: int, exit_code: int, received: 
             return _write_result(tree, present, exit_code)
         return 0
     log = read_tail(attempt.folder / "err.log")
+    if not missing_ranks(ranks, task.spec.ranks) and all(rank.status == STATUS_OK for rank in ranks.values()):
+        # All have measured: rank 0 could not write the result, or was killed before it had.
+        outcome = failure.decide_outcome(
+            task.spec.ranks, ranks, cause=None, only_follows=False, launcher="", oom_kills_before=None
+        )
+        result = summarize_run(header, task, attempt_number, ranks, outcome.status, outcome.error)
+        return _write_result(tree, result, exit_code, task.supersedes)
     if status == "failed" and _SLURM_OOM.search(log):
         status, how = "oom", f"{how}; the scheduler saw a process killed for its memory: {describe_own_job_memory()}"
     status, error = _failure_record(status, how, ranks, task.spec.ranks, log)
@@ -127,9 +136,10 @@ def missing_ranks(ranks: dict[int, RankResult], world_size: int) -> list[int]:
     return [rank for rank in range(world_size) if rank not in ranks]
 
 
-def _write_result(tree: ClusterTree, result: RunResult, exit_code: int) -> int:
+def _write_result(tree: ClusterTree, result: RunResult, exit_code: int, supersedes: str | None = None) -> int:
+    attempt = Attempt(tree.run_folder(result.run_id), result.attempt)
     try:
-        tree.write_result(result)
+        write_patiently(lambda: tree.write_result(result, supersedes), write_patience_s(attempt))
     except HpcbenchError as problem:
         print(f"hpcbench: the result of {result.run_id} could not be recorded: {problem}", file=sys.stderr)  # noqa: T201
         return exit_code or EXIT_NOT_RECORDED
@@ -158,6 +168,8 @@ def _status_from_exit(start: AttemptStart | None, limit_s: float, exit_code: int
 
 def describe_exit(code: int) -> str:
     """``137 -> "the ranks ended with exit code 137 (SIGKILL)"``."""
+    if code == EXIT_SYSTEM_REFUSED:
+        return f"the file system refused the ranks' files (exit code {code})"
     name = ""
     with suppress(ValueError):
         name = f" ({signal.Signals(code - 128).name})"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from hpcbench.config.run_spec import RunSpec, RunTask, TaskFileHeader
 from hpcbench.errors import HpcbenchError, StorageError
-from hpcbench.fileio import read_tail
+from hpcbench.fileio import read_error, read_tail, write_patiently
 from hpcbench.results.attempts import Attempt
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_OK, FailureRecord, RankResult
@@ -190,13 +190,21 @@ class RunFinalizer:
                 cause = FailureCause(context.info.rank, socket.gethostname(), status, failure)
             channel.announce_abort(cause)
         result = measurements.rank_result(status, failure, may_wait)
-        with contextlib.suppress(HpcbenchError):
-            context.attempt.write_rank(result)
+        is_written = self._write_rank(result, patience_s=0.0)
         if channel is not None:
             channel.send(result)
         if context.info.rank == 0:
             status = write_run_result(context, channel, result, error, wait_s)
+        if not is_written:
+            # Rank 0 had it from the channel, unless that was closed already.
+            self._write_rank(result, write_patience_s(context.attempt))
         return 0 if status == STATUS_OK else EXIT_NOT_OK
+
+    def _write_rank(self, result: RankResult, patience_s: float) -> bool:
+        with contextlib.suppress(HpcbenchError):
+            write_patiently(lambda: self.context.attempt.write_rank(result), patience_s)
+            return True
+        return False
 
     def _describe(self, error: BaseException | None) -> tuple[str, FailureRecord | None]:
         if error is None:
@@ -226,10 +234,8 @@ def write_run_result(
         StorageError: the results tree was moved or removed, or the result cannot be written.
     """
     attempt, spec = context.attempt, context.spec
-    if not attempt.folder.is_dir():
-        # Making the tree anew would hide the results where nobody looks for them.
-        message = f"the results tree {context.header.tree} is gone: its folder {attempt.folder} was there at the start"
-        raise StorageError(message, hint="was it moved or removed while jobs ran? submit runs this again")
+    patience_s = write_patience_s(attempt)
+    write_patiently(lambda: _check_folder(attempt, context.header.tree), patience_s)
     if channel is not None:
         ranks = channel.collect(attempt, wait_s)
     else:
@@ -238,7 +244,7 @@ def write_run_result(
         while len(ranks := attempt.read_ranks()) < spec.ranks and time.monotonic() <= give_up:
             time.sleep(0.1)
     ranks = {**ranks, context.info.rank: rank_0}
-    marker = attempt.read_start()
+    marker = write_patiently(attempt.read_start, patience_s)
     outcome = decide_outcome(
         spec.ranks,
         ranks,
@@ -249,5 +255,31 @@ def write_run_result(
         log=read_tail(attempt.folder / "err.log"),
     )
     result = summarize_run(context.header, context.task, attempt.number, ranks, outcome.status, outcome.error)
-    ClusterTree(Path(context.header.tree)).write_result(result, context.task.supersedes)
+    tree = ClusterTree(Path(context.header.tree))
+    write_patiently(lambda: tree.write_result(result, context.task.supersedes), patience_s)
     return outcome.status
+
+
+def _check_folder(attempt: Attempt, tree: str) -> None:
+    """Raise ``StorageError`` if the attempt's folder has gone: making it anew would hide the results."""
+    try:
+        attempt.folder.stat()
+    except FileNotFoundError:
+        message = f"the results tree {tree} is gone: its folder {attempt.folder} was there at the start"
+        hint = "was it moved or removed while jobs ran? submit runs this again"
+        raise StorageError(message, hint=hint) from None
+    except OSError as error:
+        raise read_error(error, attempt.folder) from error
+
+
+_MAX_PATIENCE_S = 600.0
+_MIN_PATIENCE_S = 60.0
+
+
+def write_patience_s(attempt: Attempt) -> float:
+    """Seconds for which a measured result may wait for its file system: until the job's limit, 600 at most."""
+    with contextlib.suppress(HpcbenchError):
+        start = attempt.read_start()
+        if start is not None and start.deadline_unix_s is not None:
+            return min(max(start.deadline_unix_s - time.time(), _MIN_PATIENCE_S), _MAX_PATIENCE_S)
+    return _MAX_PATIENCE_S

@@ -32,6 +32,7 @@ from typing import Any
 
 from hpcbench.config.run_spec import RunSpec, read_task, read_tasks, run_label
 from hpcbench.errors import WorkerError
+from hpcbench.fileio import share_with_group
 from hpcbench.results.attempts import Attempt
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.worker.begin import claim_attempt, done_reason, read_result
@@ -176,7 +177,8 @@ def _take_part(rank: int, order: _Order) -> int:
     attempt = Attempt(ClusterTree(Path(header.tree)).run_folder(task.run_id), order.attempt)
     for name, stream in (("out.log", sys.stdout), ("err.log", sys.stderr)):
         stream.flush()
-        file = os.open(attempt.folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        file = os.open(attempt.folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        share_with_group(attempt.folder / name)
         os.dup2(file, stream.fileno())
         os.close(file)
     info = RankInfo(rank, rank, task.spec.ranks, task.spec.ranks, 0, LAUNCHER, order.launch)

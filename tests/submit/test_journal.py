@@ -10,7 +10,6 @@ from hpcbench.submit.journal import (
     Journal,
     JournalWriter,
     drop_runs,
-    mark_attempted,
     read_dropped_runs,
     read_journal,
 )
@@ -45,18 +44,19 @@ def test_an_array_task_counts_from_the_first_job_of_its_chunk() -> None:
 
 def test_a_process_goes_on_where_another_died(tmp_path: Path) -> None:
     first = JournalWriter(tmp_path)
-    first.record(mark_attempted(chunk(0, 4, None)), durable=True)
-    first.withdraw(chunk(0, 4, None))
+    first.record(chunk(0, 4, None), durable=True)
+    first.withdraw(chunk(0, 4, None), doubtful=True)
     first.record(chunk(0, 2))
-    first.record(mark_attempted(chunk(2, 2, None)), durable=True)
+    first.record(chunk(2, 2, None), durable=True)
     (open_one,) = [one for one in read_journal(tmp_path).batches if one.is_unanswered]
-    assert (open_one.first, open_one.tried_unix_s > 0) == (2, True)
+    assert open_one.first == 2
     second = JournalWriter(tmp_path)
     second.record(chunk(2, 2, "9"))
     second.record_waiting("too many jobs")
     journal = read_journal(tmp_path)
     assert journal.job_ids() == ["7_0", "7_1", "9_0", "9_1"]
     assert journal.waiting == "too many jobs"
+    assert [(batch.first, batch.count) for batch in journal.doubtful] == [(0, 4)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["sent-1.jsonl", "sent-2.jsonl"]
 
 

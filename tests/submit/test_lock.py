@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from hpcbench.errors import StorageError
+from hpcbench.fileio import write_atomic
 from hpcbench.submit import lock
 from hpcbench.submit.lock import LockHolder, exclusive_lock
 
@@ -42,7 +43,9 @@ def hold(path: Path, **changes: object) -> None:
 def test_a_living_holder_is_named(tmp_path: Path) -> None:
     hold(tmp_path / ".lock")
     with (
-        pytest.raises(StorageError, match=r"waited 0.2 s for ada \(process 1 on elsewhere\)"),
+        pytest.raises(
+            StorageError, match=r"waited 0.2 s for ada \(process 1 on elsewhere\), whose lock has not changed for"
+        ),
         exclusive_lock(tmp_path / ".lock", wait_s=0.2),
     ):
         pass
@@ -62,8 +65,13 @@ def test_an_expired_lease_is_taken_over(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("content", "left"), [(b"dead", []), (b"its successor's", [b"its successor's"])])
 def test_removing_a_stale_lock_keeps_a_new_one(content: bytes, left: list[bytes], tmp_path: Path) -> None:
-    (tmp_path / ".lock").write_bytes(content)
-    lock._remove_stale_file(tmp_path / ".lock", b"dead")
+    path = tmp_path / ".lock"
+    path.write_bytes(b"dead")
+    dead = lock._look_at(path)
+    assert dead is not None
+    if content != b"dead":
+        write_atomic(path, content)
+    lock._remove_stale_file(path, dead)
     assert [path.read_bytes() for path in tmp_path.iterdir()] == left
 
 

@@ -6,6 +6,7 @@ import datetime
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from hpcbench.results.attempts import begin_attempt
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.submit import run_state
 from hpcbench.submit.plan import SweepPlan
-from hpcbench.submit.run_state import RUN_LEASE_S, record_scheduler_failures, run_states
+from hpcbench.submit.run_state import record_scheduler_failures, run_states
 from hpcbench.submit.submit import submit
 
 
@@ -51,9 +52,11 @@ def test_a_job_without_a_result_gets_the_schedulers_state(
 def test_the_attempt_that_began_is_the_one_that_ended_so(
     plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path
 ) -> None:
-    submit(plan, cluster_tree)
+    folder = submit(plan, cluster_tree).folder
     run_id = next(iter(plan.runs))
-    begin_attempt(cluster_tree.run_folder(run_id), launch="l", host="h", started_unix_s=1.0)
+    start: dict[str, Any] = {"launch": "l", "host": "h", "started_unix_s": 1.0, "task_file": f"{folder}/0.jsonl"}
+    begin_attempt(cluster_tree.run_folder(run_id), **start)
+    begin_attempt(cluster_tree.run_folder(run_id), **start | {"task_file": "/of/small-0009/0.jsonl"})
     (fake_slurm / "sacct").write_text(f"4711_0|TIMEOUT|None|{ended(600)}|\n")
     look(plan, cluster_tree)
     result = cluster_tree.read_result(run_id)
@@ -75,12 +78,15 @@ def test_states_that_may_change_are_not_recorded(
     assert cluster_tree.summaries(plan.runs) == {}
 
 
-def test_a_lost_run_is_planned_again_after_its_lease(
-    plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path
+@pytest.mark.parametrize("silent", ["squeue.silent", "sacct.silent"])
+def test_a_run_is_lost_only_if_squeue_and_sacct_both_answered(
+    silent: str, plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path
 ) -> None:
+    """A command that prints nothing and ends with 0 has not answered; a clock that is wrong by years changes nothing."""
     submit(plan, cluster_tree)
-    assert look(plan, cluster_tree, RUN_LEASE_S - 60) == ["lost"] * 4
-    assert look(plan, cluster_tree, RUN_LEASE_S + 86400) == ["planned"] * 4
+    assert look(plan, cluster_tree, 3600) == look(plan, cluster_tree, 1e9) == ["lost"] * 4
+    (fake_slurm / silent).touch()
+    assert set(look(plan, cluster_tree, 3600)) <= {"waiting", "pending"}
 
 
 def test_states_are_reported_where_results_cannot_be_written(

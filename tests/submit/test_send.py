@@ -12,10 +12,11 @@ import pytest
 
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.sweep_loader import Sweep
+from hpcbench.identity import account_name
 from hpcbench.results.attempts import begin_attempt
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.submit import sbatch
-from hpcbench.submit.journal import JobBatch, JournalWriter, drop_runs, mark_attempted, read_journal
+from hpcbench.submit.journal import JobBatch, JournalWriter, drop_runs, read_journal
 from hpcbench.submit.lock import exclusive_lock
 from hpcbench.submit.plan import SweepPlan, make_plan
 from hpcbench.submit.run_state import run_states
@@ -71,7 +72,7 @@ def test_a_limit_is_met_with_smaller_arrays_and_the_rest_waits(
     monkeypatch.setenv("FAKE_SBATCH", "limit")
     monkeypatch.setenv("FAKE_LIMIT", "7")
     monkeypatch.setenv("FAKE_COUNT_IDS", "1")
-    (fake_slurm / "squeue.user").write_text("1\n")
+    (fake_slurm / "squeue.user").write_text("1|gpu|normal\n")
     sent = submit(ten(), cluster_tree).sent
     assert (sent.jobs, sent.waiting, sent.refused, sent.failed) == (7, 3, [], None)
     assert "QOSMaxSubmitJobPerUserLimit" in sent.reason
@@ -104,7 +105,7 @@ def test_a_limit_that_not_even_one_job_meets_is_a_refusal(
 def test_a_profile_limits_submitted_jobs(
     ten: Callable[..., SweepPlan], cluster_tree: ClusterTree, fake_slurm: Path
 ) -> None:
-    (fake_slurm / "squeue.user").write_text("1\n2\n3\n")
+    (fake_slurm / "squeue.user").write_text("1|gpu|normal\n2|gpu|normal\n3|cpu|low\n")
     sent = submit(ten(max_submitted_jobs=7), cluster_tree).sent
     assert (sent.jobs, sent.waiting) == (4, 6)
     assert options(fake_slurm, "array") == ["0-3"]
@@ -182,7 +183,7 @@ def test_a_submission_locked_by_another_process_is_not_sent(
     with exclusive_lock(folder / ".sending"):
         sent = hand_over(ten(), cluster_tree, folder, record)
     assert (sent.jobs, sent.waiting, sent.failed) == (0, 10, None)
-    assert "to finish" in sent.reason
+    assert "whose lock has not changed" in sent.reason
     assert not (fake_slurm / "calls").exists()
 
 
@@ -214,16 +215,16 @@ def test_the_job_number_is_read_despite_banners_and_wrappers(
 @pytest.mark.parametrize(
     ("output", "number"),
     [
-        ("4711\n", "4711"),
-        ("4711;cluster\n", "4711"),
-        ("Submitted batch job 4711\n", "4711"),
-        ("Submitted batch job 4711 on cluster two\n", "4711"),
-        ("see job 2024 policy\nSubmitted batch job 167\n", "167"),
+        ("4711\n", ("4711", "")),
+        ("4711;beta\n", ("4711", "beta")),
+        ("Submitted batch job 4711\n", ("4711", "")),
+        ("Submitted batch job 4711 on cluster two\n", ("4711", "two")),
+        ("see job 2024 policy\nSubmitted batch job 167\n", ("167", "")),
         ("12 jobs of 2024\n", None),
         ("", None),
     ],
 )
-def test_the_job_number_is_parsed_from_sbatchs_output(output: str, number: str | None) -> None:
+def test_the_job_number_is_parsed_from_sbatchs_output(output: str, number: tuple[str, str] | None) -> None:
     assert sbatch.parse_job_number(output) == number
 
 
@@ -258,8 +259,8 @@ def test_a_submit_killed_while_sending_is_completed(
     monkeypatch.setattr(sbatch, "SBATCH_SETTLE_S", 0.1)
     folder, record = written(ten(), cluster_tree)
     name = record.batch_name(0, 0, 10)
-    chunk = functools.partial(JobBatch, array=0, first=0, count=10, name=name, is_array=True)
-    JournalWriter(folder).record(mark_attempted(chunk()), durable=True)
+    batch = JobBatch(array=0, first=0, count=10, name=name, is_array=True, user=account_name())
+    JournalWriter(folder).record(batch, durable=True)
     (fake_slurm / "squeue.named").write_text(f"4321|{name}\n4322|{name}x\n" if is_queued else "")
     sent = submit(ten(), cluster_tree).sent
     assert sent.jobs == (0 if is_queued else 10)
@@ -270,8 +271,8 @@ def test_a_job_that_ended_unseen_is_found_by_start_markers(
     ten: Callable[..., SweepPlan], cluster_tree: ClusterTree, fake_slurm: Path
 ) -> None:
     folder, record = written(ten(), cluster_tree)
-    chunk = JobBatch(array=0, first=0, count=10, name=record.batch_name(0, 0, 10), is_array=True)
-    JournalWriter(folder).record(mark_attempted(chunk), durable=True)
+    batch = JobBatch(array=0, first=0, count=10, name=record.batch_name(0, 0, 10), is_array=True)
+    JournalWriter(folder).record(batch, durable=True)
     begin_attempt(
         cluster_tree.run_folder(record.arrays[0].run_ids[6]),
         launch="l", host="h", started_unix_s=1.0, job_id="4321_6", task_file=str(folder / "0.jsonl"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -17,6 +18,8 @@ from click.testing import CliRunner
 
 from hpcbench.cli import status_commands
 from hpcbench.config.run_spec import run_label
+from hpcbench.errors import StorageError
+from hpcbench.fileio import read_error
 from hpcbench.results.attempts import begin_attempt
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import FailureRecord, RunResult
@@ -140,3 +143,27 @@ def test_status_imports_nothing_that_only_submit_needs(project: Path) -> None:
     code = "import sys; sys.argv = ['hpcbench', 'status']\nfrom hpcbench.cli.main import entry_point\ntry: entry_point()\nexcept SystemExit: pass\nprint(sorted({'torch', 'submitit', 'polars', 'jinja2', 'pydantic', 'rich', 'psutil'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=project, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(("code", "goes_on"), [(errno.ESTALE, True), (errno.EIO, True), (errno.EACCES, False)])
+def test_watching_goes_on_while_a_file_system_is_away(
+    code: int,
+    goes_on: bool,
+    plan: SweepPlan,
+    cluster_tree: ClusterTree,
+    fake_slurm: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    submit(plan, cluster_tree)
+    watcher = SweepWatcher(cluster_tree.root, plan.profile, {"small": list(plan.runs)})
+    states = watcher.query()
+
+    def refuse(*_: object) -> None:
+        raise read_error(OSError(code, os.strerror(code)), cluster_tree.root)
+
+    monkeypatch.setattr(type(watcher.tree), "summaries", refuse)
+    if goes_on:
+        assert watcher.query_again(states) == watcher.refresh_results(states) == states
+    else:
+        with pytest.raises(StorageError):
+            watcher.query_again(states)

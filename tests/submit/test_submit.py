@@ -201,8 +201,8 @@ def test_single_jobs_and_arrays_send_the_same_script(tmp_path: Path, fake_slurm:
     script = tmp_path / "0.sh"
     script.write_text("#!/bin/bash\n")
     executor = SbatchExecutor(tmp_path, os.environ)
-    assert executor.submit_script(script, [], 0) == "4711"
-    assert executor.submit_script(script, ["--array=0-1"], 0) == "4711"
+    assert executor.submit_script(script, [], 0) == ("4711", "")
+    assert executor.submit_script(script, ["--array=0-1"], 0) == ("4711", "")
     assert (fake_slurm / "calls").read_text().splitlines() == [
         f"--parsable {script} 0",
         f"--parsable --array=0-1 {script} 0",

@@ -24,7 +24,7 @@ from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import RunResult
 from hpcbench.submit.journal import JobBatch, JournalWriter, read_journal
 from hpcbench.submit.lock import exclusive_lock
-from hpcbench.submit.scheduler import JobStatus, Notify, Scheduler, SendOutcome
+from hpcbench.submit.scheduler import JobStatus, Notify, QueueTable, Scheduler, SendOutcome
 from hpcbench.submit.submission_record import NewestSubmission, Submission, SubmittedRun, list_submissions
 from tests.submit.conftest import SWEEP
 
@@ -64,12 +64,13 @@ class FakeScheduler(Scheduler):
                         outcome.jobs += 1
         return outcome
 
-    def state(self, submissions: Sequence[NewestSubmission]) -> FakeQuery:
+    def state(self, submissions: Sequence[NewestSubmission], queue: QueueTable | None = None) -> FakeQuery:
         return FakeQuery(self.jobs())
 
-    def cancel(self, whole: Sequence[SubmittedRun], parts: Sequence[SubmittedRun]) -> None:
+    def cancel(self, whole: Sequence[SubmittedRun], parts: Sequence[SubmittedRun]) -> dict[str, str]:
         assert not parts
         self.set_states({run.job_id: "cancelled" for run in whole if run.job_id})
+        return {}
 
 
 class FakeQuery:

@@ -7,7 +7,8 @@ import os
 import pytest
 
 from hpcbench.submit import scheduler
-from hpcbench.submit.scheduler import RunningCommand, announce_silence
+from hpcbench.submit.scheduler import RunningCommand
+from hpcbench.submit.silence import announce_silence
 
 
 def answer(words: str) -> str:

@@ -38,7 +38,7 @@ def test_a_run_that_was_cancelled_before_it_began_is_not_begun(
     tasks = write_tasks(tmp_path, *RUNS)
     (tmp_path / "dropped.json").write_text(json.dumps([run_id(RUNS[1])]))
     assert [begin(tasks, index) for index in (0, 1)] == [0, EXIT_NOTHING_TO_DO]
-    assert "cancelled before it began" in capsys.readouterr().err
+    assert "it was cancelled: nothing to do" in capsys.readouterr().err
     assert [attempts(tmp_path, RUNS[index]) for index in (0, 1)] == [1, 0]
     (tmp_path / "dropped.json").write_text("[")
     assert begin(tasks, 1) == 0

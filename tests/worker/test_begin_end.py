@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -18,8 +19,9 @@ from hpcbench.worker import begin as begin_module
 from hpcbench.worker import end as end_module
 from hpcbench.worker import failure as failure_module
 from hpcbench.worker.__main__ import main
-from hpcbench.worker.begin import begin, slurm_job_id
+from hpcbench.worker.begin import begin
 from hpcbench.worker.end import describe_exit, end
+from hpcbench.worker.other_attempts import slurm_job_id
 from hpcbench.worker.summary import summarize_run
 from tests.worker.helpers import (
     failure,
@@ -70,10 +72,19 @@ def test_begin_claims_an_attempt_and_prints_its_folder(
     assert before + 120 <= marker["deadline_unix_s"] <= time.time() + 120
 
 
-def test_a_second_begin_is_a_second_attempt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_begin_is_a_second_attempt_once_the_first_has_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     tasks = write_tasks(tmp_path, SPEC)
-    assert begin(tasks, 0) == begin(tasks, 0, time_limit_s=5) == 0
-    assert [Path(line).name for line in capsys.readouterr().out.splitlines()] == ["1", "2"]
+    with subprocess.Popen(["sleep", "60"]) as script:
+        monkeypatch.setattr(os, "getppid", lambda: script.pid)
+        assert [begin(tasks, 0), begin(tasks, 0)] == [0, EXIT_NOTHING_TO_DO]
+        assert f"attempt 1 is at work (process {script.pid}): nothing to do" in capsys.readouterr().err
+        script.kill()
+        script.wait()
+        monkeypatch.undo()
+        assert begin(tasks, 0, time_limit_s=5) == 0
+    assert Path(capsys.readouterr().out.strip()).name == "2"
 
 
 def test_begin_of_a_done_run_has_nothing_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

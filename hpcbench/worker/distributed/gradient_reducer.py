@@ -71,7 +71,7 @@ class GradientReducer:
         self._begin()
 
     def send_rest(self) -> None:
-        """Send what was not ready by itself; where a parameter got no gradient, zeros are sent."""
+        """Send the buckets that were not ready by themselves; zeros stand for a parameter without a gradient."""
         while self._next < len(self._buckets):
             self._send()
 
