@@ -11,12 +11,16 @@ CPUS ?= 0.4
 MEM ?= 3g
 LINK ?= 1gbit
 
+# The storm of `make chaos`.
+MINUTES ?= 20
+SEED ?= 1
+
 # Compilers at a time in `make horovod`.
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart horovod horovod-if-possible test test-all test-rest test-strategy test-slurm test-cuda test-torch run-distributed run-others run-slurm run-elsewhere durations lint format docs \
-	reference schemas layers check-layers golden pictures slurm-up slurm-down slurm-status soak faults bench gpu-check gpu-kit gpu-day oracle-score rerun-ddlbench rerun-paradl clean
+	reference schemas layers check-layers golden pictures slurm-up slurm-down slurm-status soak faults chaos bench gpu-check gpu-kit gpu-day oracle-score rerun-ddlbench rerun-paradl clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -153,8 +157,12 @@ slurm-status: ## print the state of the SLURM box
 soak: $(VENV)/.dev ## slow tests and repetitions, most of them on the SLURM box
 	$(BIN)/pytest -m soak --timeout 3600
 
-faults: $(VENV)/.dev ## every fault on the SLURM box, as a table
+faults: $(VENV)/.dev ## every fault on the SLURM box, as a table; then a random storm
 	$(BIN)/pytest -m faults
+	@$(MAKE) --no-print-directory chaos
+
+chaos: $(VENV)/.dev slurm-up ## random commands and faults on the SLURM box (root; MINUTES, SEED)
+	$(BIN)/python -m tests.slurm.chaos storm --minutes $(MINUTES) --seed $(SEED)
 
 bench: $(VENV)/.worker ## measure hpcbench's own costs against lower bounds and peers (ONLY)
 	$(BIN)/python -m benchmarks $(ONLY)

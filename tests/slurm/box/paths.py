@@ -44,7 +44,7 @@ HOSTS_END = "# <<< hpcbench slurmbox"
 
 CONTROLLER_NAME = "slurmbox-controller"
 
-USERS = ("boxuser1", "boxuser2")
+USERS = ("boxuser1", "boxuser2", "boxuser3")
 # Written to the comment field of /etc/passwd: only users that carry it are removed by `down`.
 USER_MARK = "hpcbench slurmbox test user"
 

@@ -48,6 +48,8 @@ class Project:
         text = text.replace('name = "slurmbox"', f'name = "{CLUSTER}"').replace('warning_s = "60 s"', scheduler)
         (folder / "clusters" / f"{CLUSTER}.toml").write_text(text + LIMITED)
         self.tree = ClusterTree(folder / "results" / CLUSTER)
+        self.variables: dict[str, str] = {}
+        """Of every command, and of the jobs that it sends."""
         self.seen_ok: dict[str, bytes] = {}
         self.damaged: set[str] = set()
         """Runs whose ok result a test spoiled: they are to be measured again."""
@@ -63,7 +65,8 @@ class Project:
         return [sys.executable, "-m", "hpcbench", *arguments]
 
     def environment(self) -> dict[str, str]:
-        return {**ENVIRONMENT, "PYTHONPATH": str(ROOT), "XDG_CONFIG_HOME": str(self.folder / "xdg")}
+        packages = os.pathsep.join((str(ROOT / "tests/slurm/plants"), str(ROOT)))
+        return {**ENVIRONMENT, "PYTHONPATH": packages, "XDG_CONFIG_HOME": str(self.folder / "xdg"), **self.variables}
 
     def start(self, *arguments: str, command: list[str] | None = None) -> subprocess.Popen[str]:
         self.remember()

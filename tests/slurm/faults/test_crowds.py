@@ -21,7 +21,7 @@ import pytest
 from hpcbench.submit.lock import LockHolder
 from tests.slurm.box import Box
 from tests.slurm.faults.conftest import Verify
-from tests.slurm.faults.project import CLUSTER, ROOT, Project, wait_for
+from tests.slurm.faults.project import CLUSTER, Project, wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.faults, pytest.mark.timeout(900)]
 
@@ -56,7 +56,7 @@ def start_as(
     """
     account = pwd.getpwnam(user)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    packages = os.pathsep.join((str(ROOT), sysconfig.get_paths()["purelib"]))
+    packages = os.pathsep.join((project.environment()["PYTHONPATH"], sysconfig.get_paths()["purelib"]))
     env = {**project.environment(), "HOME": account.pw_dir, "USER": user, "LOGNAME": user, "PYTHONPATH": packages}
     env.pop("XDG_CONFIG_HOME", None)
     command = [str(project.folder.parent / "python" / "bin" / version), "-m", "hpcbench", *arguments]

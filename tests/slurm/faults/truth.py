@@ -48,7 +48,7 @@ def find_truth(project: Project, sweep: str) -> Truth:
             lost.append(f"{run_id}: the result says {result['status']}, status says {states[run_id]}")
     if set(states) != set(run_ids):
         lost.append("status speaks of other runs than the sweep")
-    return Truth(len(run_ids), ok, lost, [*_run_twice(project), *_sent_twice(project)])
+    return Truth(len(run_ids), ok, lost, [*run_twice(project), *_sent_twice(project)])
 
 
 def _changed(project: Project) -> list[str]:
@@ -84,7 +84,7 @@ def _untrue(project: Project, run_id: str, result: dict[str, Any]) -> list[str]:
     return found
 
 
-def _run_twice(project: Project) -> list[str]:
+def run_twice(project: Project) -> list[str]:
     """Attempts that ought not to be: after an ok one, or begun before the one before had ended."""
     attempts: dict[str, list[Attempt]] = defaultdict(list)
     for run_id, attempt in project.attempts():
