@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import pwd
@@ -30,21 +31,10 @@ def process_namespace() -> str:
 
     A host's name is not enough, as containers and login nodes may share one.
     """
-    return ":".join((socket.gethostname(), _read_boot_id(), _own_namespace()))
-
-
-def _read_boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _own_namespace() -> str:
-    try:
-        return str(Path("/proc/self/ns/pid").readlink())
-    except OSError:
-        return ""
+    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    with contextlib.suppress(OSError):
+        return f"{socket.gethostname()}:{boot.read_text().strip()}:{namespace.readlink()}"
+    return f"{socket.gethostname()}::"
 
 
 class ProcessId(msgspec.Struct, frozen=True):

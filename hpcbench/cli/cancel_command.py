@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -73,12 +74,9 @@ def cancel_sweep(
 
 def _read_whole_queue(tree: ClusterTree, profile: ClusterProfile) -> QueueTable | None:
     """The scheduler's whole queue; ``None`` if it has none, or does not answer."""
-    if not profile.scheduler.traits.is_slurm:
-        return None
-    try:
-        return read_queue(profile, clusters_of(tree))
-    except SubmitError:
-        return None
+    with contextlib.suppress(SubmitError):
+        return read_queue(profile, clusters_of(tree)) if profile.scheduler.traits.is_slurm else None
+    return None
 
 
 def _print_cancelled(

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from hpcbench.config.run_spec import read_task
 from hpcbench.results.attempts import Attempt, attempt_numbers
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_OK
@@ -88,6 +89,8 @@ class _Audit:
         self._rows = {cluster: [row for row in queue_rows(text) if row.is_active] for cluster, text in queue.items()}
         self._submissions = list_submissions(tree)
         self._journals = {folder: read_journal(folder) for folder, _ in self._submissions}
+        run_ids = (run_id for _, record in self._submissions for array in record.arrays for run_id in array.run_ids)
+        self._newest = find_submitted_runs(tree, run_ids)
         self._by_token = {record.token: (folder, record) for folder, record in self._submissions}
         self._by_folder = {str(folder.absolute()): (folder, record) for folder, record in self._submissions}
 
@@ -120,6 +123,10 @@ class _Audit:
             reason = f"{row.state}, and its submission {folder.name} was removed"
             yield AuditFinding(SECOND, sweep, about, reason, cancel, row.job_id, cluster)
             return
+        if any(
+            batch.is_unanswered and batch.is_named(row.name, row.command) for batch in self._journals[folder].batches
+        ):
+            return  # a submit is sending it, or the next one finds it
         batches = [batch for batch in self._journals[folder].batches if batch.is_sent]
         batch = next((one for one in batches if one.job_id == row.number and one.job_cluster in ("", cluster)), None)
         if batch is None:
@@ -143,11 +150,15 @@ class _Audit:
         """The reason why a job of the submission in ``folder`` would not run this run; ``None`` if it would."""
         if run_id in self._journals[folder].dropped:
             return "cancelled"
+        newest = self._newest.get(run_id)
+        if newest is not None and newest.folder != folder:
+            return f"{_AGAIN} in {newest.folder.name}"
         head = self._tree.summary(run_id)
-        if head is not None and head.status == STATUS_OK:
-            return "ok already"
-        newest = find_submitted_runs(self._tree, [run_id]).get(run_id)
-        return None if newest is None or newest.folder == folder else f"{_AGAIN} in {newest.folder.name}"
+        if newest is None or head is None or head.status != STATUS_OK:
+            return None
+        # A run that is measured again has an ok result, which it replaces.
+        _, task = read_task(folder / f"{newest.array.number}.jsonl", newest.index)
+        return None if task.supersedes and task.supersedes == head.environment_key else "ok already"
 
     def _doubled_runs(self) -> Iterator[AuditFinding]:
         working: dict[str, str] = {}

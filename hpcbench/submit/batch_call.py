@@ -24,12 +24,10 @@ def new_batch(
         group: its throttle group.
     """
     script = folder / f"{array.number}.sh"
-    own = name = record.batch_name(array.number, first, count)
-    if (prescribed := _profile_directive("job-name", profile, array.partition)) is not None:
-        name = prescribed
-    elif "job-name" in profile.request_of(array.partition).drop:
-        # sbatch names a job after its script.
-        name = script.name
+    own = record.batch_name(array.number, first, count)
+    # Without a name, sbatch calls a job after its script.
+    default = script.name if "job-name" in profile.request_of(array.partition).drop else own
+    name = _profile_directive("job-name", profile, array.partition) or default
     return JobBatch(
         array=array.number,
         first=first,

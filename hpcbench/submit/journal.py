@@ -54,6 +54,10 @@ class JobBatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Whether sbatch was called and its answer is unknown."""
         return self.job_id is None and not self.refused
 
+    def is_named(self, name: str, command: str) -> bool:
+        """Whether a job with this name and command at the scheduler is of this batch."""
+        return name == self.name and (not self.command or command.strip() == self.command)
+
     def overlaps(self, other: JobBatch) -> bool:
         """Whether both carry a job of one array."""
         is_apart = self.first + self.count <= other.first or other.first + other.count <= self.first

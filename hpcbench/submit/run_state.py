@@ -27,7 +27,7 @@ from hpcbench.config.run_spec import read_task
 from hpcbench.errors import HpcbenchError
 from hpcbench.fileio import printable_text, read_tail
 from hpcbench.identity import account_name
-from hpcbench.results.attempts import Attempt, AttemptStart, latest_start
+from hpcbench.results.attempts import AttemptStart, latest_start
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_BROKEN, STATUS_OK, STATUSES, FailureRecord, ResultSummary, RunResult
 from hpcbench.submit.journal import drop_runs
@@ -196,8 +196,7 @@ class _StateResolver:
     def state(self, run_id: str, run: SubmittedRun, *, has_result: bool) -> RunState:
         """The state of a run by its job. ``has_result``: even a broken one."""
         status = self._statuses.get(run_id)
-        attempt = run.started_attempt(self._tree)
-        if run.is_dropped and not attempt:
+        if run.is_dropped and not run.started_attempt(self._tree):
             return _make_state(run, "planned", "cancelled before it began")
         if status is None and run.job_id is None:
             return _make_state(run, "waiting", _waiting_reason(run))
@@ -205,13 +204,15 @@ class _StateResolver:
             return self._unknown(run)
         if status.state == "hidden":
             return self._hidden(run, status.reason)
-        return self._listed(run, status, attempt, has_result=has_result)
+        return self._listed(run, status, has_result=has_result)
 
-    def _listed(
-        self, run: SubmittedRun, status: JobStatus, attempt: tuple[Attempt, AttemptStart] | None, *, has_result: bool
-    ) -> RunState:
-        """The state of a run whose job the scheduler lists. ``attempt``: the newest one that this job began."""
+    def _listed(self, run: SubmittedRun, status: JobStatus, *, has_result: bool) -> RunState:
+        """The state of a run whose job the scheduler lists."""
         is_packed = run.array.pack > 1
+        if not is_packed and status.state in ACTIVE_STATES:
+            # Most runs: their files need not be read.
+            return _make_state(run, status.state, status.reason)
+        attempt = run.started_attempt(self._tree)
         if status.state == "running" and is_packed and not attempt:
             return _make_state(run, "pending", f"its job {run.job_id} comes to it later")
         if status.state in ACTIVE_STATES:

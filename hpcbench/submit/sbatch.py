@@ -119,9 +119,8 @@ class SbatchExecutor(submitit.SlurmExecutor):
 
 
 def _removed_variables() -> str:
-    names = [name for name in scrubbed_names() if name.startswith("SBATCH_")]
-    listed = ", ".join(names)
-    return f"\n  {listed} of this shell was not passed on: what jobs need is in the cluster's profile" if names else ""
+    names = ", ".join(name for name in scrubbed_names() if name.startswith("SBATCH_"))
+    return f"\n  {names} of this shell was not passed on: what jobs need is in the cluster's profile" if names else ""
 
 
 _JOB_NUMBER_LINE = re.compile(r"(?:Submitted batch job )?(\d+)(?:;(\S+)| on cluster (\S+))?")

@@ -333,8 +333,7 @@ def find_jobs(batch: JobBatch, profile: HasSchedulerSettings, cluster: str = "")
             continue
         job_id, _, rest = line.partition("|")
         name, _, command = rest.partition("|")
-        is_own = name == batch.name and (not batch.command or command.strip() == batch.command)
-        if is_own and job_id.isdecimal() and (job_id, answering) not in jobs:
+        if batch.is_named(name, command) and job_id.isdecimal() and (job_id, answering) not in jobs:
             jobs.append((job_id, answering))
     jobs.sort(key=lambda job: int(job[0]))
     return JobLookup(jobs, bool(jobs) or has_header(result.output), time.monotonic() - began_s)

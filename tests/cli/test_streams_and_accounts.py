@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import absent
 from tests.submit.conftest import fake_slurm
 
 __all__ = ["fake_slurm"]
@@ -34,7 +35,13 @@ UNPRIVILEGED = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
 NAMELESS = ["setpriv", "--reuid", "54321", "--regid", "54321", "--clear-groups",
             # The interpreter may lie in root's home.
             "--inh-caps", "+dac_override,+dac_read_search", "--ambient-caps", "+dac_override,+dac_read_search"]  # fmt: skip
-needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root changes its user, and gives folders away")
+needs_root = pytest.mark.usefixtures("root")
+
+
+@pytest.fixture
+def root() -> None:
+    if os.getuid() != 0:
+        absent("root", "only root changes its user, and gives folders away")
 
 
 def run(

@@ -24,7 +24,7 @@ IMPOSSIBLE = [
 
 
 def numeric_keys(kind: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of each value below ``kind`` that may be a number; keys and positions that are free are made up."""
+    """Return the path of each field below ``kind`` that may be a number, with example keys for tables and lists."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         for name, field in kind.model_fields.items():
             yield from numeric_keys(field.annotation, (*path, field.alias or name))

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
 from hpcbench.cli.main import cli
+from hpcbench.config.run_spec import read_task
 from hpcbench.results.attempts import begin_attempt
 from hpcbench.results.results_tree import ClusterTree
-from hpcbench.submit.journal import drop_runs
+from hpcbench.results.schema import RunResult
+from hpcbench.submit.journal import JobBatch, JournalWriter, drop_runs
 from hpcbench.submit.submission_record import Submission, list_submissions
 from tests.submit.conftest import SWEEP
 
@@ -84,8 +88,6 @@ def test_the_audit_names_what_should_not_be_there_and_what_frees_it(
 
 
 def test_a_job_of_a_removed_submission_is_found_by_its_folder(project: ClusterTree, put: Put) -> None:
-    import shutil
-
     put("4711_[0-3]|PENDING|Priority|N/A|NAME||ada|FOLDER|x")
     shutil.rmtree(submission(project)[0])
     ((finding,),) = (audit()[1],)
@@ -98,6 +100,33 @@ def test_a_job_whose_runs_were_all_cancelled_is_empty(project: ClusterTree, put:
     drop_runs(folder, record.arrays[0].run_ids[:2])
     (finding,) = audit()[1]
     assert (finding["kind"], finding["job_id"], "cancelled" in finding["reason"]) == ("empty job", "4711_[0-1]", True)
+
+
+def test_a_job_whose_sbatch_has_not_answered_yet_is_no_second_one(project: ClusterTree, put: Put) -> None:
+    folder, record = submission(project)
+    put("4711_[0-3]|PENDING|Priority|N/A|NAME||ada|FOLDER|FOLDER/0.sh 0")
+    (folder / "sent-1.jsonl").unlink()
+    JournalWriter(folder).record(JobBatch(array=0, first=0, count=4, name=record.batch_name(0, 0, 4), is_array=True))
+    assert audit() == (0, [])
+
+
+@pytest.mark.parametrize(("supersedes", "kinds"), [(None, ["empty job"]), ("old", []), ("other", ["empty job"])])
+def test_a_job_that_measures_an_ok_run_again_is_not_empty(
+    supersedes: str | None, kinds: list[str], project: ClusterTree, put: Put
+) -> None:
+    folder, _ = submission(project)
+    put("4711_0|PENDING|Priority|N/A|NAME||ada|FOLDER|x")
+    header, *lines = (folder / "0.jsonl").read_bytes().splitlines()
+    task = msgspec.json.decode(lines[0])
+    lines[0] = msgspec.json.encode(task | {"supersedes": supersedes})
+    (folder / "0.jsonl").write_bytes(b"\n".join([header, *lines]) + b"\n")
+    _, first = read_task(folder / "0.jsonl", 0)
+    result = RunResult(
+        run_id=first.run_id, config_id=first.config_id, attempt=1, sweep="small", cluster="test", status="ok",
+        spec=first.spec, provenance={"environment_key": "old"},
+    )  # fmt: skip
+    project.write_result(result)
+    assert [finding["kind"] for finding in audit()[1]] == kinds
 
 
 def test_two_attempts_at_work_are_a_doubled_run(project: ClusterTree, put: Put) -> None:
