@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.errors import RenderError
@@ -88,11 +89,11 @@ def test_values_reach_what_the_script_starts_byte_by_byte(
 @example("project 42", HOSTILE, "fine", "plain")
 @example("it's", "fine", "fine", "a b%A")
 def test_directives_stay_on_their_line_or_are_refused(account: str, comment: str, name: str, place: str) -> None:
-    made = profile("slurm", account=account, directives={"comment": comment, f"x{name}": True})
     where = Path("/shared") / place
     try:
+        made = profile("slurm", account=account, directives={"comment": comment, f"x{name}": True})
         script = render_script(ENGINE, made, JobShape(None, None, 1, 1, 1, 60.0), "sweep", where, 0)
-    except RenderError:
+    except (ValidationError, RenderError):
         assert any(ord(letter) < 32 or ord(letter) == 127 for letter in comment + name + place)
         return
     lines = [line for line in checked(script).split("\n") if line.startswith("#SBATCH")]
