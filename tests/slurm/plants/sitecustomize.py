@@ -1,6 +1,7 @@
 """Python starts with this file if its folder is on PYTHONPATH: a wrong clock, and mistakes that tests must find.
 
-CHAOS_CLOCK_SKEW_S is added to the clock of the process. CHAOS_PLANTS lists mistakes, each of which takes one guard away:
+CHAOS_CLOCK_SKEW_S is added to the clock of the process. CHAOS_FILE_DELAY_S is the longest time that a folder takes to be
+made or renamed. CHAOS_PLANTS lists mistakes, each of which takes one guard away:
 
     settle      an sbatch without an answer counts as not accepted 30 s after the call, whatever squeue does
     begin       an attempt begins whatever other attempts do
@@ -12,8 +13,10 @@ CHAOS_CLOCK_SKEW_S is added to the clock of the process. CHAOS_PLANTS lists mist
 from __future__ import annotations
 
 import os
+import random
 import sys
 import time
+from collections.abc import Callable
 from unittest import mock
 
 
@@ -61,10 +64,21 @@ def _plant_into_begin(names: set[str]) -> None:
         attempts._claim_folder = claim
 
 
+def _delayed(call: Callable[..., None]) -> Callable[..., None]:
+    def delayed(*args: object, **kwargs: object) -> None:
+        time.sleep(random.uniform(0, _delay_s))
+        call(*args, **kwargs)
+
+    return delayed
+
+
 _skew_s = float(os.environ.get("CHAOS_CLOCK_SKEW_S", "0"))
 if _skew_s:
     _real = time.time
     time.time = lambda: _real() + _skew_s
+_delay_s = float(os.environ.get("CHAOS_FILE_DELAY_S", "0"))
+if _delay_s:
+    os.mkdir, os.rename = _delayed(os.mkdir), _delayed(os.rename)
 _names = set(os.environ.get("CHAOS_PLANTS", "").split(","))
 if _names & {"settle", "order", "accounts"} and "hpcbench.worker" not in sys.orig_argv:
     _plant_into_submit(_names)
