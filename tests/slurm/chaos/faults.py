@@ -11,6 +11,7 @@ import os
 import pwd
 import random
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -84,6 +85,18 @@ def _frozen_controller(rng: random.Random) -> str:
     seconds = rng.uniform(20, 60)
     freeze_controller(seconds)
     return f"{seconds:.0f} s"
+
+
+def _frozen_at_an_sbatch(rng: random.Random) -> str | None:
+    """An sbatch has asked, and slurmctld accepts the job only after the hang."""
+    sbatch, give_up = shutil.which("sbatch"), time.monotonic() + 30
+    while not (called := processes(lambda words: words[0] == sbatch)):
+        if time.monotonic() > give_up:
+            return None
+        time.sleep(0.01)
+    seconds = rng.uniform(20, 60)
+    freeze_controller(seconds)
+    return f"{seconds:.0f} s at {called}"
 
 
 def _node(break_it: Callable[[str], object], mend: Callable[[str], object], longest_s: float) -> Fault:
@@ -227,8 +240,9 @@ def _private_jobs(rng: random.Random) -> str:
 
 _BATCH = re.compile(r".*/slurm_script")
 SERIOUS = frozenset({
-    "slurmctld stopped", "slurmctld killed", "slurmctld frozen", "slurmd killed", "node power cut", "node down",
-    "node drained", "slurmdbd stopped", "disk full", "disk full at an end", "tree read-only", "private jobs",
+    "slurmctld stopped", "slurmctld killed", "slurmctld frozen", "slurmctld frozen at an sbatch", "slurmd killed",
+    "node power cut", "node down", "node drained", "slurmdbd stopped", "disk full", "disk full at an end",
+    "tree read-only", "private jobs",
 })  # fmt: skip
 """One of them at a time."""
 FAULTS: dict[str, tuple[Fault, int]] = {
@@ -244,7 +258,8 @@ FAULTS: dict[str, tuple[Fault, int]] = {
     "job started twice": (_mode("begin", "twice", 30), 6),
     "slurmctld stopped": (_daemon("slurmctld", 20), 4),
     "slurmctld killed": (_daemon("slurmctld", 10, kills=True), 3),
-    "slurmctld frozen": (_frozen_controller, 6),
+    "slurmctld frozen": (_frozen_controller, 3),
+    "slurmctld frozen at an sbatch": (_frozen_at_an_sbatch, 6),
     "slurmdbd stopped": (_daemon("slurmdbd", 30), 4),
     "node down": (_node(_set_node("down"), _set_node("resume"), 15), 4),
     "node drained": (_node(_set_node("drain"), _set_node("resume"), 15), 4),
