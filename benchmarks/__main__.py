@@ -21,7 +21,6 @@ BENCHMARKS = {
     "strategies": [*_TORCHRUN, "benchmarks.strategies_cost"],
     "pipelines": [*_TORCHRUN, "benchmarks.pipelines", "peers"],
     "bubbles": [*_FOUR, "benchmarks.pipelines", "bubbles"],
-    "rehearsed": [*_FOUR, "benchmarks.rehearsed"],
     "spatial": [*_TORCHRUN, "benchmarks.spatial_cost"],
     "tensor": [*_TORCHRUN, "benchmarks.tensor_cost"],
     "channels": [*_TORCHRUN, "benchmarks.channels_cost"],

@@ -21,7 +21,7 @@ SECTIONS = {
     "Begin": ["index", "tour", "tutorial", "glossary"],
     "Use": ["sweeps", "life", "data", "results", "plots", "report", "ci", "cli"],
     "Choose": ["strategies", "pipelines", "pipedream", "partition", "horovod", "models", "layers", "catalog"],
-    "Predict": ["oracle", "oracle-figures", "oracle-gpu", "calibration", "rehearsal", "dry-run", "formulas"],
+    "Predict": ["oracle", "oracle-figures", "oracle-gpu", "calibration", "dry-run", "formulas"],
     "Trust": [
         "numbers",
         "measurement",

@@ -88,9 +88,6 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         None
     )
     verify: Annotated[bool, Meta(description="also train the single-device reference and compare")] = False
-    rehearse: Annotated[str, Meta(description="a cluster whose devices' computation is timed sleeps here")] | None = (
-        None
-    )
     seed: Annotated[int, Meta(ge=0, le=2**62, description="of weights and data; a repeat adds its number")] = 0
     repeat: Annotated[CountOrZero, Meta(description="which launch of the same configuration")] = 0
 
@@ -132,8 +129,7 @@ def run_label(spec: RunSpec) -> str:
     """A run in a few words: ``ddp on 2 ranks, resnet18, batch 16``."""
     repeat = f", repeat {spec.repeat}" if spec.repeat else ""
     ranks = f"{spec.ranks} rank" + ("s" if spec.ranks > 1 else "")
-    rehearsed = f", rehearsed as {spec.rehearse}" if spec.rehearse else ""
-    return f"{strategy_label(spec)} on {ranks}, {spec.model}, batch {spec.batch_size}{rehearsed}{repeat}"
+    return f"{strategy_label(spec)} on {ranks}, {spec.model}, batch {spec.batch_size}{repeat}"
 
 
 _EXCLUDED_FROM_RUN_ID = frozenset({"time_limit_min"})
@@ -201,8 +197,6 @@ class TaskFileHeader(msgspec.Struct, frozen=True, kw_only=True):
     """Time before the limit of the job at which the scheduler sends SIGUSR2."""
     data_folder: str | None = None
     """Folder of the sample files; ``~`` and variables are the job's."""
-    rehearsed: dict[str, Any] = {}
-    """Fields of ``parallel.roofline.EmulatedDevice`` by the names of the clusters that runs emulate."""
     peak_flops_per_s: dict[str, float] = {}
     """Peak FLOP/s of one device, by precision; empty if the profile does not set it."""
     cores_per_task: int | None = None

@@ -106,7 +106,7 @@ def dry_run_configurations(
 
 _NEUTRAL: dict[str, Any] = {
     "learning_rate": 0.01, "warmup_steps": 0, "steps": 1, "profile_steps": 0, "drop_last": False, "evaluate_every": 0,
-    "target_accuracy": None, "verify": False, "rehearse": None, "seed": 0, "repeat": 0, "time_limit_min": None,
+    "target_accuracy": None, "verify": False, "seed": 0, "repeat": 0, "time_limit_min": None,
     "partition": None, "environment": None, "env": {}, "cudnn_benchmark": True,
 }  # fmt: skip
 """Parameters that do not change what a rank does within a step."""

@@ -29,7 +29,7 @@ from hpcbench.oracle.calibration.calibration_store import (
     machine_for,
     read_calibrations,
 )
-from hpcbench.oracle.machine import Machine, assumed_link_notes, emulating_machine
+from hpcbench.oracle.machine import Machine, assumed_link_notes
 from hpcbench.oracle.measured_factors import MeasuredFactors, MeasuredRatio
 from hpcbench.oracle.peak_memory import MemoryBreakdown
 from hpcbench.oracle.prediction import (
@@ -51,7 +51,6 @@ from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_OK, RunResult
 from hpcbench.results.timing_statistics import OPERATOR_S
 from hpcbench.submit.plan import SweepPlan, available_cores
-from hpcbench.submit.submit import emulated_machine
 from hpcbench.units import format_seconds
 
 _PredictionT = TypeVar("_PredictionT", Prediction, MemoryBreakdown)
@@ -68,7 +67,7 @@ MAX_PRICED_CONFIGURATIONS = 1000
 _PRICED_FIELDS = attrgetter(
     "model", "dataset", "input_size", "strategy", "batch_size", "nodes", "tasks_per_node", "devices_per_task",
     "micro_batches", "dp_degree", "tp_degree", "sp_degree", "pp_degree", "precision", "compile",
-    "activation_checkpointing", "channels_last", "optimizer", "momentum", "data", "partition", "rehearse",
+    "activation_checkpointing", "channels_last", "optimizer", "momentum", "data", "partition",
 )  # fmt: skip
 """Parameters that determine a step's time and memory, with the options: runs that agree in them share a prediction."""
 
@@ -108,7 +107,7 @@ class Forecast:
         self._model_path = model_folder
         self._model_folder = str(model_folder.resolve()) if model_folder else None
         self._tables: dict[Any, LayerTable | NotPredicted] = {}
-        self._machines: dict[tuple[str | None, int, str | None], Machine] = {}
+        self._machines: dict[tuple[str | None, int], Machine] = {}
         self._without_posterior: dict[int, Machine] = {}
         self._memory: dict[Any, MemoryBreakdown | NotPredicted] = {}
         self._predictions: dict[Any, Prediction | NotPredicted] = {}
@@ -127,7 +126,7 @@ class Forecast:
             held_out: Leave the results of the run's own configuration out, as every score must.
         """
         prediction = self.predict_alone(spec, quick=quick, limit=limit)
-        if isinstance(prediction, NotPredicted) or self._tree is None or spec.rehearse is not None:
+        if isinstance(prediction, NotPredicted) or self._tree is None:
             return prediction
         learned = self._measured_factors(spec.partition).learned(spec, config_id(spec), held_out=held_out)
         return prediction if learned is None else correct_prediction(prediction, learned)
@@ -185,17 +184,10 @@ class Forecast:
         return STARTUP_S[self.profile.device] + steps * prediction.step_time_s
 
     def machine(self, spec: RunSpec) -> Machine:
-        """The machine parameters for the run's nodes.
-
-        Raises:
-            ConfigError: The cluster that the run emulates has no valid profile.
-        """
-        key = (spec.partition, spec.tasks_per_node, spec.rehearse)
+        """The machine parameters for the run's nodes."""
+        key = (spec.partition, spec.tasks_per_node)
         if key not in self._machines:
-            machine = machine_for(self.profile, self._tree, spec.partition, spec.tasks_per_node)
-            if spec.rehearse is not None:
-                machine = emulating_machine(machine, emulated_machine(spec.rehearse, self._tree))
-            self._machines[key] = machine
+            self._machines[key] = machine_for(self.profile, self._tree, spec.partition, spec.tasks_per_node)
         return self._machines[key]
 
     def machines(self) -> list[Machine]:
@@ -408,11 +400,7 @@ _IMPLAUSIBLE_S = 1e9
 def _results_of_partition(tree: ClusterTree, profile: ClusterProfile, partition: str | None) -> list[RunResult]:
     """Return the newest measured results of a partition, ``None`` being the default, the newest first."""
     default = profile.default_partition
-    return [
-        result
-        for result in _newest_results(tree)
-        if (result.spec.partition or default) == (partition or default) and result.spec.rehearse is None
-    ]
+    return [result for result in _newest_results(tree) if (result.spec.partition or default) == (partition or default)]
 
 
 def environment_notes(stored: StoredCalibration | None, results: Sequence[RunResult]) -> list[str]:

@@ -201,7 +201,7 @@ def _price_runs(
     for spec in {config_id(spec): spec for spec in specs}.values():
         table, prediction = forecast.table(spec), forecast.predict_alone(spec, quick=True)
         if not is_eager_run(spec):
-            reasons["compiled, emulated, or with variables of their own (env)"] += 1
+            reasons["compiled, or with variables of their own (env)"] += 1
         elif isinstance(prediction, NotPredicted) or isinstance(table, NotPredicted):
             reason = prediction if isinstance(prediction, NotPredicted) else table
             assert isinstance(reason, NotPredicted), "one of them is not predicted"

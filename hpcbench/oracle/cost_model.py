@@ -168,11 +168,11 @@ def accumulations_per_pass(spec: RunSpec) -> float:
     """Return how often a backward pass adds a weight's gradients to earlier ones: in all but a step's first.
 
     Versions of an asynchronous pipeline take each micro-batch's gradients alone, unless two versions are shared by a
-    window (2bw). An emulated device takes the time of its kernels alone.
+    window (2bw).
     """
     staleness = get_strategy(spec.strategy).staleness
     is_single = staleness is not None and not staleness(spec).double_buffered
-    return 0.0 if is_single or spec.rehearse is not None else (spec.micro_batches - 1) / spec.micro_batches
+    return 0.0 if is_single else (spec.micro_batches - 1) / spec.micro_batches
 
 
 def accumulation_kernel(kernel: Kernel) -> Kernel:
@@ -182,8 +182,8 @@ def accumulation_kernel(kernel: Kernel) -> Kernel:
 
 
 def is_eager_run(spec: RunSpec) -> bool:
-    """Whether the run computes as probes do: not compiled, not emulated, without variables of the user's."""
-    return not spec.compile and not spec.env and spec.rehearse is None
+    """Whether the run computes as probes do: not compiled, without variables of the user's."""
+    return not spec.compile and not spec.env
 
 
 def kernel_conditions(spec: RunSpec) -> KernelConditions:

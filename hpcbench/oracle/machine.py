@@ -1,4 +1,4 @@
-"""The cost parameters of a machine: from its profile, from measurements, or of one that emulates another."""
+"""The cost parameters of a machine: from its profile or from measurements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.profile_tables import DeviceConfig, LinkConfig, NodeConfig
 from hpcbench.oracle.collective_formulas import HockneyLink
 from hpcbench.oracle.measured_shapes import MeasuredShapes
-from hpcbench.parallel.roofline import DeviceCompute, EmulatedDevice
+from hpcbench.parallel.roofline import DeviceCompute
 
 MachineSource = Literal["nominal", "calibrated", "fitted"]
 """Source of a machine's numbers: the profile; measured parts; whole measured runs."""
@@ -260,27 +260,3 @@ def assumed_link_notes(profile: ClusterProfile) -> dict[str, str]:
 def nominal_link(link: LinkConfig) -> HockneyLink:
     """Return one direction of one link."""
     return HockneyLink(link.latency_s, 1.0 / link.bandwidth_bytes_per_s)
-
-
-def emulating_machine(here: Machine, emulated: Machine) -> Machine:
-    """Return the machine that emulates ``emulated`` on ``here``; its memory is unknown."""
-    return msgspec.structs.replace(
-        here,
-        compute=_device_only_compute(emulated),
-        strategies={},
-        straggling=0.0,
-        memory_bytes=None,
-        measured=None,
-        source=f"{here.source}; computation rehearsed: {emulated.source}",
-        notes=[*here.notes, *emulated.notes],
-    )
-
-
-def emulated_compute(emulated: Machine) -> EmulatedDevice:
-    """Return the description of the emulated device for the worker."""
-    return EmulatedDevice(cluster=emulated.cluster, source=emulated.source, compute=_device_only_compute(emulated))
-
-
-def _device_only_compute(emulated: Machine) -> DeviceCompute:
-    """Return the device of ``emulated`` without its ranks' crowding and its overheads: those are real here."""
-    return msgspec.structs.replace(emulated.compute, crowding={}, step_s=0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from hpcbench.config.cluster_profile import ClusterProfile, find_cluster_profiles
+from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.sweep_loader import Sweep
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
 from hpcbench.parallel.catalog import ModelEntry, selectable_strategies, shipped_model_entries
@@ -23,8 +23,6 @@ def check_names(sweep: Sweep, profile: ClusterProfile | None = None) -> None:
         "dataset": DATASETS,
         "strategy": selectable_strategies(),
     }
-    if sweep.values("rehearse"):
-        choices_by_name["rehearse"] = find_cluster_profiles()
     if profile is not None:
         choices_by_name |= {"partition": profile.partitions, "environment": profile.environments}
     problems = [*_missing_parameter_problems(sweep), *_custom_model_problems(sweep, profile)]

@@ -99,7 +99,6 @@ def resolve_point(point: dict[str, Any], limits: PartitionLimits) -> RunSpec | I
     reason = (
         _input_exclusion(spec)
         or _target_exclusion(spec)
-        or _rehearsal_exclusion(spec)
         or _limits_exclusion(spec, limits)
         or cuda_graph_exclusion(spec, limits.is_cpu)
         or exclusion_reason(spec)
@@ -203,18 +202,6 @@ def _target_exclusion(spec: RunSpec) -> str | None:
         return (
             f"target_accuracy needs samples that are held out; {spec.dataset} is synthetic where data is {spec.data!r}"
         )
-    return None
-
-
-def _rehearsal_exclusion(spec: RunSpec) -> str | None:
-    """A rehearsal has nothing to compare, to compile or to evaluate."""
-    if spec.rehearse is None:
-        return None
-    if not get_strategy(spec.strategy).rehearsable:
-        return f"{spec.strategy} talks past torch's operators: it cannot be rehearsed"
-    for name in ("verify", "compile", "target_accuracy", "cuda_graph"):
-        if getattr(spec, name):
-            return f"a rehearsal computes nothing: it excludes {name}"
     return None
 
 

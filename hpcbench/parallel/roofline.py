@@ -74,15 +74,6 @@ class DeviceCompute(msgspec.Struct, frozen=True, kw_only=True):
     """Multiprocessors that tiles of a matrix product are dealt out to; 0 where nothing is lost in the last wave."""
 
 
-class EmulatedDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of a cluster that a worker needs to emulate it without computing."""
-
-    cluster: str
-    source: str
-    """Source of the numbers, as text."""
-    compute: DeviceCompute
-
-
 _NEIGHBOURS = 6
 _NEAR_DISTANCE = 0.25
 """Distance (of the logarithms) below which two kernels are as good as equal."""

@@ -141,8 +141,6 @@ class StrategyEntry(NamedTuple):
     """Further degrees that may be above 1: the strategy is then a hybrid with those."""
     drives_several_devices: bool = False
     """Whether one rank computes on ``devices_per_task`` devices; else every rank has one."""
-    rehearsable: bool = True
-    """Whether all computation and communication goes through torch's operators."""
 
     # Verification
     reference: str = "data_parallel"

@@ -199,7 +199,6 @@ def validation_cases(
         "that were skipped, cancelled, preempted or unsupported":
             lambda case: (case.status == STATUS_OK and case.launches_s) or case.status in scoring.COUNTED_FAILURES,
         "of strategies that the oracle has no formulas for": lambda case: case.spec.strategy in priced,
-        "that were rehearsed, which is no measurement of this cluster": lambda case: not case.spec.rehearse,
         "that the cluster's calibration was fitted to":
             lambda case: not forecasts.fitted_from(case.cluster, case.spec) & {*case.run_ids},
     }  # fmt: skip

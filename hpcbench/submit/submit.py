@@ -19,11 +19,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
+from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.run_spec import RunSpec, RunTask, TaskFileHeader, config_id, encode_task_file
 from hpcbench.errors import INSTALL_WORKER, ConfigError, SubmitError
 from hpcbench.fileio import make_folder, make_shared_folder, share_with_group, write_atomic, write_error
@@ -55,35 +54,10 @@ from hpcbench.submit.submission_record import (
     write_sweep_record,
 )
 
-if TYPE_CHECKING:
-    from hpcbench.oracle.machine import Machine
-
 _SYSTEM_FOLDERS = ("/usr/", "/bin/")
 _LOOK_TIMEOUT_S = 60.0
 _ABSENT = 3
 _LOOK = f"import importlib.util, sys; sys.exit({_ABSENT} if importlib.util.find_spec('torch') is None else 0)"
-
-
-def emulated_clusters(specs: Iterable[RunSpec], tree: ClusterTree) -> dict[str, Any]:
-    """The compute speed of each cluster that ``specs`` emulate (key ``rehearse``), for the task file's header."""
-    names = sorted({spec.rehearse for spec in specs if spec.rehearse is not None})
-    if not names:
-        # Nearly all submits return here without loading the oracle.
-        return {}
-    from hpcbench.oracle.machine import emulated_compute
-
-    return {name: msgspec.to_builtins(emulated_compute(emulated_machine(name, tree))) for name in names}
-
-
-def emulated_machine(name: str, tree: ClusterTree | None) -> Machine:
-    """The machine of cluster ``name``, by its newest calibration beside ``tree``, or by its profile.
-
-    Raises ``ConfigError`` if there is no such profile.
-    """
-    from hpcbench.oracle.calibration.calibration_store import machine_for
-
-    profile, _ = load_cluster(name)
-    return machine_for(profile, ClusterTree(tree.root.parent / profile.name) if tree else None)
 
 
 @dataclass(frozen=True)
@@ -196,7 +170,6 @@ def _task_header(plan: SweepPlan, tree: ClusterTree, folder: Path, group: JobGro
         wait_s=profile.network.wait_s,
         warning_s=profile.scheduler.warning_s,
         data_folder=plan.data_folder,
-        rehearsed=emulated_clusters((plan.runs[key] for key in group.run_ids if key in plan.runs), tree),
         peak_flops_per_s={str(key): value for key, value in device.peak_flops_per_s.items()} if device else {},
         cores_per_task=cpus_per_task(shape, profile),
         ranks_per_device=profile.node_of(shape.partition).ranks_per_device,

@@ -24,7 +24,6 @@ from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed import rank_environment
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.distributed.world import any_rank, barrier, choose_device, join_world, open_control_channel
-from hpcbench.worker.emulation_mode import apply_emulation
 from hpcbench.worker.finalize import RankMeasurements, RunFinalizer
 from hpcbench.worker.measure.counters import RegionCounters
 from hpcbench.worker.measure.environment_record import collect_provenance, environment_digest
@@ -83,10 +82,6 @@ def measure_run(finalizer: RunFinalizer) -> None:
         # Copies that only the setup needed are no part of the steps' peak.
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        emulated = apply_emulation(spec, header, strategy, device)
-        if emulated is not None:
-            provenance["rehearsed"] = {"cluster": emulated.cluster, "source": emulated.source}
-            result.warnings.append(f"rehearsed: computation is timed sleeps as {emulated.cluster} ({emulated.source})")
         result.replica = strategy.replica
         result.predicted = strategy.predicted
         measurements.pipeline_state = strategy.progress_report
@@ -130,9 +125,7 @@ def _time_steps(
                 measurements.setup_peak = read_peak_memory(context.device, restarts=True)
         barrier(context)
 
-    evaluate = None
-    if not spec.rehearse:
-        evaluate = make_evaluate_hook(strategy, feed, spec, progress, info.rank, partial(any_rank, context))
+    evaluate = make_evaluate_hook(strategy, feed, spec, progress, info.rank, partial(any_rank, context))
     run_training_loop(strategy, feed, spec, progress, stop, begin_counters, evaluate, counters.end)
     result.warnings += [*progress.warnings(), *strategy.arithmetic.notes()]
     measurements.peak = read_peak_memory(context.device)

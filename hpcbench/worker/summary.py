@@ -22,11 +22,6 @@ from hpcbench.units import format_seconds
 from hpcbench.worker.failure import join_numbers
 from hpcbench.worker.measure.interference import interference_warnings
 
-_ABSENT_WHEN_EMULATED = (
-    "loss", "accuracy", "flops_per_s", "mfu", "hfu", "peak_memory_bytes", "steady_peak_memory_bytes",
-    "peak_reserved_bytes", "energy_j", "energy_per_sample_j", "energy_source", "energy_includes",
-)  # fmt: skip
-"""Figures that a run without computation has not measured."""
 _PHASE_FIELDS = tuple(name for name in schema.StepPhases.__struct_fields__ if name != "step_s")
 
 
@@ -82,8 +77,6 @@ def compute_metrics(
     )
     for name in ("peak_memory_bytes", "steady_peak_memory_bytes", "peak_reserved_bytes", "time_to_first_step_s"):
         setattr(metrics, name, max(_known(ranks, name), default=None))
-    for name in _ABSENT_WHEN_EMULATED if spec.rehearse is not None else ():
-        setattr(metrics, name, None)
     return metrics
 
 

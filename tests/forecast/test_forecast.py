@@ -1,4 +1,4 @@
-"""Predictions of runs that emulate another cluster, share one host, or come from results of other people."""
+"""Predictions of runs that share one host, or come from results of other people."""
 
 from __future__ import annotations
 
@@ -36,23 +36,6 @@ def spec(**more: object) -> RunSpec:
 def predicted(prediction: Prediction | NotPredicted) -> Prediction:
     assert isinstance(prediction, Prediction)
     return prediction
-
-
-def test_an_emulated_cluster_computes_there_and_communicates_here() -> None:
-    forecast = Forecast(BOX)
-    here, emulated = predicted(forecast.predict(spec())), predicted(forecast.predict(spec(rehearse="abci-v100")))
-    there = predicted(Forecast(ABCI).predict(spec(rehearse=None)))
-    assert emulated.compute_s < here.compute_s / 10
-    assert abs(emulated.compute_s / there.compute_s - 1) < 0.05
-    assert emulated.comm_s == pytest.approx(here.comm_s)
-    assert emulated.fits is None
-    assert "rehearsed" in emulated.source
-
-
-def test_an_unknown_emulated_cluster_is_not_predicted() -> None:
-    prediction = Forecast(BOX).predict(spec(rehearse="nowhere"))
-    assert isinstance(prediction, NotPredicted)
-    assert "nowhere" in prediction.reason
 
 
 def test_devices_of_one_process_share_a_hosts_memory() -> None:
@@ -100,7 +83,7 @@ def test_untrusted_runs_of_any_values_raise_nothing() -> None:
         "dataset": ["imagenet", "tokens", "cifar10", "cosmoflow", "digits"], "nodes": [1, 2, 4],
         "tasks_per_node": [1, 2], "devices_per_task": [1, 2], "batch_size": [1, 6, 8], "micro_batches": [1, 2, 4],
         **{f"{axis}_degree": [1, 1, 2, 3, 4] for axis in ("dp", "tp", "sp", "pp")},
-        "precision": ["fp32", "bf16", "fp64"], "activation_checkpointing": [False, True], "rehearse": [None, "nowhere"],
+        "precision": ["fp32", "bf16", "fp64"], "activation_checkpointing": [False, True],
     }  # fmt: skip
     option_values = [True, -1, 0, 1, 3, 2.5, -1.0, 1e300, "x", [1], {"y": None}]
     for _ in range(400):

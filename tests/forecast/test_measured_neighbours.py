@@ -36,7 +36,7 @@ def predicted(tree: ClusterTree, spec: RunSpec, **more: Any) -> Prediction:
 
 def write(tree: ClusterTree, spec: RunSpec, factor: float, status: str = "ok", **more: Any) -> None:
     """A result that takes ``factor`` times what the profile predicts."""
-    alone = Forecast(PROFILE).predict(msgspec.structs.replace(spec, rehearse=None))
+    alone = Forecast(PROFILE).predict(spec)
     time_s = factor * (alone.step_time_s if isinstance(alone, Prediction) else 1.0)
     times = StepTimeStatistics(**{**dict.fromkeys(StepTimeStatistics.__struct_fields__, time_s), "std": 0.0})
     result = RunResult(**{
@@ -76,7 +76,6 @@ def test_the_default_partition_has_two_names(tmp_path: Path) -> None:
     ("spec", "more"),
     [
         (spec_of(), {"status": "failed"}),
-        (spec_of(rehearse="abci-v100"), {}),
         (spec_of(strategy="nobody's"), {}),
         (spec_of(model="resnet19"), {}),
         (spec_of(nodes=3), {}),
@@ -84,7 +83,7 @@ def test_the_default_partition_has_two_names(tmp_path: Path) -> None:
         (spec_of(), {"factor": 0.0}),
         (spec_of(), {"run_id": "0123456789abcdef"}),
     ],
-    ids=["failed", "rehearsed", "strategy", "model", "degrees", "too long", "no time", "run id"],
+    ids=["failed", "strategy", "model", "degrees", "too long", "no time", "run id"],
 )
 def test_probes_and_failed_runs_do_not_move_predictions(tmp_path: Path, spec: RunSpec, more: dict[str, Any]) -> None:
     tree = ClusterTree(tmp_path / "slurmbox")

@@ -224,7 +224,6 @@ def test_a_static_run_with_a_cuda_graph_is_feasible() -> None:
         ({"options": {"compression": "powersgd"}}, "its hooks are not captured"),
         ({"profile_steps": 3}, "profile_steps 3: a graph has no phases, 0 is right"),
         ({"warmup_steps": 11}, "warmup_steps 11: 11 run before the capture, 12 or more is right"),
-        ({"rehearse": "snellius"}, "it excludes cuda_graph"),
     ],
 )
 def test_an_infeasible_graph_names_its_reason(values: dict[str, Any], text: str) -> None:

@@ -50,8 +50,8 @@ class CalibrationRun(NamedTuple):
 
 
 def usable_runs(runs: Iterable[CalibrationRun]) -> list[CalibrationRun]:
-    """Return the runs that ended well and whose timed steps were computed, not emulated."""
-    return [run for run in runs if run.result.status == STATUS_OK and run.step_s > 0 and not run.spec.rehearse]
+    """Return the runs that ended well and have timed steps."""
+    return [run for run in runs if run.result.status == STATUS_OK and run.step_s > 0]
 
 
 def runs_of_strategy(runs: Sequence[CalibrationRun], *keys: str) -> list[CalibrationRun]:

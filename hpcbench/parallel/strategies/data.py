@@ -189,7 +189,6 @@ STRATEGIES = {
     "horovod": _data_parallel_entry(
         library="horovod",
         alike_replicas=True,
-        rehearsable=False,
         runtime="hpcbench.worker.strategies.horovod:HorovodStrategy",
         cost="hpcbench.oracle.strategies.data:HorovodCost",
         without_bf16_params="Horovod's optimizer reduces the gradients of the tensors that it updates: fp32 masters",
