@@ -34,6 +34,7 @@ from hpcbench.paths import project_folder
 from hpcbench.site.node_probe import run_probe
 from hpcbench.site.profile_writer import profile_toml
 from hpcbench.site.slurm_facts import query_site
+from hpcbench.submit.slurm_queue import first_cluster
 
 _COMMANDS = {
     "calibrate": (
@@ -113,7 +114,7 @@ def init_cluster(name: str, probes: bool) -> None:
     config_file = os.environ.get("SLURM_CONF")
     data = {"name": name, "scheduler": {"config_file": config_file} if config_file else {}}
     base = validate_table(ClusterProfile, data, TomlSource(path, ""))
-    facts = query_site(base)
+    facts = query_site(base, first_cluster(base))
     text = profile_toml(name, facts, config_file=base.scheduler.config_file)
     # A file is left only if commands can read it.
     validate_table(ClusterProfile, *parse_toml(text, path))

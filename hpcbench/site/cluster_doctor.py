@@ -25,7 +25,7 @@ from hpcbench.submit.scheduler import (
     scrubbed_environment,
     scrubbed_names,
 )
-from hpcbench.submit.slurm_queue import hides_jobs, private_data
+from hpcbench.submit.slurm_queue import first_cluster, hides_jobs, private_data
 
 
 class DoctorCheck(msgspec.Struct):
@@ -111,7 +111,7 @@ def _check_slurm(profile: ClusterProfile) -> list[DoctorCheck]:
     if absent:
         # With a wrong configuration SLURM's commands look for a controller for a minute each.
         return [*checks, _check("scheduler", False, f"not queried: scheduler.{absent[0]} does not exist", "correct it")]
-    private = private_data(profile)
+    private = private_data(profile, first_cluster(profile))
     if private is not None and hides_jobs(private):
         detail = f"{private}: jobs that other users of a results tree submitted count as queued or running"
         checks.append(_check("PrivateData", True, detail, needed=False))

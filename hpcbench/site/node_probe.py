@@ -26,8 +26,8 @@ from hpcbench.paths import cache_folder
 from hpcbench.render.job_script import TemplateEngine, template_context
 from hpcbench.render.launch_step import JobShape
 from hpcbench.submit.sbatch import SbatchExecutor
-from hpcbench.submit.scheduler import Notify, command_environment, run_command
-from hpcbench.submit.slurm_queue import QueueQuery, on_cluster
+from hpcbench.submit.scheduler import Notify, command_environment
+from hpcbench.submit.slurm_queue import QueueQuery, run_on_cluster
 
 _ESCAPE_PATTERN = re.compile(r"\x1b\[[0-9;]*m")
 _GPU_NAME_PATTERN = re.compile(r"GPU\d+")
@@ -211,7 +211,7 @@ def run_probe(profile: ClusterProfile, notify: Notify, wait_s: float = 900.0) ->
             with _exit_on_sigterm():
                 return parse_probe(_wait_for_output(profile, job_id, cluster, folder / "log", wait_s))
         except BaseException:
-            run_command(["scancel", *on_cluster(cluster), job_id], profile)
+            run_on_cluster(["scancel", job_id], cluster, profile)
             raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)

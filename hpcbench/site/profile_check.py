@@ -17,7 +17,7 @@ from hpcbench.render.job_script import TemplateEngine, render_script
 from hpcbench.render.launch_step import JobShape
 from hpcbench.site.slurm_facts import NodeFacts, PartitionFacts, SiteFacts, query_site
 from hpcbench.submit.scheduler import account_error, run_command
-from hpcbench.submit.slurm_queue import SbatchOutcome, classify_sbatch_error
+from hpcbench.submit.slurm_queue import SbatchOutcome, classify_sbatch_error, first_cluster
 from hpcbench.units import format_bytes
 
 _TEMPORARY_REFUSALS = ("busy", "DOWN, DRAINED", "not available now", "not currently available")
@@ -82,7 +82,7 @@ def check_against_scheduler(profile: ClusterProfile, source: TomlSource) -> bool
     if not profile.scheduler.traits.is_slurm:
         return False
     try:
-        facts = query_site(profile)
+        facts = query_site(profile, first_cluster(profile))
     except SubmitError:
         return False
     # The comparison names the line of each problem, sbatch does not: it is called only if the comparison has none.
@@ -95,7 +95,7 @@ def check_against_scheduler(profile: ClusterProfile, source: TomlSource) -> bool
 def scheduler_partitions(profile: ClusterProfile) -> set[str] | None:
     """Names of the scheduler's partitions; ``None`` if it is absent or does not answer."""
     try:
-        return set(query_site(profile).partitions)
+        return set(query_site(profile, first_cluster(profile)).partitions)
     except SubmitError:
         return None
 

@@ -14,7 +14,8 @@ import msgspec
 from hpcbench.errors import SubmitError
 from hpcbench.fileio import printable_text
 from hpcbench.identity import account_name
-from hpcbench.submit.scheduler import HasSchedulerSettings, run_command
+from hpcbench.submit.scheduler import HasSchedulerSettings
+from hpcbench.submit.slurm_queue import run_on_cluster
 
 _IN_PARENTHESES = re.compile(r"\([^)]*\)")
 _COUNT_PATTERN = re.compile(r"(?P<number>[0-9]+)(?P<suffix>[kKmM]?)")
@@ -356,22 +357,24 @@ _QOS_FORMAT = "format=Name,MaxWall,MaxJobsPU,MaxSubmitPU,MaxTRES,MinTRES"
 _ASSOCIATION_FORMAT = "format=Account,QOS,DefaultQOS,MaxSubmit"
 
 
-def query_site(profile: HasSchedulerSettings) -> SiteFacts:
+def query_site(profile: HasSchedulerSettings, cluster: str = "") -> SiteFacts:
     """The facts from scontrol, and from sacctmgr if there is accounting.
+
+    ``cluster``: the scheduler's name of the cluster; empty for the default one.
 
     Nodes are read from text; from JSON, which not every SLURM prints and whose form changes, only if the text has none.
     Raises ``SubmitError`` if scontrol is absent or does not answer.
     """
-    settings = parse_slurm_config(_run_query(["scontrol", "show", "config"], profile))
-    nodes = parse_nodes(_run_optional_query(["scontrol", "show", "node", "--oneliner"], profile))
+    settings = parse_slurm_config(_run_query(["scontrol", "show", "config"], profile, cluster))
+    nodes = parse_nodes(_run_optional_query(["scontrol", "show", "node", "--oneliner"], profile, cluster))
     for command in JSON_NODE_COMMANDS:
-        nodes = nodes or parse_json_nodes(_run_optional_query(command, profile))
-    partitions = parse_partitions(_run_query(["scontrol", "show", "partition", "--oneliner"], profile), nodes)
-    cluster = settings.get("ClusterName", "")
+        nodes = nodes or parse_json_nodes(_run_optional_query(command, profile, cluster))
+    partitions = parse_partitions(_run_query(["scontrol", "show", "partition", "--oneliner"], profile, cluster), nodes)
+    name = settings.get("ClusterName", "")
     # One slurmdbd serves several clusters: the associations of the others are not for jobs here.
-    whose = [f"user={account_name()}", *([f"cluster={cluster}"] if cluster else [])]
+    whose = [f"user={account_name()}", *([f"cluster={name}"] if name else [])]
     return SiteFacts(
-        cluster=cluster,
+        cluster=name,
         version=settings.get("SLURM_VERSION", ""),
         partitions=partitions,
         qos=parse_qos(_run_optional_query(["sacctmgr", "-nP", "show", "qos", _QOS_FORMAT], profile)),
@@ -391,16 +394,16 @@ def _own_groups() -> frozenset[str] | None:
         return None
 
 
-def _run_optional_query(command: list[str], profile: HasSchedulerSettings) -> str:
+def _run_optional_query(command: list[str], profile: HasSchedulerSettings, cluster: str = "") -> str:
     """The output; empty if the site has no accounting, an older SLURM, or hides this from users."""
     try:
-        return _run_query(command, profile)
+        return _run_query(command, profile, cluster)
     except SubmitError:
         return ""
 
 
-def _run_query(command: list[str], profile: HasSchedulerSettings) -> str:
-    result = run_command(command, profile)
+def _run_query(command: list[str], profile: HasSchedulerSettings, cluster: str = "") -> str:
+    result = run_on_cluster(command, cluster, profile)
     if result.exit_code is None:
         raise SubmitError(f"{command[0]}: {result.complaint}", hint="run this on a login node of the cluster")
     if result.exit_code != 0:

@@ -22,8 +22,8 @@ from hpcbench.results.attempts import Attempt, attempt_numbers
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_OK
 from hpcbench.submit.journal import read_journal
-from hpcbench.submit.scheduler import HasSchedulerSettings, QueueTable, run_command
-from hpcbench.submit.slurm_queue import JobRow, on_cluster, queue_rows
+from hpcbench.submit.scheduler import HasSchedulerSettings, QueueTable
+from hpcbench.submit.slurm_queue import JobRow, on_cluster, queue_rows, run_on_cluster
 from hpcbench.submit.submission_record import Submission, find_submitted_runs, list_submissions
 
 SECOND, HELD, EMPTY, EARLIER, DOUBLED = "second job", "held job", "empty job", "earlier job", "doubled run"
@@ -60,9 +60,11 @@ def audit_tree(tree: ClusterTree, queue: QueueTable, sweeps: Collection[str] | N
 
 
 def clusters_of(tree: ClusterTree) -> set[str]:
-    """The names of the scheduler's clusters that hold jobs of a tree; empty for the default one."""
+    """The names of the scheduler's clusters that may hold jobs of a tree; empty for the default one."""
     journals = (read_journal(folder) for folder, _ in list_submissions(tree))
-    return {batch.job_cluster for journal in journals for batch in journal.batches if batch.is_sent} or {""}
+    named = (batch.job_cluster for journal in journals for batch in journal.batches if not batch.refused)
+    # Until sbatch has answered, each of those that it was asked to choose from may hold the job.
+    return {name for names in named for name in names.split(",")} or {""}
 
 
 def cancel_findings(
@@ -75,7 +77,7 @@ def cancel_findings(
     cancelled, refused = [], {}
     for finding in findings:
         if finding.kind in _SUPERFLUOUS:
-            result = run_command(["scancel", *on_cluster(finding.job_cluster), finding.job_id], settings)
+            result = run_on_cluster(["scancel", finding.job_id], finding.job_cluster, settings)
             if result.error and "Invalid job id" not in result.error and "already complet" not in result.error:
                 refused[finding.job_id] = result.error
             else:

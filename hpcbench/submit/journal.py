@@ -41,7 +41,8 @@ class JobBatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The account that called sbatch."""
     job_id: Annotated[str, msgspec.Meta(pattern=r"^[0-9]+$")] | None = None
     job_cluster: str = ""
-    """The scheduler's name of the cluster that the job is on, if sbatch named one: numbers differ among clusters."""
+    """The scheduler's name of the cluster that the job is on, empty for the default one: numbers differ among
+    clusters. Until sbatch has answered, the clusters that it was asked to choose from."""
     refused: bool = False
     """The scheduler refused it: its runs belong to no submission."""
 

@@ -96,7 +96,7 @@ def remove_leftovers(
         search = find_leftovers(tree, settings, sweep=sweep, min_age_s=min_age_s, now_unix_s=now_unix_s)
         leftovers, search.items = search.items, []
         for leftover in leftovers:
-            lock.renew()
+            lock.check_held()
             try:
                 _remove(leftover.path)
             except OSError as error:

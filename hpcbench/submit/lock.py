@@ -8,6 +8,7 @@ import contextlib
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from hpcbench.errors import StorageError
-from hpcbench.fileio import join_without_links, make_folder, read_regular, write_atomic, write_exclusive
+from hpcbench.fileio import join_without_links, make_folder, read_regular, write_exclusive
 from hpcbench.identity import account_name, owner_name, process_namespace
 from hpcbench.results.decode import decode_record
 from hpcbench.submit.silence import SILENCE_S, announce
@@ -37,27 +38,53 @@ class LockHolder(msgspec.Struct):
     lease_s: float
     machine: str = ""
     """``process_namespace()`` of the holder, in which ``pid`` is a process; empty: any on ``host``."""
+    token: str = ""
+    """Random: two locks of one process differ."""
 
 
 class LeaseLock:
-    """A lock that this process holds."""
+    """A lock that this process holds. A thread renews it, whatever the body waits for."""
 
     def __init__(self, path: Path, lease_s: float) -> None:
         self._path, self._lease_s = path, lease_s
-        self._renewed_s = time.monotonic()
-        self.data = self._encode_holder()
-
-    def _encode_holder(self) -> bytes:
         holder = LockHolder(
-            account_name(), socket.gethostname(), os.getpid(), time.time(), self._lease_s, process_namespace()
-        )
-        return msgspec.json.encode(holder)
+            account_name(), socket.gethostname(), os.getpid(), time.time(), lease_s, process_namespace(),
+            secrets.token_hex(4),
+        )  # fmt: skip
+        self.data = msgspec.json.encode(holder)
+        self._is_released = threading.Event()
+        self._renewer = threading.Thread(target=self._renew, daemon=True)
 
-    def renew(self) -> None:
-        """Write the lock file anew once a quarter of the lease has passed: its holder is alive."""
-        if time.monotonic() - self._renewed_s > self._lease_s / 4:
-            self._renewed_s, self.data = time.monotonic(), self._encode_holder()
-            write_atomic(self._path, self.data)
+    def start_renewing(self) -> None:
+        self._renewer.start()
+
+    def _renew(self) -> None:
+        while not self._is_released.wait(self._lease_s / 4):
+            with contextlib.suppress(OSError):
+                if not self._is_own():
+                    return
+                # Others see a new time of modification. Unlike new content it needs no space on the file system.
+                os.utime(self._path, follow_symlinks=False)
+
+    def _is_own(self) -> bool:
+        return read_regular(self._path) == self.data
+
+    def check_held(self) -> None:
+        """Raise ``LockHeldError`` if another process has taken the lock over: this one was stopped for too long."""
+        try:
+            is_own = self._is_own()
+        except OSError:
+            is_own = False
+        if not is_own:
+            message = f"{self._path} was taken over by another process while this one was stopped"
+            raise LockHeldError(message, hint="run the command again: it continues after the other process")
+
+    def release(self) -> None:
+        self._is_released.set()
+        self._renewer.join()
+        with contextlib.suppress(OSError):
+            if self._is_own():
+                self._path.unlink()
 
 
 class _Sight(NamedTuple):
@@ -99,7 +126,7 @@ _BROKEN_LEASE_S = 10.0
 
 @contextlib.contextmanager
 def exclusive_lock(path: Path, *, lease_s: float = 120.0, wait_s: float = 150.0) -> Iterator[LeaseLock]:
-    """Hold the lock ``path`` while the body runs; a body that takes long calls ``renew``.
+    """Hold the lock ``path`` while the body runs; before it writes what two must not, it calls ``check_held``.
 
     A lock whose file this process has seen unchanged for its lease is taken over: its holder died. There is no other
     sign of that on another host, so ``wait_s`` is longer than the lease. Raises ``LockHeldError`` naming the holder
@@ -126,12 +153,11 @@ def exclusive_lock(path: Path, *, lease_s: float = 120.0, wait_s: float = 150.0)
                 announce(f"waiting for {sight.describe(unchanged_s)}: {path}")
                 is_announced = True
         time.sleep(0.05)
+    lock.start_renewing()
     try:
         yield lock
     finally:
-        with contextlib.suppress(OSError):
-            if read_regular(path) == lock.data:
-                path.unlink()
+        lock.release()
 
 
 def _look_at(path: Path) -> _Sight | None:

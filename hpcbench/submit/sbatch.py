@@ -42,12 +42,12 @@ from hpcbench.results.results_tree import ClusterTree
 from hpcbench.submit.batch_call import sbatch_command
 from hpcbench.submit.journal import JobBatch, Journal, JournalWriter
 from hpcbench.submit.lock import LeaseLock
-from hpcbench.submit.scheduler import Notify, command_environment, run_command, scrubbed_names
+from hpcbench.submit.scheduler import Notify, command_environment, scrubbed_names
 from hpcbench.submit.slurm_queue import (
     SbatchOutcome,
     classify_sbatch_error,
     find_jobs,
-    on_cluster,
+    run_on_cluster,
     scheduler_cluster,
 )
 from hpcbench.submit.submission_record import Submission, started_attempt
@@ -94,7 +94,7 @@ class SbatchExecutor(submitit.SlurmExecutor):
             [*wrapper, *command],
             env=self._environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             errors="replace",
-            preexec_fn=None if wrapper else _kill_with_parent,  # noqa: PLW1509 - this process has no threads
+            preexec_fn=None if wrapper else _kill_with_parent,  # noqa: PLW1509 - its only other thread renews a lock
             umask=shared_umask(self.folder), start_new_session=True,
         )  # fmt: skip
         try:
@@ -200,10 +200,10 @@ class JobSubmitter:
         """
         retry = _Retry(self._profile.scheduler.retry_s, notify)
         script = self._folder / f"{batch.array}.sh"
-        batch = msgspec.structs.replace(batch, user=account_name())
-        cluster = self._cluster_of(batch)
+        cluster = scheduler_cluster(self._profile, self._record.arrays[batch.array].partition)
+        batch = msgspec.structs.replace(batch, user=account_name(), job_cluster=cluster)
         while True:
-            self._lock.renew()
+            self._lock.check_held()
             self.writer.record(batch, durable=True)
             try:
                 number, answering = self._executor.submit_script(script, options, batch.first)
@@ -221,9 +221,6 @@ class JobSubmitter:
                         return self._accept(batch, job)
                     self.writer.withdraw(batch, doubtful=True)
 
-    def _cluster_of(self, batch: JobBatch) -> str:
-        return scheduler_cluster(self._profile, self._record.arrays[batch.array].partition)
-
     def _accept(self, batch: JobBatch, job: tuple[str, str]) -> str:
         self.writer.record(msgspec.structs.replace(batch, job_id=job[0], job_cluster=job[1]))
         return job[0]
@@ -232,14 +229,13 @@ class JobSubmitter:
         """The job that a refusal is wrong about: a site's wrapper of sbatch may fail after the job was queued."""
         if error.outcome is SbatchOutcome.REFUSED:
             with contextlib.suppress(SubmitError):
-                return next(iter(find_jobs(batch, self._profile, self._cluster_of(batch)).jobs), None)
+                return next(iter(find_jobs(batch, self._profile, batch.job_cluster).jobs), None)
         return None
 
     def query(self, question: Callable[[], _T], notify: Notify) -> _T:
         """The answer to ``question``, which is asked again while the scheduler is away, for as long as an sbatch is."""
         retry = _Retry(self._profile.scheduler.retry_s, notify)
         while True:
-            self._lock.renew()
             try:
                 return question()
             except SubmitError as error:
@@ -254,9 +250,8 @@ class JobSubmitter:
         answers_since_s: float | None = None
         pause_s, is_told = _MIN_RETRY_PAUSE_S, False
         while True:
-            self._lock.renew()
             try:
-                lookup = find_jobs(batch, self._profile, self._cluster_of(batch))
+                lookup = find_jobs(batch, self._profile, batch.job_cluster)
                 problem = "" if lookup.is_certain else "squeue printed no table"
                 if lookup.jobs:
                     return lookup.jobs[0]
@@ -290,7 +285,7 @@ class JobSubmitter:
         if job := self._find_started(batch):
             self._accept(batch, job)
         elif batch.user != account_name():
-            jobs = find_jobs(batch, self._profile, self._cluster_of(batch)).jobs
+            jobs = find_jobs(batch, self._profile, batch.job_cluster).jobs
             if not jobs:
                 message = f"an sbatch of {batch.user} has not answered, and squeue lists no job {batch.name}"
                 hint = f"the next submit of {batch.user} finds out whether it was sent; other accounts may not see it"
@@ -318,7 +313,7 @@ class JobSubmitter:
         the attempt of the first.
         """
         for batch in {batch.name: batch for batch in journal.doubtful}.values():
-            cluster = self._cluster_of(batch)
+            cluster = batch.job_cluster
             try:
                 jobs = find_jobs(batch, self._profile, cluster).jobs
             except SubmitError as error:
@@ -334,7 +329,7 @@ class JobSubmitter:
                 self._accept(batch, kept)
                 surplus = [job for job in jobs if job != kept]
             for number, answering in surplus:
-                result = run_command(["scancel", *on_cluster(answering or cluster), number], self._profile)
+                result = run_on_cluster(["scancel", number], answering or cluster, self._profile)
                 outcome = f"it could not be cancelled: {result.error}" if result.error else "it was cancelled"
                 notify(f"job {number} is a second one for the runs of {batch.name}: {outcome}")
 

@@ -11,19 +11,20 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpcbench.errors import SubmitError
 from hpcbench.fileio import printable_text
 from hpcbench.submit.journal import JobBatch
 from hpcbench.submit.scheduler import (
+    CommandResult,
     HasSchedulerSettings,
     JobStatus,
     QueueTable,
     RunningCommand,
     command_environment,
-    run_command,
 )
 
 if TYPE_CHECKING:
@@ -107,6 +108,26 @@ def on_cluster(cluster: str) -> list[str]:
     return ["-M", cluster] if cluster else []
 
 
+def start_on_cluster(
+    command: list[str], cluster: str, profile: HasSchedulerSettings, more: Mapping[str, str] = MappingProxyType({})
+) -> RunningCommand:
+    """Start a command about jobs of ``cluster``, empty for the default one.
+
+    ``SLURM_CLUSTERS`` of this shell need not be that of the shell which submitted, so it does not count. ``more`` is
+    added to the environment.
+    """
+    environment = {**command_environment(profile), **more}
+    environment.pop("SLURM_CLUSTERS", None)
+    return RunningCommand([command[0], *on_cluster(cluster), *command[1:]], environment)
+
+
+def run_on_cluster(
+    command: list[str], cluster: str, profile: HasSchedulerSettings, timeout_s: float = 60.0
+) -> CommandResult:
+    """Run a command of ``start_on_cluster`` to its end; it never raises."""
+    return start_on_cluster(command, cluster, profile).result(timeout_s)
+
+
 class QueueQuery:
     """A query of squeue about arrays of one cluster. It is started at once and runs while this process goes on."""
 
@@ -118,11 +139,11 @@ class QueueQuery:
         queue: QueueTable | None = None,
     ) -> None:
         """``queue``: the whole queue of each cluster, if it has been read already."""
-        self._environment, self._cluster = _squeue_environment(profile), cluster
+        self._profile, self._cluster = profile, cluster
         self._table = (queue or {}).get(cluster)
         parts = _id_lists(arrays) if self._table is None else []
-        command = ["squeue", *on_cluster(cluster), "-t", "all", "-o", "%i|%T|%r|%e|%j|%N"]
-        self._calls = [RunningCommand([*command, "-j", part], self._environment) for part in parts]
+        command = ["squeue", "-t", "all", "-o", "%i|%T|%r|%e|%j|%N"]
+        self._calls = [start_on_cluster([*command, "-j", part], cluster, profile, _WHOLE_ARRAYS) for part in parts]
 
     def job_states(self, job_ids: Collection[str], since_unix_s: float) -> dict[str, JobStatus]:
         """The status of each job that SLURM lists: from squeue, else from sacct.
@@ -138,11 +159,11 @@ class QueueQuery:
         if not missing:
             return queued
         start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since_unix_s - 86400))
-        columns = ["-X", "-P", "-S", start, "-o", "JobID,State,Reason,End,JobName,NodeList"]
-        command = ["sacct", *on_cluster(self._cluster), *columns]
+        command = ["sacct", "-X", "-P", "-S", start, "-o", "JobID,State,Reason,End,JobName,NodeList"]
         arrays = {job_id.partition("_")[0] for job_id in missing}
         ended, account_error = _collect_job_states(
-            [RunningCommand([*command, "-j", part], self._environment) for part in _id_lists(arrays)], "sacct"
+            [start_on_cluster([*command, "-j", part], self._cluster, self._profile) for part in _id_lists(arrays)],
+            "sacct",
         )
         if account_error and not queue_error and _NO_ACCOUNTING_PATTERN.search(account_error):
             # This cluster keeps no accounts: squeue's answer is all that there is.
@@ -167,9 +188,8 @@ class QueueQuery:
         return {**assumed, **ended, **queued}
 
 
-def _squeue_environment(profile: HasSchedulerSettings) -> dict[str, str]:
-    # Without -r the tasks of an array that wait are one line, which squeue would cut short.
-    return command_environment(profile) | {"SLURM_BITSTR_LEN": "0"}
+_WHOLE_ARRAYS = MappingProxyType({"SLURM_BITSTR_LEN": "0"})
+"""Without -r the tasks of an array that wait are one line, which squeue would cut short."""
 
 
 def read_queue(profile: HasSchedulerSettings, clusters: Iterable[str]) -> QueueTable:
@@ -179,8 +199,8 @@ def read_queue(profile: HasSchedulerSettings, clusters: Iterable[str]) -> QueueT
     """
     tables: dict[str, str] = {}
     for cluster in clusters:
-        command = ["squeue", *on_cluster(cluster), "-t", "all", "-o", "%i|%T|%r|%e|%j|%N|%u|%Z|%o"]
-        result = RunningCommand(command, _squeue_environment(profile)).result()
+        command = ["squeue", "-t", "all", "-o", "%i|%T|%r|%e|%j|%N|%u|%Z|%o"]
+        result = start_on_cluster(command, cluster, profile, _WHOLE_ARRAYS).result()
         if result.error is not None or not has_header(result.output):
             reason = result.error or f"squeue: {_describe_no_answer(result.output)}"
             raise SubmitError(f"the scheduler does not answer: {reason}")
@@ -322,7 +342,7 @@ def find_jobs(batch: JobBatch, profile: HasSchedulerSettings, cluster: str = "")
     began_s = time.monotonic()
     # A comma divides names.
     which = ["-u", str(os.getuid())] if "," in batch.name else ["--name", batch.name]
-    result = run_command(["squeue", *on_cluster(cluster), "-t", "all", "-o", "%F|%j|%o", *which], profile)
+    result = run_on_cluster(["squeue", "-t", "all", "-o", "%F|%j|%o", *which], cluster, profile)
     if result.error is not None:
         raise SubmitError(f"the scheduler does not answer: {result.error}")
     jobs: list[tuple[str, str]] = []
@@ -341,17 +361,20 @@ def find_jobs(batch: JobBatch, profile: HasSchedulerSettings, cluster: str = "")
 
 def queued_job_numbers(numbers: Iterable[str], profile: HasSchedulerSettings, cluster: str = "") -> set[str]:
     """The ``numbers`` of jobs that are queued or running. Raises ``SubmitError`` if squeue does not answer."""
-    result = run_command(["squeue", *on_cluster(cluster), "-h", "-o", "%F", "-j", ",".join(numbers)], profile)
+    result = run_on_cluster(["squeue", "-o", "%F|%T", "-j", ",".join(numbers)], cluster, profile)
     if result.error is not None and "Invalid job id" not in result.error:
         raise SubmitError(f"the scheduler does not answer: {result.error}")
-    return set(result.output.split())
+    if result.error is None and not has_header(result.output):
+        raise SubmitError(f"the scheduler does not answer: squeue: {_describe_no_answer(result.output)}")
+    first_columns = (line.partition("|")[0].strip() for line in result.output.splitlines())
+    return {number for number in first_columns if number.isdecimal()}
 
 
 def count_queued_jobs(profile: HasSchedulerSettings, cluster: str = "") -> Counter[tuple[str, str]] | None:
     """The user's jobs in the queue by partition and QOS, array tasks counted singly; ``None`` without an answer."""
-    command = ["squeue", *on_cluster(cluster), "-r", "-o", "%i|%P|%q", "-u", str(os.getuid())]
-    result = run_command(command, profile)
-    if result.error is not None:
+    command = ["squeue", "-r", "-o", "%i|%P|%q", "-u", str(os.getuid())]
+    result = run_on_cluster(command, cluster, profile)
+    if result.error is not None or not has_header(result.output):
         return None
     rows = ([*line.strip().split("|"), "", ""] for line in result.output.splitlines() if line.strip()[:1].isdecimal())
     return Counter((partition, qos) for _, partition, qos, *_ in rows)
@@ -359,7 +382,7 @@ def count_queued_jobs(profile: HasSchedulerSettings, cluster: str = "") -> Count
 
 def private_data(profile: HasSchedulerSettings, cluster: str = "") -> str | None:
     """The value of PrivateData in slurm.conf, such as ``jobs,usage``; ``None`` if scontrol does not answer."""
-    result = run_command(["scontrol", *on_cluster(cluster), "show", "config"], profile)
+    result = run_on_cluster(["scontrol", "show", "config"], cluster, profile)
     if result.error is not None:
         return None
     match = re.search(r"^PrivateData\s*=\s*(\S+)", result.output, re.MULTILINE)
@@ -380,6 +403,11 @@ def scheduler_cluster(profile: ClusterProfile, partition: str | None = None) -> 
     return named if isinstance(named, str) and named else os.environ.get("SLURM_CLUSTERS", "")
 
 
+def first_cluster(profile: ClusterProfile) -> str:
+    """The first one of ``scheduler_cluster``: scontrol takes one cluster."""
+    return scheduler_cluster(profile).partition(",")[0]
+
+
 def max_array_size(profile: ClusterProfile) -> int:
     """The largest array that may be submitted: by the profile, else by the scheduler, else SLURM's default.
 
@@ -387,9 +415,7 @@ def max_array_size(profile: ClusterProfile) -> int:
     """
     if profile.scheduler.max_array_size:
         return profile.scheduler.max_array_size
-    # scontrol takes one cluster.
-    cluster = scheduler_cluster(profile).partition(",")[0]
-    result = run_command(["scontrol", *on_cluster(cluster), "show", "config"], profile)
+    result = run_on_cluster(["scontrol", "show", "config"], first_cluster(profile), profile)
     if result.error and classify_sbatch_error(result.error) in (SbatchOutcome.AWAY, SbatchOutcome.UNCLEAR):
         raise SubmitError(f"the scheduler does not answer: {result.error}")
     match = re.search(r"^MaxArraySize\s*=\s*(\d+)", result.output, re.MULTILINE)

@@ -18,15 +18,14 @@ from hpcbench.submit.scheduler import (
     Scheduler,
     SendOutcome,
     find_command,
-    run_command,
 )
 from hpcbench.submit.slurm_queue import (
     QueueQuery,
     count_queued_jobs,
     hides_jobs,
     max_array_size,
-    on_cluster,
     private_data,
+    run_on_cluster,
     scheduler_cluster,
 )
 from hpcbench.submit.submission_record import NewestSubmission, Submission, SubmittedRun
@@ -140,7 +139,7 @@ class SlurmScheduler(Scheduler):
             job_ids = job_expressions(of_cluster)
             for first in range(0, len(job_ids), _SCANCEL_IDS_PER_CALL):
                 part = job_ids[first : first + _SCANCEL_IDS_PER_CALL]
-                result = run_command(["scancel", *on_cluster(cluster), *options, *part], self.settings, timeout_s=120)
+                result = run_on_cluster(["scancel", *options, *part], cluster, self.settings, timeout_s=120)
                 # A job that has ended meanwhile need not be cancelled.
                 if result.error and not _ENDED_JOB_PATTERN.search(result.complaint):
                     refused |= {job.partition("_")[0]: result.error for job in part}

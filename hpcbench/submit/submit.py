@@ -256,7 +256,7 @@ def submit(
     check_job_packages(plan.profile, {spec.environment for spec in plan.missing.values()})
     make_folder(tree.submissions)
     outcome = SubmitOutcome()
-    with exclusive_lock(tree.submissions / ".lock"):
+    with exclusive_lock(tree.submissions / ".lock") as lock:
         superseded = plan.elsewhere if choice.remeasure else {}
         runs, outcome.states = _select_runs(plan, tree, choice, superseded)
         outcome.active = [key for key, state in outcome.states.items() if state in ACTIVE_STATES]
@@ -270,6 +270,7 @@ def submit(
             rendered = render_submission(
                 plan, runs, tree, outcome.folder, superseded, obeys_stops="skipped" not in choice.again
             )
+            lock.check_held()
             count_submission(tree, outcome.folder)
             write_submission(rendered, outcome.folder)
             outcome.record, outcome.run_ids = rendered.record, list(runs)

@@ -24,6 +24,8 @@ last=$(( first + pack < runs ? first + pack : runs ))
 # The last task of an array has the array's own number as SLURM_JOB_ID: by that, all tasks would be meant.
 job_id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}}
 job_id=${job_id:-${SLURM_JOB_ID:-}}
+# It was for the shell that submitted: here each command means the cluster that this job is on.
+unset SLURM_CLUSTERS
 
 # Nothing that happens to lie in the working folder may stand in for a module of the worker.
 export PYTHONSAFEPATH=1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -202,3 +204,60 @@ def test_limits_of_a_partition_count_its_own_jobs(
     assert options(fake_slurm, "array") == ["0-0", "0-3", "0-0"]
     assert sent.waiting == 6
     assert "submitted jobs in partition" in sent.reason
+
+
+def test_another_shell_asks_and_cancels_on_the_default_cluster(
+    one: Callable[..., SweepPlan], cluster_tree: ClusterTree, beta: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job was sent without SLURM_CLUSTERS; whoever looks later has it, and on beta is a job of the same number."""
+    folder = Path(str(beta)).parent / "seen"
+    folder.mkdir()
+    (folder / "sbatch").write_text("#!/bin/bash\necho 4711\n")
+    for name in ("squeue", "scancel", "sacct"):
+        (folder / name).write_text(
+            f'#!/bin/bash\nprintf "{name} [%s] %s\\n" "${{SLURM_CLUSTERS-}}" "$*" >> "$FAKE_STATE/seen"\n'
+            'echo "JOBID|STATE"; cat "$FAKE_STATE/squeue"\n'
+        )
+    for path in folder.iterdir():
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{FAKES}:/usr/bin:/bin")
+    plan = one()
+    submitted = submit(plan, cluster_tree).folder
+    assert submitted is not None
+    (batch,) = read_journal(submitted).batches
+    assert batch.job_cluster == ""
+    (beta / "squeue").write_text(f"4711_[0-1]|PENDING|Resources|N/A|{batch.name}|\n")
+    monkeypatch.setenv("SLURM_CLUSTERS", "beta")
+    states = run_states(cluster_tree, plan.runs, plan.profile, time.time() + 3600)
+    assert {state.state for state in states.values()} == {"pending"}
+    assert cancel_runs(cluster_tree, states, plan.profile).refused == {}
+    seen = (beta / "seen").read_text().splitlines()
+    assert {line.split()[0] for line in seen} >= {"squeue", "scancel"}
+    assert all("[] " in line and "-M" not in line for line in seen)
+
+
+def test_an_unanswered_call_is_looked_for_on_the_cluster_that_it_was_sent_to(
+    one: Callable[..., SweepPlan], cluster_tree: ClusterTree, beta: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The submitter died with SLURM_CLUSTERS=beta, and the next one has no such variable."""
+    monkeypatch.setenv("SLURM_CLUSTERS", "beta")
+    sbatch = beta.parent / "beta" / "sbatch"
+    answering = sbatch.read_text()
+    sbatch.write_text(answering.replace('echo "4711;beta"', "kill -9 $PPID; sleep 1; exit 1"))
+    plan = one()
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            submit(plan, cluster_tree)
+        os._exit(1)
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    sbatch.write_text(answering)
+    monkeypatch.delenv("SLURM_CLUSTERS")
+    (folder,) = cluster_tree.submissions.glob("s*-*")
+    (batch,) = read_journal(folder).batches
+    assert (batch.is_unanswered, batch.job_cluster) == (True, "beta")
+    (beta / "squeue").write_text(f"4711|{batch.name}|0.sh\n")
+    submit(plan, cluster_tree)
+    (batch,) = [one for one in read_journal(folder).batches if one.is_sent]
+    assert (batch.job_id, batch.job_cluster) == ("4711", "beta")
+    assert len((beta / "calls").read_text().splitlines()) == 1

@@ -58,7 +58,7 @@ def main() -> int:
 
 def violations(actions: Sequence[Action]) -> list[str]:
     """Play ``actions`` in a new world and print what did not hold."""
-    make_world()
+    make_world(max((action.at_s for action in actions), default=0.0))
     storm.save(actions, HISTORY / "actions.jsonl")
     storm.play(actions)
     states = storm.converge()

@@ -33,12 +33,13 @@ CLOCK_SKEWS_S = {"boxuser1": 0.0, "boxuser2": 600.0, "boxuser3": -600.0}
 """Each user is on a login node of their own, and two of these have wrong clocks."""
 COMMAND_LIMIT_S = 400.0
 SWEEPS = {
-    "one": ("single", range(40), ""),
-    "two": ("ddp", range(1000, 1012), "nodes = 2\n"),
-    "packed": ("single", range(2000, 2024), "[submit]\npack = 4\n"),
-    "throttled": ("single", range(3000, 3016), "[submit]\nmax_running_jobs = 4\n"),
-    "limited": ("single", range(4000, 4010), 'partition = "limited"\n'),
+    "one": ("single", 40, ""),
+    "two": ("ddp", 12, "nodes = 2\n"),
+    "packed": ("single", 24, "[submit]\npack = 4\n"),
+    "throttled": ("single", 16, "[submit]\nmax_running_jobs = 4\n"),
+    "limited": ("single", 10, 'partition = "limited"\n'),
 }
+"""Strategy, runs for three minutes of a storm, and more keys, by name."""
 _ENVIRONMENT = {
     name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "HPCBENCH_"))
 } | {"SLURM_CONF": str(paths.SLURM_CONF)}
@@ -188,8 +189,8 @@ def box(*words: str) -> None:
         note("box refused", words=words, complaint=done.stderr[-500:])
 
 
-def make_world() -> None:
-    """Make everything anew."""
+def make_world(length_s: float = 0.0) -> None:
+    """Make everything anew, with work for a storm of that length."""
     remove_world()
     for folder in (HISTORY, MODES, WRAP, BIN, PROJECT / "clusters", PROJECT / "sweeps", PROJECT / "results"):
         folder.mkdir(parents=True)
@@ -209,7 +210,8 @@ def make_world() -> None:
         _INTERPRETER.format(packages=_packages(), python=_python(), bin=BIN, modes=MODES, history=HISTORY),
     )
     (PROJECT / "clusters" / "chaos.toml").write_text(_profile())
-    for name, (strategy, seeds, more) in SWEEPS.items():
+    for place, (name, (strategy, runs, more)) in enumerate(SWEEPS.items()):
+        seeds = range(10_000 * place, 10_000 * place + round(runs * max(1.0, length_s / 180)))
         table, _, submit = more.partition("[submit]")
         (PROJECT / "sweeps" / f"{name}.toml").write_text(
             f'name = "{name}"\n[fixed]\nmodel = "vit"\ndataset = "digits"\nbatch_size = 4\nwarmup_steps = 1\nsteps = 1\n'
