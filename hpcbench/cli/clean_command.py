@@ -22,6 +22,7 @@ from hpcbench.fileio import printable_text
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.submit.leftovers import LeftoverSearch, find_leftovers, remove_leftovers
 from hpcbench.submit.scheduler import read_scheduler_settings
+from hpcbench.submit.silence import announce_silence
 from hpcbench.submit.submission_record import read_sweep_record, select_sweeps
 from hpcbench.units import format_bytes, parse_quantity, pluralize
 
@@ -61,13 +62,14 @@ def clean(
         raise ConfigError(str(error), where="--older-than") from None
     searches = []
     for tree, name in _selected_trees(results, sweep, cluster_name):
-        search = (remove_leftovers if removes else find_leftovers)(
-            tree,
-            read_scheduler_settings(_profile_of(tree)),
-            sweep=name,
-            min_age_s=min_age_s,
-            now_unix_s=time.time(),
-        )
+        with announce_silence(print_message):
+            search = (remove_leftovers if removes else find_leftovers)(
+                tree,
+                read_scheduler_settings(_profile_of(tree)),
+                sweep=name,
+                min_age_s=min_age_s,
+                now_unix_s=time.time(),
+            )
         searches.append((tree.root.name, search))
     if as_json:
         print_json(

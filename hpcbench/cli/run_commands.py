@@ -19,7 +19,6 @@ from hpcbench.submit.journal import read_journal
 from hpcbench.submit.plan import SweepPlan, available_cores
 from hpcbench.submit.run_state import RunState
 from hpcbench.submit.scheduler import SendOutcome
-from hpcbench.submit.silence import announce_silence
 from hpcbench.submit.submission_record import read_sweep_record
 from hpcbench.submit.submit import RunSelection, SubmitOutcome, accepted_runs
 from hpcbench.submit.submit import submit as submit_plan
@@ -150,13 +149,12 @@ def _submit_and_print(plan: SweepPlan, *, over_budget: bool, remeasure: bool) ->
         healed = pluralize(len(plan.may_be_supported), "run")
         print_message(f"{healed} lacked a package or module in another environment: submitted again")
     selection = RunSelection(remeasure=remeasure, over_budget=over_budget)
-    with announce_silence(print_message):
-        outcome = submit_plan(plan, plan.tree, selection, print_message)
+    outcome = submit_plan(plan, plan.tree, selection, print_message)
     print_submit_outcome(plan, outcome)
     if plan.elsewhere and not remeasure:
         print_message(f"  {len(plan.elsewhere)} were measured in another environment: --remeasure runs them again")
     left = Counter(status for status in plan.finished.values() if status != "ok")
-    left.update(state for state in outcome.states.values() if state == "lost")
+    left.update(state.state for state in outcome.states.values() if state.state == "lost")
     for status, count in left.items():
         print_message(
             f"  {count} ended as {status} and {'is' if count == 1 else 'are'} not run again by submit: "
@@ -174,11 +172,15 @@ def print_submit_outcome(plan: SweepPlan, outcome: SubmitOutcome) -> None:
     counts = [f"{submitted} submitted", f"{len(plan.finished)} done before"]
     if submitted < len(outcome.run_ids):
         counts.insert(1, f"{len(outcome.run_ids) - submitted} not")
-    states = Counter("waiting" if outcome.states[key] == "waiting" else "queued" for key in outcome.active)
-    if states["queued"]:
-        counts.append(f"{states['queued']} already queued or running")
-    if states["waiting"]:
-        counts.append(f"{states['waiting']} of earlier submissions that were not sent before")
+    active = [outcome.states[key] for key in outcome.active]
+    waiting = [state for state in active if state.state == "waiting"]
+    unsent = sum(state.job_id is None for state in waiting)
+    if len(waiting) < len(active):
+        counts.append(f"{len(active) - len(waiting)} already queued or running")
+    if unsent:
+        counts.append(f"{unsent} of earlier submissions that were not sent before")
+    if unsent < len(waiting):
+        counts.append(f"{len(waiting) - unsent} of which it is not known whether they run")
     print_message(f"sweep {plan.sweep.name} on {plan.profile.name}: {len(plan.runs)} runs, {', '.join(counts)}")
     if outcome.sent.waiting:
         print_message(f"  {outcome.sent.waiting} jobs wait to be sent: {outcome.sent.reason}")
@@ -230,8 +232,7 @@ def retry_sweep(
         }
     again = frozenset(statuses or DEFAULT_RETRY_STATES)
     selection = RunSelection(again, only_again=True, over_budget=over_budget)
-    with announce_silence(print_message):
-        outcome = submit_plan(plan, plan.tree, selection, print_message)
+    outcome = submit_plan(plan, plan.tree, selection, print_message)
     if as_json:
         print_json(_submit_outcome_json(plan, outcome))
     print_message(f"sweep {plan.sweep.name} on {plan.profile.name}: {len(outcome.run_ids)} runs submitted again")
@@ -242,7 +243,7 @@ def retry_sweep(
 
 def _why_none(plan: SweepPlan, outcome: SubmitOutcome, again: Collection[str]) -> str:
     """The states that the runs are in instead, and the command that takes them."""
-    counts = Counter({**plan.finished, **outcome.states}.values())
+    counts = Counter({**plan.finished, **{key: state.state for key, state in outcome.states.items()}}.values())
     states = ", ".join(f"{count} {state}" for state, count in counts.items())
     text = f"  none of the {len(plan.runs)} is in a state that retry takes ({', '.join(sorted(again))}): {states}"
     further = [state for state in counts if state in RETRY_STATES]

@@ -26,10 +26,16 @@ from hpcbench.submit.scheduler import HasSchedulerSettings, QueueTable
 from hpcbench.submit.slurm_queue import JobRow, on_cluster, queue_rows, run_on_cluster
 from hpcbench.submit.submission_record import Submission, find_submitted_runs, list_submissions
 
-SECOND, HELD, EMPTY, EARLIER, DOUBLED = "second job", "held job", "empty job", "earlier job", "doubled run"
+SECOND, HELD, BARRED, EMPTY = "second job", "held job", "barred job", "empty job"
+EARLIER, DOUBLED = "earlier job", "doubled run"
 _SUPERFLUOUS = (SECOND, EMPTY, EARLIER, DOUBLED)
 _NAME_PATTERN = re.compile(r"hpcbench-.+-([0-9a-f]{8})-[0-9]+\.[0-9]+-[0-9]+")
 _HELD_REASONS = re.compile(r"JobHeld|requeued held|requeue_hold|ReqNodeNotAvail.*held|launch failed", re.IGNORECASE)
+_BARRED_REASONS = re.compile(
+    r"not (permitted|allowed)|NotAllowed|Invalid(Account|QOS)|NeverSatisfied|BadConstraints|Partition(Time|Node)Limit",
+    re.IGNORECASE,
+)
+"""Reasons of squeue for a job that never starts as it is."""
 _AGAIN = "submitted again"
 _HELD_STATES = frozenset({"REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"})
 
@@ -147,6 +153,8 @@ class _Audit:
         if _HELD_REASONS.search(row.reason) or row.state in _HELD_STATES:
             release = f"scontrol{option} release {row.number}"
             yield AuditFinding(HELD, sweep, about, f"{row.state}: {row.reason}", release, row.job_id, cluster)
+        elif row.state == "PENDING" and _BARRED_REASONS.search(row.reason):
+            yield AuditFinding(BARRED, sweep, about, f"{row.state}: {row.reason}", cancel, row.job_id, cluster)
 
     def _why_not_run(self, run_id: str, folder: Path) -> str | None:
         """The reason why a job of the submission in ``folder`` would not run this run; ``None`` if it would."""

@@ -15,6 +15,7 @@ runs them again."""
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import time
 from collections import Counter
@@ -352,7 +353,11 @@ def record_scheduler_failures(tree: ClusterTree, states: Mapping[str, RunState],
         is_old = state.ended_unix_s is not None and time.time() - state.ended_unix_s >= RESULT_DELAY_S
         if run_id in again or (is_old and state.state != "lost"):
             with contextlib.suppress(HpcbenchError):
-                tree.write_result(_scheduler_failure_result(tree, run_id, state, state.submitted_run))
+                result = _scheduler_failure_result(tree, run_id, state, state.submitted_run)
+                if tree.write_result(result) and state.ended_unix_s is not None:
+                    # A result is as old as the end of its run.
+                    with contextlib.suppress(OSError):
+                        os.utime(tree.result_path(run_id), (state.ended_unix_s, state.ended_unix_s))
 
 
 def _scheduler_failure_result(tree: ClusterTree, run_id: str, state: RunState, run: SubmittedRun) -> RunResult:

@@ -34,7 +34,7 @@ from hpcbench.results.schema import FailureRecord, RunResult
 from hpcbench.submit.journal import read_journal
 from hpcbench.submit.lock import exclusive_lock
 from hpcbench.submit.plan import RERUN_ON_SUBMIT, JobGroup, StopGroups, SweepPlan
-from hpcbench.submit.run_state import ACTIVE_STATES, record_scheduler_failures, run_states
+from hpcbench.submit.run_state import ACTIVE_STATES, RunState, record_scheduler_failures, run_states
 from hpcbench.submit.scheduler import (
     Notify,
     SendOutcome,
@@ -44,6 +44,7 @@ from hpcbench.submit.scheduler import (
     scrubbed_names,
     send_unsent,
 )
+from hpcbench.submit.silence import announce_silence
 from hpcbench.submit.submission_record import (
     JobArray,
     Submission,
@@ -224,7 +225,7 @@ class SubmitOutcome:
     run_ids: list[str] = field(default_factory=list)
     active: list[str] = field(default_factory=list)
     """Runs that an earlier submission is taking care of."""
-    states: dict[str, str] = field(default_factory=dict)
+    states: dict[str, RunState] = field(default_factory=dict)
     """The state before the submit of each run that was not finished, or whose result was not to count."""
     sent: SendOutcome = field(default_factory=SendOutcome)
     """The jobs of this submission, and of earlier ones that had been waiting."""
@@ -256,10 +257,10 @@ def submit(
     check_job_packages(plan.profile, {spec.environment for spec in plan.missing.values()})
     make_folder(tree.submissions)
     outcome = SubmitOutcome()
-    with exclusive_lock(tree.submissions / ".lock") as lock:
+    with announce_silence(notify), exclusive_lock(tree.submissions / ".lock") as lock:
         superseded = plan.elsewhere if choice.remeasure else {}
         runs, outcome.states = _select_runs(plan, tree, choice, superseded)
-        outcome.active = [key for key, state in outcome.states.items() if state in ACTIVE_STATES]
+        outcome.active = [key for key, state in outcome.states.items() if state.state in ACTIVE_STATES]
         if not choice.over_budget:
             _check_budget(plan, runs)
         records = write_sweep_record(plan, tree)
@@ -274,7 +275,8 @@ def submit(
             count_submission(tree, outcome.folder)
             write_submission(rendered, outcome.folder)
             outcome.record, outcome.run_ids = rendered.record, list(runs)
-    outcome.sent = send_unsent(tree, plan.runs, plan.profile, notify)
+    with announce_silence(notify):
+        outcome.sent = send_unsent(tree, plan.runs, plan.profile, notify)
     if outcome.folder and outcome.sent.refused and all(batch.refused for batch in read_journal(outcome.folder).batches):
         # The scheduler accepted nothing of it, and nothing is sent again.
         shutil.rmtree(outcome.folder, ignore_errors=True)
@@ -294,7 +296,7 @@ def accepted_runs(outcome: SubmitOutcome) -> list[str]:
 
 def _select_runs(
     plan: SweepPlan, tree: ClusterTree, choice: RunSelection, stale: Collection[str]
-) -> tuple[dict[str, RunSpec], dict[str, str]]:
+) -> tuple[dict[str, RunSpec], dict[str, RunState]]:
     finished = plan.finished
     missing = {
         key: spec for key, spec in plan.runs.items() if finished.get(key) in (None, *choice.again) or key in stale
@@ -309,7 +311,7 @@ def _select_runs(
         if key not in stopped and (states[key].state in wanted or (key in again and states[key].state == "unsupported"))
     }
     record_scheduler_failures(tree, states, selected)
-    return selected, {key: state.state for key, state in states.items()}
+    return selected, states
 
 
 def _write_skipped_results(plan: SweepPlan, tree: ClusterTree, active: Collection[str]) -> None:

@@ -69,6 +69,8 @@ def submission(tree: ClusterTree) -> tuple[Path, Submission]:
         ("4711_2|PENDING|launch failed requeued held|N/A|NAME||ada|FOLDER|x", "held job", "scontrol release 4711"),
         ("4711_2|PENDING|JobHeldAdmin|N/A|NAME||ada|FOLDER|x", "held job", "scontrol release 4711"),
         ("4711_2|REQUEUE_HOLD|None|N/A|NAME||ada|FOLDER|x", "held job", "scontrol release 4711"),
+        ("4711_2|PENDING|AccountNotAllowed|N/A|NAME||ada|FOLDER|x", "barred job", "scancel 4711_2"),
+        ("4711_2|PENDING|DependencyNeverSatisfied|N/A|NAME||ada|FOLDER|x", "barred job", "scancel 4711_2"),
         ("4711_[0-3]|PENDING|Priority|N/A|NAME||ada|FOLDER|x", None, ""),
         ("4711_2|RUNNING|None|N/A|NAME|n1|ada|FOLDER|x", None, ""),
         ("4709_2|COMPLETED|None|N/A|NAME|n1|ada|FOLDER|x", None, ""),

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hpcbench.cli.run_commands import print_submit_outcome
 from hpcbench.config.run_spec import config_id, read_task
 from hpcbench.results.attempts import begin_attempt
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import FailureRecord, RunResult
+from hpcbench.submit.journal import read_journal
 from hpcbench.submit.plan import SweepPlan, make_plan
+from hpcbench.submit.run_state import RunState
 from hpcbench.submit.submission_record import list_submissions
 from hpcbench.submit.submit import RunSelection, submit
 from tests.submit.conftest import SWEEP
@@ -228,3 +233,37 @@ def test_check_render_cancel_and_retry_print_json_documents(project: Path, fake_
     assert (entry["sweep"], entry["cluster"], len(entry["run_ids"]) > 0) == ("small", "test", True)
     assert document("bundle", "small")["path"] == "small.hpcbench.tar.gz"
     assert document("retry", "small", "--cluster", "test")["done"] == []
+
+
+def test_a_run_that_only_the_scheduler_saw_end_has_its_time(
+    project: Path, fake_slurm: Path, plan: SweepPlan, cluster_tree: ClusterTree
+) -> None:
+    """A node failed three minutes after the run began, and nobody looked for the rest of an hour."""
+    submit(plan, cluster_tree)
+    folder, _ = list_submissions(cluster_tree)[0]
+    run_id = json.loads((folder / "0.jsonl").read_text().splitlines()[1])["run_id"]
+    batch = next(batch for batch in read_journal(folder).batches if batch.array == 0)
+    ended_unix_s = float(int(time.time()) - 3000)
+    begin_attempt(
+        cluster_tree.run_folder(run_id), launch="x", host="n", started_unix_s=ended_unix_s - 180, job_id=batch.job_of(0),
+        task_file=str(folder / "0.jsonl"),
+    )  # fmt: skip
+    end = datetime.datetime.fromtimestamp(ended_unix_s).isoformat()
+    (fake_slurm / "squeue").write_text("")
+    (fake_slurm / "sacct").write_text(f"{batch.job_of(0)}|NODE_FAIL|None|{end}|{batch.name}|n1\n")
+    for _ in range(2):  # by the scheduler, and by the result that was written then
+        states = json.loads(hpcbench("status", "small", "--json", "--state", "failed").stdout)["sweeps"][0]["runs"]
+        assert [(run["run_id"], run["elapsed_s"]) for run in states] == [(run_id, 180.0)]
+
+
+def test_a_submit_without_an_answer_about_earlier_jobs_counts_them_as_sent(
+    project: Path, fake_slurm: Path, plan: SweepPlan, cluster_tree: ClusterTree, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = submit(plan, cluster_tree)
+    outcome.run_ids, outcome.active = [], list(plan.runs)
+    sent = RunState("waiting", "the scheduler does not answer", job_id="4711")
+    outcome.states = {**dict.fromkeys(plan.runs, sent), next(iter(plan.runs)): RunState("waiting")}
+    print_submit_outcome(plan, outcome)
+    printed = capsys.readouterr().err
+    assert "1 of earlier submissions that were not sent before" in printed
+    assert f"{len(plan.runs) - 1} of which it is not known whether they run" in printed
