@@ -21,9 +21,8 @@ from hpcbench.errors import EXIT_SYSTEM_REFUSED, ConfigError, did_you_mean
 from hpcbench.fileio import printable_text
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.submit.leftovers import LeftoverSearch, find_leftovers, remove_leftovers
-from hpcbench.submit.scheduler import read_scheduler_settings
 from hpcbench.submit.silence import announce_silence
-from hpcbench.submit.submission_record import read_sweep_record, select_sweeps
+from hpcbench.submit.submission_record import select_sweeps
 from hpcbench.units import format_bytes, parse_quantity, pluralize
 
 _MAX_ROWS_OF_KIND = 20
@@ -34,7 +33,7 @@ _MAX_ROWS_OF_KIND = 20
 @click.option("--all", "takes_all", is_flag=True, help="All sweeps of the tree, and runs that belong to none.")
 @cluster_filter_option
 @click.option(
-    "--older-than", metavar="TIME", default="1 day", show_default=True,
+    "--older-than", metavar="TIME", default="30 days", show_default=True,
     help="Only what has not changed for so long, for example '2 h'.",
 )  # fmt: skip
 @click.option("--yes", "removes", is_flag=True, help="Remove it. Without this option nothing is changed.")
@@ -43,16 +42,15 @@ def clean(
     *, sweep: str | None, takes_all: bool, cluster_name: str | None, older_than: str, removes: bool,
     results: ResultsTree, as_json: bool,
 ) -> None:  # fmt: skip
-    """Show files of SWEEP, or of all sweeps, that are no longer needed, with their size; --yes removes them.
+    """Show old files of SWEEP, or of all sweeps, that no record names, with their size; --yes removes them.
 
     \b
     unfinished submission   of a submit that was killed before it sent anything
-    old submission          all of its runs were submitted again, or are in no sweep
-    old attempt             neither the newest of its run nor the one whose result counts
+    old submission          none of its runs is in a sweep or measured anything
     orphan                  a run of no sweep without an ok or oom result
     temporary file          of a process that died while it wrote
 
-    Measurements are kept, and so is everything of a run whose job may not have ended.
+    Measurements are kept. The scheduler is not asked: TIME must be longer than a job waits and runs.
     """
     if (sweep is None) != takes_all:
         raise ConfigError("clean takes one of SWEEP and --all", hint="hpcbench clean --all shows, --yes removes")
@@ -64,11 +62,7 @@ def clean(
     for tree, name in _selected_trees(results, sweep, cluster_name):
         with announce_silence(print_message):
             search = (remove_leftovers if removes else find_leftovers)(
-                tree,
-                read_scheduler_settings(_profile_of(tree)),
-                sweep=name,
-                min_age_s=min_age_s,
-                now_unix_s=time.time(),
+                tree, sweep=name, min_age_s=min_age_s, now_unix_s=time.time()
             )
         searches.append((tree.root.name, search))
     if as_json:
@@ -103,14 +97,6 @@ def _selected_trees(tree: ResultsTree, sweep: str | None, cluster: str | None) -
     if cluster is not None and cluster not in clusters:
         raise ConfigError(f"no results of cluster {cluster!r} in {tree.root}", hint=did_you_mean(cluster, clusters))
     return [(tree.cluster(name), None) for name in ([cluster] if cluster else clusters)]
-
-
-def _profile_of(tree: ClusterTree) -> str:
-    """Name or path of the cluster's profile, by the newest sweep's record."""
-    paths = sorted(tree.path("sweeps").glob("[!.]*.json"))
-    records = [record for path in paths if (record := read_sweep_record(tree, path.stem)) is not None]
-    newest = max(records, key=lambda record: record.written_unix_s, default=None)
-    return newest.profile if newest is not None else tree.root.name
 
 
 def _print_search(cluster: str, search: LeftoverSearch) -> None:

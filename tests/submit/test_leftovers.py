@@ -20,7 +20,7 @@ from hpcbench.results.schema import FailureRecord, RunResult
 from hpcbench.submit.leftovers import find_leftovers, remove_leftovers
 from hpcbench.submit.plan import SweepPlan
 from hpcbench.submit.submission_record import list_submissions, read_sweep_record
-from hpcbench.submit.submit import RunSelection, submit
+from hpcbench.submit.submit import submit
 from tests.cli.test_cli import hpcbench
 
 WEEKS_S = 30 * 86400.0
@@ -43,92 +43,40 @@ def begin(tree: ClusterTree, run_id: str, submission: str, **more: Any) -> Attem
 
 
 def found(
-    tree: ClusterTree, plan: SweepPlan, *, sweep: str | None = None, after_s: float = 60.0, min_age_s: float = 0.0
+    tree: ClusterTree, *, sweep: str | None = None, after_s: float = 60.0, min_age_s: float = 0.0
 ) -> dict[str, str]:
-    search = find_leftovers(tree, plan.profile, sweep=sweep, min_age_s=min_age_s, now_unix_s=time.time() + after_s)
+    search = find_leftovers(tree, sweep=sweep, min_age_s=min_age_s, now_unix_s=time.time() + after_s)
     return {leftover.path.relative_to(tree.root).as_posix(): leftover.kind for leftover in search.items}
 
 
-def job_states(fake_slurm: Path, state: str) -> None:
-    """Give all jobs of the four first calls of sbatch a state."""
-    lines = [f"{job}{task}|{state}|None\n" for job in (4711, 4712, 4713, 4714) for task in ("", "_0", "_1")]
-    (fake_slurm / "squeue").write_text("" if state not in ("RUNNING", "PENDING") else "".join(lines))
-    (fake_slurm / "sacct").write_text("".join(lines))
+def take_out(tree: ClusterTree, *run_ids: str) -> Path:
+    """Remove runs from the sweep's record, as a sweep that was edited and submitted again does."""
+    record = read_sweep_record(tree, "small")
+    assert record is not None
+    record.run_ids = [run_id for run_id in record.run_ids if run_id not in run_ids]
+    path = tree.sweep_path("small")
+    path.write_bytes(msgspec.json.encode(record))
+    return path
 
 
 @pytest.fixture
-def run_id(plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A run that failed, was submitted again and is ok: attempts 1 and 2."""
-    monkeypatch.setenv("FAKE_COUNT_IDS", "1")
+def run_id(plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path) -> str:
+    """A run with an attempt that failed and one that is ok."""
     submit(plan, cluster_tree)
     run_id = next(iter(plan.runs))
-    job_states(fake_slurm, "PENDING")
-    begin(cluster_tree, run_id, "small-0001")
-    finish(cluster_tree, run_id, plan.runs[run_id], "failed", 1)
-    for command in ("squeue", "sacct"):
-        text = (fake_slurm / command).read_text().replace("4711_0|PENDING|None", "4711_0|FAILED|None")
-        (fake_slurm / command).write_text(text)
-    submit(plan, cluster_tree, RunSelection(frozenset({"failed"}), only_again=True))
-    job_states(fake_slurm, "FAILED")
-    begin(cluster_tree, run_id, "small-0002")
-    finish(cluster_tree, run_id, plan.runs[run_id], "ok", 2)
+    for attempt, status in ((1, "failed"), (2, "ok")):
+        begin(cluster_tree, run_id, "small-0001")
+        finish(cluster_tree, run_id, plan.runs[run_id], status, attempt)
     return run_id
 
 
-def test_an_empty_tree_has_none(plan: SweepPlan, cluster_tree: ClusterTree) -> None:
-    assert found(cluster_tree, plan) == {}
+def test_an_empty_tree_has_none(cluster_tree: ClusterTree) -> None:
+    assert found(cluster_tree) == {}
 
 
-def test_an_attempt_that_was_replaced_is_old(plan: SweepPlan, cluster_tree: ClusterTree, run_id: str) -> None:
-    assert found(cluster_tree, plan) == {f"runs/{run_id[:2]}/{run_id}/attempts/1": "old attempt"}
-    assert found(cluster_tree, plan, sweep="small") == found(cluster_tree, plan)
-    assert found(cluster_tree, plan, min_age_s=3600) == {}
-
-
-@pytest.mark.parametrize("state", ["RUNNING", "PENDING", "EXPEDITING"])
-def test_leftovers_of_a_job_that_may_run_are_kept(
-    plan: SweepPlan, cluster_tree: ClusterTree, run_id: str, fake_slurm: Path, state: str
-) -> None:
-    job_states(fake_slurm, state)
-    search = find_leftovers(cluster_tree, plan.profile, sweep=None, min_age_s=0, now_unix_s=time.time() + 60)
-    assert (search.items, [reason.endswith("may not have ended") for reason in search.kept]) == ([], [True])
-
-
-def test_a_silent_scheduler_keeps_all(
-    plan: SweepPlan, cluster_tree: ClusterTree, run_id: str, fake_slurm: Path
-) -> None:
-    for command in ("squeue", "sacct"):
-        (fake_slurm / f"{command}.error").write_text("Unable to contact slurm controller")
-    assert found(cluster_tree, plan, after_s=WEEKS_S) == {}
-
-
-def test_a_forgotten_job_is_kept_for_its_lease(
-    plan: SweepPlan, cluster_tree: ClusterTree, run_id: str, fake_slurm: Path
-) -> None:
-    for command in ("squeue", "sacct"):
-        (fake_slurm / command).write_text("")
-    assert found(cluster_tree, plan, after_s=86400) == {}
-    assert list(found(cluster_tree, plan, after_s=WEEKS_S).values()) == ["old attempt"]
-
-
-def test_a_deadline_ahead_keeps_an_attempt(plan: SweepPlan, cluster_tree: ClusterTree, run_id: str) -> None:
-    begin(cluster_tree, run_id, "small-0001", deadline_unix_s=time.time() + 9000)
-    begin(cluster_tree, run_id, "small-0001")
-    assert found(cluster_tree, plan) == {f"runs/{run_id[:2]}/{run_id}/attempts/1": "old attempt"}
-
-
-def test_the_attempt_of_the_result_and_the_newest_are_kept(
-    plan: SweepPlan, cluster_tree: ClusterTree, run_id: str
-) -> None:
-    for _ in range(2):
-        begin(cluster_tree, run_id, "small-0002")
-    folder = f"runs/{run_id[:2]}/{run_id}/attempts"
-    assert found(cluster_tree, plan) == {f"{folder}/{number}": "old attempt" for number in (1, 3)}
-
-
-def test_a_broken_result_keeps_all_attempts(plan: SweepPlan, cluster_tree: ClusterTree, run_id: str) -> None:
-    cluster_tree.result_path(run_id).write_text("{")
-    assert found(cluster_tree, plan) == {}
+def test_the_runs_of_a_sweep_keep_everything(plan: SweepPlan, cluster_tree: ClusterTree, run_id: str) -> None:
+    begin(cluster_tree, list(plan.runs)[1], "small-0001")
+    assert found(cluster_tree, after_s=WEEKS_S) == {}
 
 
 def test_leftovers_of_a_killed_submit_are_found(plan: SweepPlan, cluster_tree: ClusterTree, run_id: str) -> None:
@@ -138,35 +86,28 @@ def test_leftovers_of_a_killed_submit_are_found(plan: SweepPlan, cluster_tree: C
     (cluster_tree.submissions / "other-0001").mkdir()
     (cluster_tree.submissions / "..lock.0a1b2c3d.tmp").write_text("{}")
     (cluster_tree.submissions / "by-hand").mkdir()
-    everything = found(cluster_tree, plan)
-    assert everything.pop(f"runs/{run_id[:2]}/{run_id}/attempts/1") == "old attempt"
-    assert everything == {
+    assert found(cluster_tree) == {
         "submissions/small-0003": "unfinished submission",
         "submissions/other-0001": "unfinished submission",
         "submissions/..lock.0a1b2c3d.tmp": "temporary file",
     }
-    assert "submissions/other-0001" not in found(cluster_tree, plan, sweep="small")
+    assert "submissions/other-0001" not in found(cluster_tree, sweep="small")
 
 
-def test_a_submission_all_of_whose_runs_went_again_is_old(
-    plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path
-) -> None:
+def test_a_submission_of_runs_in_no_sweep_is_old(plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path) -> None:
     submit(plan, cluster_tree)
-    job_states(fake_slurm, "FAILED")
-    for run_id, spec in plan.runs.items():
-        begin(cluster_tree, run_id, "small-0001")
-        finish(cluster_tree, run_id, spec, "failed", 1)
-    submit(plan, cluster_tree, RunSelection(frozenset({"failed"}), only_again=True))
-    # Their results are still those of its attempts.
-    assert found(cluster_tree, plan) == {}
-    for run_id, spec in plan.runs.items():
-        begin(cluster_tree, run_id, "small-0002")
-        finish(cluster_tree, run_id, spec, "ok", 2)
-    assert sorted(found(cluster_tree, plan).values()) == ["old attempt"] * 4 + ["old submission"]
-    search = remove_leftovers(cluster_tree, plan.profile, sweep=None, min_age_s=0, now_unix_s=time.time() + 60)
-    assert (len(search.items), search.failed, found(cluster_tree, plan)) == (5, [], {})
-    assert [folder.name for folder, _ in list_submissions(cluster_tree)] == ["small-0002"]
-    assert {cluster_tree.read_result(key).status for key in plan.runs} == {"ok"}  # type: ignore[union-attr]
+    take_out(cluster_tree, *plan.runs)
+    assert found(cluster_tree, min_age_s=3600) == {}
+    assert found(cluster_tree) == {"submissions/small-0001": "old submission"}
+    first = next(iter(plan.runs))
+    begin(cluster_tree, first, "small-0001")
+    finish(cluster_tree, first, plan.runs[first], "ok", 1)
+    assert found(cluster_tree) == {}
+    cluster_tree.result_path(first).unlink()
+    search = remove_leftovers(cluster_tree, sweep=None, min_age_s=0, now_unix_s=time.time() + 60)
+    assert ({one.kind for one in search.items}, search.failed) == ({"orphan", "old submission"}, [])
+    assert found(cluster_tree) == {}
+    assert list_submissions(cluster_tree) == []
 
 
 @pytest.mark.parametrize(("status", "is_orphan"), [(None, True), ("failed", True), ("ok", False), ("oom", False)])
@@ -177,21 +118,26 @@ def test_orphans_are_attempts_without_a_measurement(
     begin(cluster_tree, other, "small-0001")
     if status is not None:
         finish(cluster_tree, other, plan.runs[other], status, 1)
-    record = read_sweep_record(cluster_tree, "small")
-    assert record is not None
-    record.run_ids.remove(other)
-    path = cluster_tree.sweep_path("small")
-    path.write_bytes(msgspec.json.encode(record))
+    path = take_out(cluster_tree, other)
     orphan = f"runs/{other[:2]}/{other}"
-    assert (found(cluster_tree, plan, sweep="small").get(orphan) == "orphan") is is_orphan
+    assert (found(cluster_tree, sweep="small").get(orphan) == "orphan") is is_orphan
     # A record that cannot be read may be the one that contains it.
     (path.parent / "broken.json").write_text("{")
-    assert orphan not in found(cluster_tree, plan)
+    assert orphan not in found(cluster_tree)
+
+
+def test_a_deadline_ahead_keeps_a_run_of_no_sweep(plan: SweepPlan, cluster_tree: ClusterTree, run_id: str) -> None:
+    other = list(plan.runs)[1]
+    begin(cluster_tree, other, "small-0001", deadline_unix_s=time.time() + 9000)
+    take_out(cluster_tree, other)
+    assert found(cluster_tree) == {}
+    assert found(cluster_tree, after_s=9001) == {f"runs/{other[:2]}/{other}": "orphan"}
 
 
 def test_a_submission_that_cannot_be_read_keeps_all(plan: SweepPlan, cluster_tree: ClusterTree, run_id: str) -> None:
-    (cluster_tree.submissions / "small-0002" / "submission.json").write_text("{")
-    search = find_leftovers(cluster_tree, plan.profile, sweep=None, min_age_s=0, now_unix_s=time.time() + WEEKS_S)
+    take_out(cluster_tree, *plan.runs)
+    (cluster_tree.submissions / "small-0001" / "submission.json").write_text("{")
+    search = find_leftovers(cluster_tree, sweep=None, min_age_s=0, now_unix_s=time.time() + WEEKS_S)
     assert (search.items, "cannot be read" in search.kept[0]) == ([], True)
 
 
@@ -204,7 +150,7 @@ def test_links_are_neither_followed_nor_removed(
     (cluster_tree.root / "runs" / "ab").mkdir()
     (cluster_tree.root / "runs" / "ab" / "ab00000000000000").symlink_to(outside)
     (cluster_tree.submissions / "small-0009").symlink_to(outside)
-    remove_leftovers(cluster_tree, plan.profile, sweep=None, min_age_s=0, now_unix_s=time.time() + 60)
+    remove_leftovers(cluster_tree, sweep=None, min_age_s=0, now_unix_s=time.time() + 60)
     assert sorted(path.name for path in (outside / "attempts").iterdir()) == ["1", "2"]
     assert (cluster_tree.submissions / "small-0009").is_symlink()
 
@@ -215,8 +161,10 @@ def test_a_refused_removal_is_an_error(
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
+    take_out(cluster_tree, *plan.runs)
+    begin(cluster_tree, list(plan.runs)[1], "small-0001")
     monkeypatch.setattr(shutil, "rmtree", refuse)
-    search = remove_leftovers(cluster_tree, plan.profile, sweep=None, min_age_s=0, now_unix_s=time.time() + 60)
+    search = remove_leftovers(cluster_tree, sweep=None, min_age_s=0, now_unix_s=time.time() + 60)
     assert search.items == []
     assert isinstance(search.failed[0], StorageError)
 
@@ -226,17 +174,18 @@ def test_the_command_clean_removes_only_with_its_option(
 ) -> None:
     (tmp_path / "clusters").mkdir()
     (tmp_path / "clusters" / "test.toml").write_text('name = "test"\n')
-    attempt = cluster_tree.run_folder(run_id) / "attempts" / "1"
+    killed = cluster_tree.submissions / "small-0003"
+    killed.mkdir()
     arguments = ("clean", "small", "--older-than", "0 s")
     shown = hpcbench(*arguments, cwd=tmp_path)
-    assert (shown.returncode, "old attempt" in shown.stdout, attempt.is_dir()) == (0, True, True), shown.stderr
+    assert (shown.returncode, "unfinished submission" in shown.stdout, killed.is_dir()) == (0, True, True), shown.stderr
     assert "1 leftover, " in shown.stderr
     assert "nothing was changed, --yes removes them" in shown.stderr
     young = hpcbench("clean", "--all", cwd=tmp_path)
     assert "1 leftovers that changed a short time ago" in young.stderr, young.stderr
     done = hpcbench(*arguments, "--yes", "--json", cwd=tmp_path)
     document = json.loads(done.stdout)
-    assert (done.returncode, document["removed"], attempt.exists()) == (0, True, False), done.stderr
-    assert [leftover["path"] for leftover in document["clusters"][0]["leftovers"]] == [os.fspath(attempt)]
+    assert (done.returncode, document["removed"], killed.exists()) == (0, True, False), done.stderr
+    assert [leftover["path"] for leftover in document["clusters"][0]["leftovers"]] == [os.fspath(killed)]
     neither = hpcbench("clean", cwd=tmp_path)
     assert (neither.returncode, "one of SWEEP and --all" in neither.stderr) == (2, True)
