@@ -26,10 +26,10 @@ from hpcbench.parallel.pipeline.schedule_simulator import schedule_step_time
 from hpcbench.parallel.pipeline.schedules import PipelineLayout
 from hpcbench.parallel.pipeline.stage_partition import parse_cuts
 from hpcbench.parallel.pipeline.weight_versions import Staleness
-from hpcbench.worker.block_times import block_profile_request, profile_blocks
+from hpcbench.worker.block_times import profile_blocks
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
-from hpcbench.worker.models.build import build_model
+from hpcbench.worker.models.build import build_meta_model, build_model
 from hpcbench.worker.strategies.base import resolve_runtime
 
 PAIRS = 8
@@ -133,7 +133,7 @@ def network(place: RankContext, micro_batches: int) -> dict[str, object]:
     }  # fmt: skip
     spec = RunSpec(strategy="gpipe", tasks_per_node=2, pp_degree=2, **given)
     said: list[Any] = [
-        profile_blocks(block_profile_request(spec, CPU), refresh=True).chain() if place.rank == 0 else None
+        profile_blocks(spec, CPU, build_meta_model(spec), refresh=True).blocks if place.rank == 0 else None
     ]
     dist.broadcast_object_list(said)
     (cut,) = parse_cuts("6") or (0,)

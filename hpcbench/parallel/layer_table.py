@@ -155,18 +155,13 @@ class LayerTableRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """Absolute path of the folder that a user's own model is in."""
 
 
-class ModelResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The reason why a module of the worker cannot answer a request about a model."""
+class LayerTableResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The output of the worker's module: the table, or why there is none."""
 
     error: str = ""
     hint: str | None = None
     is_input: bool = False
     """Whether the request is wrong."""
-
-
-class LayerTableResponse(ModelResponse, frozen=True, kw_only=True, omit_defaults=True):
-    """The output of the worker's module: the table, or why there is none."""
-
     table: LayerTable | None = None
 
 

@@ -7,18 +7,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.pipeline.stage_balance import (
-    BlockProfile,
-    BlockProfileRequest,
-    MeasuredBlock,
-    decode_block_profile,
-)
+from hpcbench.parallel.pipeline.stage_balance import BlockProfile, BlockProfileRequest
+from hpcbench.parallel.pipeline.stage_partition import BlockTimes
 from hpcbench.results.schema import PipelinePrediction
 from hpcbench.worker import block_times
 from hpcbench.worker.data.feeds import make_feed
@@ -42,15 +40,13 @@ SECONDS = [5.0, 1.0, 1.0, 1.0, 1.0, 1.0]
 """Of the forward passes of vit's six blocks; backward passes take twice as long."""
 
 
-def planned(request: BlockProfileRequest, *_refresh: bool, shapes: nn.Sequential) -> BlockProfile:
+def planned(spec: RunSpec, device: torch.device, shapes: nn.Sequential) -> BlockProfile:
     assert len(shapes) == len(SECONDS)
-    blocks = [
-        MeasuredBlock(
-            name=str(place), forward_s=seconds, forward_iqr_s=0.0, backward_s=2 * seconds, backward_iqr_s=0.0,
-            output_bytes=0, parameter_bytes=0, kept_bytes=0,
-        )
-        for place, seconds in enumerate(SECONDS)
-    ]  # fmt: skip
+    request = BlockProfileRequest(
+        model=spec.model, dataset=spec.dataset, micro_batch_size=1, input_size=None, model_options={},
+        precision=spec.precision, channels_last=False, device=device.type,
+    )  # fmt: skip
+    blocks = [BlockTimes(seconds, 2 * seconds) for seconds in SECONDS]
     return BlockProfile(request=request, device_name="d", torch="t", threads=1, blocks=blocks)
 
 
@@ -116,7 +112,7 @@ def test_blocks_are_really_measured(pool: Pool, tmp_path: Path) -> None:
     assert len(cuts) == 2
     assert predicted.step_time_s >= max(predicted.stage_times_s) * 2 > 0
     (file,) = (tmp_path / "hpcbench" / "chains").iterdir()
-    assert decode_block_profile(file.read_bytes(), str(file)).request.micro_batch_size == 6
+    assert msgspec.json.decode(file.read_bytes(), type=BlockProfile).request.micro_batch_size == 6
 
 
 def fail(spec: RunSpec, group: dist.ProcessGroup) -> str:

@@ -10,11 +10,11 @@ from hpcbench.parallel.pipeline.schedule_simulator import (
     topological_order,
 )
 from hpcbench.parallel.pipeline.schedules import PipelineLayout, schedule_actions
-from hpcbench.parallel.pipeline.stage_partition import BlockCost
+from hpcbench.parallel.pipeline.stage_partition import BlockTimes
 from hpcbench.parallel.pipeline.weight_versions import Staleness
 
 DELAYS = {"pipedream": Staleness(4), "2bw": Staleness(4, double_buffered=True)}
-EVEN = [[BlockCost(1.0, 2.0, 0, 0, 0)]] * 4
+EVEN = [[BlockTimes(1.0, 2.0)]] * 4
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_equal_stages_give_the_published_step_and_bubble(
 @pytest.mark.parametrize(("schedule", "step_time_s"), [("gpipe", 23.0), ("pipedream", 20.0)])
 def test_the_slowest_stage_determines_the_step_time(schedule: str, step_time_s: float) -> None:
     """Four micro-batches over stages that take 3 and 5: PipeDream takes the slowest one's time of each."""
-    uneven = [[BlockCost(1.0, 2.0, 0, 0, 0)], [BlockCost(1.0, 1.0, 0, 0, 0), BlockCost(1.0, 2.0, 0, 0, 0)]]
+    uneven = [[BlockTimes(1.0, 2.0)], [BlockTimes(1.0, 1.0), BlockTimes(1.0, 2.0)]]
     delay = Staleness(2) if schedule == "pipedream" else None
     assert schedule_step_time(schedule, PipelineLayout(2), 4, uneven, delay).step_time_s == pytest.approx(step_time_s)
 

@@ -24,7 +24,7 @@ from hpcbench.parallel.pipeline.schedules import (
     PipelineLayout,
     schedule_actions,
 )
-from hpcbench.parallel.pipeline.stage_partition import BlockCost
+from hpcbench.parallel.pipeline.stage_partition import BlockTimes
 from hpcbench.parallel.pipeline.weight_versions import Staleness, stage_actions_over_steps
 
 
@@ -378,7 +378,7 @@ def schedule_step_time(
     schedule: str,
     layout: PipelineLayout,
     micro_batches: int,
-    chunks: Sequence[Sequence[BlockCost]],
+    chunks: Sequence[Sequence[BlockTimes]],
     staleness: Staleness | None = None,
 ) -> ScheduleStepTime:
     """Return the time of one step of ``schedule``; of an asynchronous one (with ``staleness``) in steady state.

@@ -22,7 +22,7 @@ from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.layer_table import read_shipped_table
 from hpcbench.parallel.pipeline.schedule_simulator import schedule_step_time
 from hpcbench.parallel.pipeline.schedules import PipelineLayout
-from hpcbench.parallel.pipeline.stage_balance import BlockProfile, BlockProfileResponse, chunk_blocks
+from hpcbench.parallel.pipeline.stage_balance import BlockProfile, chunk_blocks
 from hpcbench.parallel.pipeline.stage_partition import balanced_cuts, block_ranges, parse_cuts
 from hpcbench.results.schema import PipelinePrediction
 from hpcbench.worker.distributed.process_groups import RankContext
@@ -52,26 +52,28 @@ def measure_blocks(
         return None
     key = _profile_key(spec)
     if key not in _BLOCK_PROFILES:
-        responses = [_profile_blocks(model, spec, context) if context.rank == 0 else BlockProfileResponse()]
+        responses: list[Any] = [_profile_blocks(model, spec, context) if context.rank == 0 else None]
         if context.world_size > 1:
             group = context.members()
             dist.broadcast_object_list(responses, dist.get_global_rank(group, 0), group=group, device=context.device)
-        response = responses[0]
-        if response.chain is None:
-            raise unsupported(f"balance = measured: {response.error}", response.hint)
-        _BLOCK_PROFILES[key] = response.chain
+        profile, error, hint = responses[0]
+        if profile is None:
+            raise unsupported(f"balance = measured: {error}", hint)
+        _BLOCK_PROFILES[key] = profile
     return _BLOCK_PROFILES[key]
 
 
-def _profile_blocks(model: nn.Sequential, spec: RunSpec, context: RankContext) -> BlockProfileResponse:
+def _profile_blocks(
+    model: nn.Sequential, spec: RunSpec, context: RankContext
+) -> tuple[BlockProfile | None, str, str | None]:
+    """Return the profile, or why there is none and a hint."""
     # The profiler imports fake tensors, which take a second.
-    from hpcbench.worker.block_times import block_profile_request, profile_blocks
+    from hpcbench.worker.block_times import profile_blocks
 
     try:
-        profile = profile_blocks(block_profile_request(spec, context.device), shapes=copy_to_meta(model))
-        return BlockProfileResponse(chain=profile)
+        return profile_blocks(spec, context.device, copy_to_meta(model)), "", None
     except HpcbenchError as error:
-        return BlockProfileResponse(error=error.message, hint=error.hint)
+        return None, error.message, error.hint
 
 
 def predict_step(
@@ -85,9 +87,8 @@ def predict_step(
         layout: The pipeline's stages and chunks.
         blocks: The blocks of every chunk.
     """
-    chain = profile.chain()
     staleness = get_strategy(spec.strategy).staleness
-    chunks = [[chain[block] for block in chunk] for chunk in blocks]
+    chunks = [[profile.blocks[block] for block in chunk] for chunk in blocks]
     step = schedule_step_time(
         spec.strategy, layout, spec.micro_batches, chunks, None if staleness is None else staleness(spec)
     )
@@ -115,7 +116,7 @@ def assign_blocks(
         return block_ranges(parse_cuts(options["cuts"]) or (), blocks)
     if options["balance"] == "measured":
         assert _profile_key(spec) in _BLOCK_PROFILES, "stages by a measurement that was not made"
-        times = [block.compute_s for block in _BLOCK_PROFILES[_profile_key(spec)].chain()]
+        times = [block.compute_s for block in _BLOCK_PROFILES[_profile_key(spec)].blocks]
         return block_ranges(balanced_cuts(times, chunks), len(times))
     if options["balance"] == "blocks":
         return block_ranges(balanced_cuts([1] * blocks, chunks), blocks)
