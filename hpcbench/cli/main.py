@@ -33,7 +33,6 @@ COMMANDS = {
     "retry": ("hpcbench.cli.commands:retry", "Submit again what failed, timed out or was lost."),
     "clean": ("hpcbench.cli.clean_command:clean", "Show or remove what killed submits and old attempts left."),
     "collect": ("hpcbench.cli.commands:collect", "Gather results into one file."),
-    "results": ("hpcbench.cli.results_commands:results_group", "Maintain the results tree."),
     "table": ("hpcbench.cli.commands:table", "Print results as a table."),
     "plot": ("hpcbench.cli.commands:plot", "Draw results in the terminal or into a file."),
     "compare": ("hpcbench.cli.commands:compare", "Compare two sets of results; exit code 1 for a regression."),

@@ -1,25 +1,16 @@
-"""The actions of the commands ``table`` and ``collect``, and the command ``results``."""
+"""The actions of the commands ``table`` and ``collect``."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import click
 import polars
 
-from hpcbench.cli.common import (
-    cluster_filter_option,
-    make_console,
-    output_options,
-    print_json,
-    print_message,
-    why_nothing,
-)
+from hpcbench.cli.common import make_console, print_json, print_message, why_nothing
 from hpcbench.report.configurations import ROW_ORDER, filter_launches, rows_from_frame, sort_rows
 from hpcbench.report.load_results import export_json, export_table, iter_collected, load_frame
 from hpcbench.report.pivot_table import TableRequest, grouped_view, parse_table_request
@@ -27,9 +18,7 @@ from hpcbench.report.reference_drift import drift_notes, reference_drifts, remov
 from hpcbench.report.results_table import results_data_view, results_text_view, table_json
 from hpcbench.report.table_files import view_encoder, view_json, write_view
 from hpcbench.report.table_model import View
-from hpcbench.results.attempts import Attempt
-from hpcbench.results.decode import has_old_rate, upgrade_rates
-from hpcbench.results.results_tree import CollectedResult, ResultsTree, collect_results
+from hpcbench.results.results_tree import CollectedResult, ResultsTree
 from hpcbench.results.schema import STATUS_BROKEN, RunResult, result_document
 
 
@@ -165,35 +154,3 @@ def _readable_results(entries: Iterable[CollectedResult], *, quiet: bool = False
             yield entry.result
         elif not quiet:
             print_message(f"{entry.cluster}/{entry.run_id}: {entry.problem}")
-
-
-@click.group("results")
-def results_group() -> None:
-    """Maintain the results tree."""
-
-
-@results_group.command("upgrade")
-@cluster_filter_option
-@output_options
-def upgrade_results(cluster_name: str | None, results: ResultsTree, as_json: bool) -> None:
-    """Recompute figures of an earlier definition from the files of the ranks.
-
-    Rates of runs with several ranks become samples over the longest rank's timed interval. A result whose ranks' files
-    are gone stays as it is, and tables mark it.
-    """
-    counts = {"upgraded": 0, "current": 0, "left": 0}
-    for name in [cluster_name] if cluster_name else results.clusters():
-        cluster = results.cluster(name)
-        for entry in collect_results(cluster):
-            if entry.result is None or not has_old_rate(entry.result):
-                counts["current"] += entry.result is not None
-                continue
-            ranks = Attempt(cluster.run_folder(entry.run_id), entry.result.attempt).read_ranks()
-            is_done = cluster.update_result(entry.run_id, partial(upgrade_rates, ranks=ranks))
-            counts["upgraded" if is_done else "left"] += 1
-            if not is_done:
-                print_message(f"{name}/{entry.run_id}: the files of its ranks are not all there: left as it is")
-    if as_json:
-        print_json(counts)
-    else:
-        click.echo(f"{counts['upgraded']} results recomputed, {counts['current']} current, {counts['left']} left")

@@ -95,8 +95,7 @@ def measured_configurations(frame: pl.DataFrame) -> list[scoring.MeasuredConfigu
     ``frame`` has ``VALIDATION_COLUMNS``. A configuration with any launch that is ok is ``ok``.
     """
     by_key: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    # Exported frames of earlier versions lack some columns.
-    for row in frame.select(*({*VALIDATION_COLUMNS} & {*frame.columns})).iter_rows(named=True):
+    for row in frame.select(VALIDATION_COLUMNS).iter_rows(named=True):
         if row["config_id"] is not None:
             key = (row["cluster"], row["config_id"], row["environment_digest"] if row["status"] == STATUS_OK else None)
             by_key.setdefault(key, []).append(row)
@@ -110,7 +109,7 @@ def measured_configurations(frame: pl.DataFrame) -> list[scoring.MeasuredConfigu
 
 
 def _measured_part(row: dict[str, Any], part: str) -> float | None:
-    value: float | None = row.get(f"metrics.{_WIRE if part == 'comm_s' else part}")
+    value: float | None = row[f"metrics.{_WIRE if part == 'comm_s' else part}"]
     return value
 
 

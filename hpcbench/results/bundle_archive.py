@@ -219,15 +219,14 @@ def is_bundle_path(argument: str) -> bool:
 
 
 def read_bundle_header(data: bytes, path: Path) -> BundleHeader:
-    """``bundle.json``; ``ConfigError`` where it is broken or of a later format."""
+    """``bundle.json``; ``ConfigError`` where it is broken or of another format."""
     try:
         header = decode_record(data, BundleHeader)
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{path}: {HEADER_NAME} is broken: {error}", hint=_BUNDLE_HINT) from None
-    if header.format_version > BUNDLE_FORMAT_VERSION:
+    if header.format_version != BUNDLE_FORMAT_VERSION:
         format_text = f"format {header.format_version}, made by hpcbench {header.hpcbench}"
-        message = f"{path} has {format_text}; this hpcbench reads format {BUNDLE_FORMAT_VERSION}"
-        raise ConfigError(message, hint="use a newer hpcbench")
+        raise ConfigError(f"{path} has {format_text}; this hpcbench reads format {BUNDLE_FORMAT_VERSION}")
     return header
 
 

@@ -86,7 +86,7 @@ class CollectiveProbe(_ProbeRecord, kw_only=True):
     """That did the same at the same time."""
     seconds: float
     cpu_s: float | None = None
-    """Processor seconds of the rank that worked longest; ``None`` on an accelerator and in older results."""
+    """Processor seconds of the rank that worked longest; ``None`` on an accelerator."""
     spread: float
     repeats: int
 

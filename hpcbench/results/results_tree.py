@@ -7,7 +7,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -193,34 +193,10 @@ class ClusterTree:
                 self._archive(present, supersedes)
             elif present is not None and present.attempt > result.attempt:
                 return False
-            self._put_in_place(result, path)
+            write_atomic(path, encode_indented_json(result_document(result)))
+            with contextlib.suppress(OSError):
+                os.utime(path.parent.parent)
         return True
-
-    def update_result(self, run_id: str, change: Callable[[RunResult], bool]) -> bool:
-        """Alter the result of a run in place while other writers wait; return whether it was written.
-
-        Args:
-            run_id: a run; without a result that can be read nothing is changed.
-            change: alters the result that it is called with, and returns whether to write it.
-
-        Raises:
-            StorageError: the file system refuses, or a part of the path is a link.
-        """
-        path = self.result_path(run_id)
-        with _write_lock(path):
-            try:
-                result = self.read_result(run_id)
-            except msgspec.MsgspecError:
-                result = None
-            if result is None or not change(result):
-                return False
-            self._put_in_place(result, path)
-        return True
-
-    def _put_in_place(self, result: RunResult, path: Path) -> None:
-        write_atomic(path, encode_indented_json(result_document(result)))
-        with contextlib.suppress(OSError):
-            os.utime(path.parent.parent)
 
     def _archive(self, present: RunResult, key: str) -> None:
         path = self.archive_path(present.run_id, key)

@@ -23,7 +23,7 @@ FAILED_STATUSES = frozenset({"failed", "timeout", "cancelled", "preempted"})
 
 
 class _ResultRecord(msgspec.Struct, omit_defaults=True):
-    """Absent means not measured; a reader ignores fields that a later version added."""
+    """Absent means not measured; a reader ignores unknown fields."""
 
 
 class StepTimeStatistics(_ResultRecord, kw_only=True):
@@ -56,8 +56,7 @@ class RunMetrics(_ResultRecord, kw_only=True):
 
     step_time_s: StepTimeStatistics | None = None
     samples_per_s: float | None = None
-    """Samples of the steps that count over ``timed_s``. A result without ``timed_s`` divides by the sum of
-    ``step_times_s`` instead, which is longer with several ranks: ``hpcbench results upgrade`` recomputes it."""
+    """Samples of the steps that count over ``timed_s``."""
     timed_s: float | None = None
     """The interval of the steps that count, on the rank on which it is longest; evaluations are left out."""
     tokens_per_s: float | None = None
