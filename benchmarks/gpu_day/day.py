@@ -181,7 +181,7 @@ class Day:
                 record = read_sweep_record(self.tree.cluster(cluster), part.sweep_name)
                 sweeps += [(cluster, record)] if record is not None else []
         if sweeps:
-            write_bundle(self.tree, sweeps, self.out / RESULTS, logs=True, anonymous=True)
+            write_bundle(self.tree, sweeps, self.out / RESULTS, logs=True)
             write_report(self.out)
 
 

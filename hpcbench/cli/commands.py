@@ -315,7 +315,6 @@ def report(**options: Any) -> None:
 @cluster_filter_option
 @out_option("A .tar.gz (default: SWEEP.hpcbench.tar.gz).")
 @click.option("--logs", is_flag=True, help="Include the logs of ranks and jobs: the last 16 MiB of each.")
-@click.option("--anonymous", is_flag=True, help="Replace names of people and machines by pseudonyms; see above.")
 @output_options
 def bundle(**options: Any) -> None:
     """Pack SWEEP into one file for others: its record, results, scripts and task files, the start markers and
@@ -323,13 +322,7 @@ def bundle(**options: Any) -> None:
 
     `hpcbench table FILE` and `hpcbench collect FILE` read it without unpacking it.
 
-    --anonymous replaces by pseudonyms (user-1, node-1, ...): accounts and real names of the files' owners, other
-    people whose home folder is named, host names with and without domain, IP, MAC and e-mail addresses, SLURM accounts,
-    numbers of users and groups, serial numbers of GPUs, home folders, and the paths of the results tree and the
-    project. They are replaced in values, keys, scripts, logs, errors and file names, and everywhere by the same
-    pseudonym. Unchanged are job ids, process ids, times, versions, hardware, the names of sweep, cluster, partitions
-    and modules, descriptions, git commits, other paths, and variables, unless they contain one of those names. A name
-    that is only in a log is not recognised: read the logs before you publish them.
+    Names of people, machines, accounts and folders stay in it: read it before you publish it.
     """
     from hpcbench.cli.report_commands import pack_sweep
 

@@ -100,7 +100,7 @@ def run_gpu_check(cluster_name: str, results: ResultsTree, out: Path | None, *, 
         print_json(check)
     else:
         _print_check(check)
-    print_message(f"wrote {project_relative(path)}: names of people, machines and folders in it are pseudonyms")
+    print_message(f"wrote {project_relative(path)}: its reasons may name people, machines and folders")
     return EXIT_CODES[check.outcome]
 
 

@@ -152,15 +152,14 @@ def _plot_json(drawn: Plot) -> dict[str, Any]:
 
 
 def pack_sweep(
-    *, sweep: str, cluster_name: str | None, out: Path | None, logs: bool, anonymous: bool, results: ResultsTree,
-    as_json: bool,
+    *, sweep: str, cluster_name: str | None, out: Path | None, logs: bool, results: ResultsTree, as_json: bool,
 ) -> None:  # fmt: skip
     """Pack SWEEP into one file for others."""
     out = out or Path(f"{sweep_name(sweep)}.hpcbench.tar.gz")
     if not is_bundle_path(out.name):
         raise ConfigError(f"cannot write {out}: unknown ending", hint=f"choices: {', '.join(BUNDLE_SUFFIXES)}")
     chosen = select_sweeps(results, (sweep,), cluster_name)
-    written = write_bundle(results, chosen, out, logs=logs, anonymous=anonymous)
+    written = write_bundle(results, chosen, out, logs=logs)
     for name, reason in written.left_out.items():
         print_message(f"left out: {name}: {reason}")
     print_message(f"{written.runs} runs, {written.files} files, {format_bytes(out.stat().st_size)} written to {out}")

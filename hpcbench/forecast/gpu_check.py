@@ -5,8 +5,6 @@ from its results and from predictions, to be sent to the authors.
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -20,16 +18,14 @@ from hpcbench.config.sweep_loader import Sweep, parse_sweep
 from hpcbench.config.toml_tables import TomlSource
 from hpcbench.errors import StorageError
 from hpcbench.forecast.forecast import Forecast
-from hpcbench.identity import account_name
 from hpcbench.oracle.prediction import Prediction
 from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.parallel.strategies.probes import PROBE_LOOPS
 from hpcbench.parallel.strategy_entry import StrategyEntry
-from hpcbench.results.anonymize import Anonymizer
 from hpcbench.results.probe_records import LoopProbe
 from hpcbench.results.results_tree import ClusterTree
-from hpcbench.results.schema import STATUS_OK, HostSyncs, RunResult, VerificationResult, result_document
+from hpcbench.results.schema import STATUS_OK, HostSyncs, RunResult, VerificationResult
 from hpcbench.submit.plan import SweepPlan, partition_limits
 from hpcbench.submit.run_state import RunState
 from hpcbench.units import format_bytes, format_seconds
@@ -108,7 +104,7 @@ class LoopsCheck(msgspec.Struct, kw_only=True):
 
 
 class GpuCheck(msgspec.Struct, kw_only=True):
-    """The file that is sent; names of people, machines and folders in it are pseudonyms."""
+    """The file that is sent. Reasons in it may name people, machines and folders."""
 
     format_version: int = FORMAT_VERSION
     cluster: str
@@ -221,7 +217,7 @@ def evaluate_check(plan: SweepPlan, tree: ClusterTree, states: Mapping[str, RunS
         check.outcome = "no_gpu"
     elif findings:
         check.outcome = "findings"
-    return _anonymize(check, results.values())
+    return check
 
 
 def _read_result(tree: ClusterTree, key: str) -> RunResult | None:
@@ -310,13 +306,3 @@ def _versions(results: Iterable[RunResult]) -> dict[str, Any]:
     for result in results:
         return {key: result.provenance[key] for key in _VERSION_KEYS if key in result.provenance}
     return {}
-
-
-def _anonymize(check: GpuCheck, results: Iterable[RunResult]) -> GpuCheck:
-    """Replace names of people, machines and folders, as ``bundle --anonymous`` does."""
-    anonymizer = Anonymizer()
-    anonymizer.learn_user(account_name(), os.environ.get("HOME"))
-    anonymizer.learn_hosts(socket.gethostname())
-    for result in results:
-        anonymizer.learn_document(result_document(result))
-    return msgspec.convert(anonymizer.document(msgspec.to_builtins(check)), GpuCheck)

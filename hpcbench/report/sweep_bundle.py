@@ -1,25 +1,20 @@
-"""Selection of a sweep's files for a bundle (record, results, attempts, submissions), with optional anonymisation."""
+"""Selection of a sweep's files for a bundle (record, results, attempts, submissions)."""
 
 from __future__ import annotations
 
 import os
 import platform
-import pwd
 import re
-import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 
 import hpcbench
 from hpcbench.errors import HpcbenchError
-from hpcbench.fileio import MAX_FILE_BYTES, encode_indented_json, make_folder, open_atomic, open_regular
-from hpcbench.identity import account_name
-from hpcbench.paths import project_folder
-from hpcbench.results.anonymize import Anonymizer
+from hpcbench.fileio import MAX_FILE_BYTES, make_folder, open_atomic, open_regular
 from hpcbench.results.attempts import attempt_numbers
 from hpcbench.results.bundle_archive import (
     BUNDLE_FORMAT_VERSION,
@@ -28,7 +23,6 @@ from hpcbench.results.bundle_archive import (
     BundleWriter,
 )
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
-from hpcbench.results.schema import SCHEMA_VERSION
 from hpcbench.submit.journal import journal_paths, read_journal
 from hpcbench.submit.scheduler import job_log, scheduler_class
 from hpcbench.submit.submission_record import NewestSubmission, Submission, SweepRecord, list_submissions
@@ -36,10 +30,6 @@ from hpcbench.submit.submission_record import NewestSubmission, Submission, Swee
 MAX_LOG_BYTES = 16 * 2**20
 """Maximum size of a log in a bundle; only the end of a longer one is bundled."""
 _RANK_FILE = re.compile(r"rank-[0-9]+\.json")
-_LAYOUT_NAME = re.compile(
-    r"runs|sweeps|submissions|attempts|jobs|[0-9a-f]{2}|[0-9a-f]{16}|[0-9]+"
-    r"|(?:[0-9]+|stop|sent-[0-9]+)\.(?:sh|jsonl)|(?:out|err|queue)\.log|(?:result|attempt|submission|dropped|rank-[0-9]+)\.json"
-)
 
 
 @dataclass(frozen=True)
@@ -71,14 +61,14 @@ class _BundledFile:
             raise OSError(f"it has {size} bytes, at most {MAX_FILE_BYTES} are bundled")
         return file
 
-    def read(self) -> tuple[bytes, int]:
-        """The content and the owner's uid."""
+    def read(self) -> bytes:
+        """The content."""
         with self.open() as file:
-            return file.read(MAX_FILE_BYTES), os.fstat(file.fileno()).st_uid
+            return file.read(MAX_FILE_BYTES)
 
 
 def write_bundle(
-    tree: ResultsTree, sweeps: Sequence[tuple[str, SweepRecord]], out: Path, *, logs: bool, anonymous: bool
+    tree: ResultsTree, sweeps: Sequence[tuple[str, SweepRecord]], out: Path, *, logs: bool
 ) -> BundleSummary:
     """Write ``sweeps`` (cluster and record of each) into the file ``out``."""
     by_name: dict[str, _BundledFile] = {}
@@ -89,23 +79,15 @@ def write_bundle(
             by_name[name] = _BundledFile(name, path, owner)
     left_out: dict[str, str] = {}
     files = [by_name[name] for name in sorted(by_name) if _is_readable(by_name[name], left_out)]
-    anonymizer = _build_anonymizer(tree, files) if anonymous else None
     bundled = [BundledSweep(sweep=record.sweep, cluster=name, run_ids=record.run_ids) for name, record in sweeps]
     header = BundleHeader(
-        format_version=BUNDLE_FORMAT_VERSION, hpcbench=hpcbench.__version__,
-        schema_version=SCHEMA_VERSION, python=platform.python_version(), anonymous=anonymous, logs=logs,
-        sweeps=bundled, left_out=left_out,
+        format_version=BUNDLE_FORMAT_VERSION, hpcbench=hpcbench.__version__, python=platform.python_version(),
+        logs=logs, sweeps=bundled, left_out=left_out,
     )  # fmt: skip
-    if anonymizer is not None:
-        header = msgspec.convert(anonymizer.document(msgspec.to_builtins(header)), BundleHeader)
     make_folder(out.parent)
     with open_atomic(out) as stream, BundleWriter(stream, header) as writer:
         for file in files:
-            data, _ = file.read()
-            if anonymizer is None:
-                writer.add(file.name, data)
-            else:
-                writer.add(_anonymize_name(file.name, anonymizer), _anonymize_file(file, data, anonymizer))
+            writer.add(file.name, file.read())
     runs = len({(cluster, run_id) for cluster, record in sweeps for run_id in record.run_ids})
     return BundleSummary(runs, len(files), left_out)
 
@@ -161,57 +143,3 @@ def _submission_files(folder: Path, submission: Submission, logs_of: set[str]) -
     newest = NewestSubmission(folder, submission, read_journal(folder), logs_of)
     logs = (job_log(run) for _, run in newest.runs())
     yield from dict.fromkeys(log for log in logs if log is not None)
-
-
-def _build_anonymizer(tree: ResultsTree, files: list[_BundledFile]) -> Anonymizer:
-    """Learn names from all files before any is anonymized: a name in one file may occur in another."""
-    anonymizer = Anonymizer()
-    for folder in (tree.root, tree.root.resolve()):
-        anonymizer.learn_folder("tree", str(folder))
-    anonymizer.learn_folder("project", str(project_folder()))
-    owners = {os.getuid()}
-    for file in files:
-        data, owner = file.read()
-        owners.add(owner)
-        _transform_file(file, data, anonymizer.learn_document, anonymizer.learn_text)
-    for owner in sorted(owners):
-        try:
-            account = pwd.getpwuid(owner)
-        except KeyError:
-            continue
-        anonymizer.learn_user(account.pw_name, account.pw_dir, account.pw_gecos.split(",")[0])
-    anonymizer.learn_user(account_name(), os.environ.get("HOME"))
-    anonymizer.learn_hosts(socket.gethostname())
-    for file in files:
-        _anonymize_file(file, file.read()[0], anonymizer)
-    return anonymizer
-
-
-def _anonymize_name(name: str, anonymizer: Anonymizer) -> str:
-    parts = name.split("/")
-    return "/".join(part if _LAYOUT_NAME.fullmatch(part) else anonymizer.text(part) for part in parts)
-
-
-def _anonymize_file(file: _BundledFile, data: bytes, anonymizer: Anonymizer) -> bytes:
-    is_lines = file.path.suffix == ".jsonl"
-    encode = msgspec.json.encode if is_lines else encode_indented_json
-    parts = [
-        part.encode(errors="surrogateescape") if isinstance(part, str) else encode(part)
-        for part in _transform_file(file, data, anonymizer.document, anonymizer.text)
-    ]
-    return b"".join(part + b"\n" if is_lines else part for part in parts)
-
-
-def _transform_file(
-    file: _BundledFile, data: bytes, document: Callable[[Any], Any], text: Callable[[str], Any]
-) -> list[Any]:
-    """Apply ``document`` to the JSON values of a file, and ``text`` to broken JSON and to any other file."""
-    if file.path.suffix not in (".json", ".jsonl"):
-        return [text(data.decode(errors="surrogateescape"))]
-    parts = []
-    for part in data.splitlines() if file.path.suffix == ".jsonl" else [data]:
-        try:
-            parts.append(document(msgspec.json.decode(part)))
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-            parts.append(text(part.decode(errors="surrogateescape")))
-    return parts

@@ -47,9 +47,7 @@ class BundleHeader(msgspec.Struct, kw_only=True):
 
     format_version: int
     hpcbench: str
-    schema_version: int
     python: str
-    anonymous: bool
     logs: bool
     sweeps: list[BundledSweep]
     left_out: dict[str, str] = {}

@@ -107,6 +107,5 @@ def doubts_of(result: RunResult) -> list[str]:
     if negative := [name for name, value in figures.items() if value is not None and value < 0]:
         doubts.append(f"an impossible result: negative {', '.join(negative)}")
     if (named := run_id(result.spec)) != result.run_id:
-        # An anonymous bundle replaces names within parameters, too.
         doubts.append(f"the spec is not the one of the run_id: it is that of run {named}, changed after the run")
     return doubts

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tarfile
@@ -48,10 +46,6 @@ def member_json(archive: tarfile.TarFile, name: str) -> Any:
     return json.load(file)
 
 
-def without_warnings(table: dict[str, Any]) -> dict[str, Any]:
-    return {**table, "rows": [{name: row[name] for name in row if name != "warnings"} for row in table["rows"]]}
-
-
 @pytest.mark.slow
 def test_a_real_sweep_gives_the_same_table_elsewhere(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
@@ -64,37 +58,25 @@ def test_a_real_sweep_gives_the_same_table_elsewhere(tmp_path: Path) -> None:
     assert len(table["rows"]) == 3
     plain = hpcbench("bundle", "quick", cwd=here)
     assert (plain.returncode, "3 runs" in plain.stderr, plain.stdout) == (0, True, ""), plain.stderr
-    hidden = hpcbench("bundle", "quick.toml", "--logs", "--anonymous", "--out", "hidden.tgz", cwd=here)
-    assert hidden.returncode == 0, hidden.stderr
-    for name in ("quick.hpcbench.tar.gz", "hidden.tgz"):
+    with_logs = hpcbench("bundle", "quick.toml", "--logs", "--out", "logs.tgz", cwd=here)
+    assert with_logs.returncode == 0, with_logs.stderr
+    for name in ("quick.hpcbench.tar.gz", "logs.tgz"):
         shutil.move(here / name, there / name)
     shutil.rmtree(here)
-    for name in ("quick.hpcbench.tar.gz", "hidden.tgz"):
+    for name in ("quick.hpcbench.tar.gz", "logs.tgz"):
         moved = json.loads(hpcbench("table", name, "--json", cwd=there).stdout)
-        assert without_warnings(moved) == without_warnings(table)
-        # They name hosts.
-        said = [len(row["warnings"]) for row in table["rows"]]
-        assert [len(row["warnings"]) for row in moved["rows"]] == said
-        assert (moved == table) or name == "hidden.tgz"
+        assert moved == table
         assert f"{name} on local" in hpcbench("table", name, cwd=there).stdout
-    twice = hpcbench("collect", "hidden.tgz", "quick.hpcbench.tar.gz", "--cluster", "local", cwd=there)
+    twice = hpcbench("collect", "logs.tgz", "quick.hpcbench.tar.gz", "--cluster", "local", cwd=there)
     assert [result["status"] for result in json.loads(twice.stdout)["results"]] == ["ok"] * 3
-    assert sorted(os.listdir(there)) == ["hidden.tgz", "quick.hpcbench.tar.gz"]
-    for name, logs in (("quick.hpcbench.tar.gz", False), ("hidden.tgz", True)):
+    assert sorted(os.listdir(there)) == ["logs.tgz", "quick.hpcbench.tar.gz"]
+    for name, logs in (("quick.hpcbench.tar.gz", False), ("logs.tgz", True)):
         with tarfile.open(there / name) as archive:
             kinds = {Path(one).name for one in archive.getnames()}
-            hosts = {member_json(archive, one)["host"] for one in archive.getnames() if "rank-" in one}
         assert {"quick.json", "result.json", "attempt.json", "rank-0.json", "0.sh", "0.jsonl"} <= kinds
         assert ("out.log" in kinds, "queue.log" in kinds) == (logs, logs)
-        assert hosts == {"node-1" if logs else socket.gethostname()}
 
 
-PLANTED = {
-    "user": "carol", "host": "gpunode17", "full name": "gpunode17.hpc.example.org", "domain": "hpc.example.org",
-    "another": "gpunode18", "listed": "gpunode[17-18]", "IPv4": "192.0.2.77", "IPv6": "2001:db8::77",
-    "MAC": "02:42:ac:11:00:02", "account": "prj4711", "home": "/home/carol", "mail": "carol@mail.example.org",
-    "GPU": "GPU-12345678-1234-1234-1234-123456789abc",
-}  # fmt: skip
 SPEC = RunSpec(
     model="resnet18", dataset="digits", strategy="single", batch_size=8, env={"NCCL_TOPO_FILE": "/home/carol/t"}
 )
@@ -103,9 +85,9 @@ ID = run_id(SPEC)
 
 @pytest.fixture
 def planted(tmp_path: Path) -> ClusterTree:
-    """Every kind of file, each with everything that is to be replaced."""
+    """Every kind of file, each with the same text in it."""
     tree = ClusterTree(tmp_path / "results" / "c")
-    everything = " | ".join([*PLANTED.values(), str(tree.root)])
+    everything = f"carol of prj4711 on gpunode[17-18] | {tree.root}"
     attempt = begin_attempt(
         tree.run_folder(ID), launch=everything, host="gpunode17", started_unix_s=1.0, tree=str(tree.root),
         task_file=f"{tree.root}/submissions/carol-0001/0.jsonl",
@@ -164,25 +146,19 @@ def planted(tmp_path: Path) -> ClusterTree:
     return tree
 
 
-def test_an_anonymous_bundle_holds_no_name_of_a_person_or_a_machine(planted: ClusterTree, tmp_path: Path) -> None:
-    plain = hpcbench("bundle", "carol", "--logs", "--out", "plain.tar.gz", cwd=tmp_path)
-    assert plain.returncode == 0, plain.stderr
-    done = hpcbench("bundle", "carol", "--logs", "--anonymous", "--out", "anonymous.tgz", cwd=tmp_path)
+def test_a_bundle_holds_every_kind_of_file_as_it_is(planted: ClusterTree, tmp_path: Path) -> None:
+    done = hpcbench("bundle", "carol", "--logs", "--out", "carol.tgz", cwd=tmp_path)
     assert (done.returncode, "1 runs, 14 files" in done.stderr) == (0, True), done.stderr
-    names = [*PLANTED.values(), str(planted.root), str(planted.root.parent)]
-    before = gzip.decompress((tmp_path / "plain.tar.gz").read_bytes()).decode(errors="replace").lower()
-    assert [name for name in names if before.count(name.lower()) < 14] == []
-    after = gzip.decompress((tmp_path / "anonymous.tgz").read_bytes()).decode(errors="replace").lower()
-    assert [name for name in names if name.lower() in after] == []
-    assert [stand_in for stand_in in ("user-1", "node-1", "node-2", "ip-1", "mac-1", "account-1", "/home/user-1", "mail-1", "gpu-1", "tree-1", "domain-1") if stand_in not in after] == []  # fmt: skip
-    with tarfile.open(tmp_path / "anonymous.tgz") as archive:
+    with tarfile.open(tmp_path / "carol.tgz") as archive:
         assert {(member.uid, member.gid, member.uname, member.gname, member.mtime) for member in archive} == {
             (0, 0, "", "", 0)
         }
-    (result,) = json.loads(hpcbench("collect", "anonymous.tgz", cwd=tmp_path).stdout)["results"]
-    assert [rank["host"] for rank in result["ranks"]] == ["node-1", "node-2"]
-    assert result["provenance"]["job"] == {"account": "account-1", "nodelist": "node-1,node-2"}
-    assert (result["run_id"], result["sweep"]) == (ID, "user-1")
+        files = {member.name: archive.extractfile(member) for member in archive if member.name.startswith("c/")}
+        contents = {name: file.read() for name, file in files.items() if file is not None}
+    assert len(contents) == 14
+    assert contents == {name: (planted.root.parent / name).read_bytes() for name in contents}
+    (result,) = json.loads(hpcbench("collect", "carol.tgz", cwd=tmp_path).stdout)["results"]
+    assert (result["run_id"], result["sweep"]) == (ID, "carol")
 
 
 def test_a_link_in_the_tree_is_left_out_and_named(planted: ClusterTree, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_hostile_values_reach_the_ranks_unchanged_and_no_shell(project: Path) ->
             ["table", "hostile"],
             ["table", "hostile", "--json"],
             ["collect", "hostile"],
-            ["bundle", "hostile", "--anonymous"],
+            ["bundle", "hostile"],
             ["table", "hostile.hpcbench.tar.gz"],
         )
     ]

@@ -176,7 +176,7 @@ def test_an_account_without_a_name_and_a_home_runs_every_command(project: Path) 
         "check clusters/c.toml",
         "submit one --cluster c",
         "submit one --cluster c --wait",
-        "bundle one --anonymous --out b",
+        "bundle one --out b",
     ]
     for command in [
         *OF_RESULTS,

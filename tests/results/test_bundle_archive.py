@@ -30,7 +30,7 @@ from hpcbench.results.schema import RunMetrics, RunResult, result_document
 SPECS = [RunSpec(model="resnet18", dataset="digits", strategy="single", batch_size=size) for size in (8, 16, 32)]
 IDS = [run_id(spec) for spec in SPECS]
 HEADER = BundleHeader(
-    format_version=1, hpcbench="0", schema_version=1, python="3", anonymous=False, logs=False,
+    format_version=1, hpcbench="0", python="3", logs=False,
     sweeps=[BundledSweep(sweep="s", cluster="c", run_ids=IDS)],
 )  # fmt: skip
 
