@@ -2,6 +2,7 @@
 
     second job     carries runs of a submission, and no journal has its number
     held job       waits for its release
+    barred job     waits, and the scheduler refuses its account or its size for ever
     empty job      waits, though none of its runs is to be run any more
     earlier job    runs, though all of its runs were submitted again
     doubled run    two attempts of it, in jobs that have not ended
@@ -12,6 +13,7 @@ A job belongs to the tree if its working folder is one of the tree's submissions
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
@@ -124,8 +126,7 @@ class _Audit:
         self, cluster: str, row: JobRow, folder: Path, record: Submission | None
     ) -> Iterator[AuditFinding]:
         sweep = record.sweep if record else folder.name.rpartition("-")[0]
-        option = "".join(f" {word}" for word in on_cluster(cluster))
-        cancel = f"scancel{option} {row.job_id}"
+        cancel = shlex.join(["scancel", *on_cluster(cluster), row.job_id])
         about = f"job {row.job_id} of {row.user}"
         if record is None:
             reason = f"{row.state}, and its submission {folder.name} was removed"
@@ -151,7 +152,7 @@ class _Audit:
                 kind = EMPTY if is_waiting else EARLIER
                 yield AuditFinding(kind, sweep, about, reason, cancel, row.job_id, cluster)
         if _HELD_REASONS.search(row.reason) or row.state in _HELD_STATES:
-            release = f"scontrol{option} release {row.number}"
+            release = shlex.join(["scontrol", *on_cluster(cluster), "release", row.number])
             yield AuditFinding(HELD, sweep, about, f"{row.state}: {row.reason}", release, row.job_id, cluster)
         elif row.state == "PENDING" and _BARRED_REASONS.search(row.reason):
             yield AuditFinding(BARRED, sweep, about, f"{row.state}: {row.reason}", cancel, row.job_id, cluster)
@@ -191,7 +192,5 @@ class _Audit:
                 listed = ", ".join(f"attempt {number} in job {job}" for number, job in jobs.items())
                 *_, job_id = filter(None, jobs.values())
                 cluster = working[job_id]
-                option = "".join(f" {word}" for word in on_cluster(cluster))
-                yield AuditFinding(
-                    DOUBLED, sweeps[run_id], f"run {run_id}", listed, f"scancel{option} {job_id}", job_id, cluster
-                )
+                cancel = shlex.join(["scancel", *on_cluster(cluster), job_id])
+                yield AuditFinding(DOUBLED, sweeps[run_id], f"run {run_id}", listed, cancel, job_id, cluster)

@@ -1,10 +1,11 @@
-"""Leftovers of a results tree: what has no record and has not changed for a while. No scheduler is asked.
+"""Leftovers of a results tree: files that no record names and that have not changed for a while.
 
-unfinished submission   a folder without submission.json: its submit was killed before it sent anything
-old submission          none of its runs is in a sweep or has measured anything
-orphan                  a run of no sweep that measured nothing: neither an ok nor an oom result
-temporary file          of a process that died while it wrote
-"""
+    unfinished submission   a folder without submission.json: its submit was killed before it sent anything
+    old submission          none of its runs is in a sweep or has measured anything
+    orphan                  a run of no sweep that measured nothing: neither an ok nor an oom result
+    temporary file          of a process that died while it wrote
+
+The scheduler is not asked: the age decides."""
 
 from __future__ import annotations
 

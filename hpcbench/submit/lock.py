@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from hpcbench.errors import StorageError
-from hpcbench.fileio import join_without_links, make_folder, read_regular, write_exclusive
+from hpcbench.fileio import join_without_links, make_folder, read_error, read_regular, write_exclusive
 from hpcbench.identity import account_name, owner_name, process_namespace
 from hpcbench.results.decode import decode_record
 from hpcbench.submit.silence import SILENCE_S, announce
@@ -70,11 +70,16 @@ class LeaseLock:
         return read_regular(self._path) == self.data
 
     def check_held(self) -> None:
-        """Raise ``LockHeldError`` if another process has taken the lock over: this one was stopped for too long."""
+        """Raise ``LockHeldError`` if another process has taken the lock over: this one was stopped for too long.
+
+        Raises ``StorageError`` if the file system refuses to show the lock.
+        """
         try:
             is_own = self._is_own()
-        except OSError:
+        except FileNotFoundError:
             is_own = False
+        except OSError as error:
+            raise read_error(error, self._path) from error
         if not is_own:
             message = f"{self._path} was taken over by another process while this one was stopped"
             raise LockHeldError(message, hint="run the command again: it continues after the other process")

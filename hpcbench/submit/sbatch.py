@@ -229,7 +229,7 @@ class JobSubmitter:
         """The job that a refusal is wrong about: a site's wrapper of sbatch may fail after the job was queued."""
         if error.outcome is SbatchOutcome.REFUSED:
             with contextlib.suppress(SubmitError):
-                return next(iter(find_jobs(batch, self._profile, batch.job_cluster).jobs), None)
+                return next(iter(find_jobs(batch, self._profile).jobs), None)
         return None
 
     def query(self, question: Callable[[], _T], notify: Notify) -> _T:
@@ -251,7 +251,7 @@ class JobSubmitter:
         pause_s, is_told = _MIN_RETRY_PAUSE_S, False
         while True:
             try:
-                lookup = find_jobs(batch, self._profile, batch.job_cluster)
+                lookup = find_jobs(batch, self._profile)
                 problem = "" if lookup.is_certain else "squeue printed no table"
                 if lookup.jobs:
                     return lookup.jobs[0]
@@ -285,7 +285,7 @@ class JobSubmitter:
         if job := self._find_started(batch):
             self._accept(batch, job)
         elif batch.user != account_name():
-            jobs = find_jobs(batch, self._profile, batch.job_cluster).jobs
+            jobs = find_jobs(batch, self._profile).jobs
             if not jobs:
                 message = f"an sbatch of {batch.user} has not answered, and squeue lists no job {batch.name}"
                 hint = f"the next submit of {batch.user} finds out whether it was sent; other accounts may not see it"
@@ -303,7 +303,9 @@ class JobSubmitter:
         for run_id in self._record.arrays[batch.array].runs_of(batch.first, batch.count):
             attempt = started_attempt(self._tree, run_id, self._folder.name)
             if attempt and attempt[1].job_id:
-                return attempt[1].job_id.partition("_")[0], attempt[1].job_cluster or ""
+                # A node has a name for its cluster even where no command takes one: there is no slurmdbd.
+                named = attempt[1].job_cluster if "," in batch.job_cluster else batch.job_cluster
+                return attempt[1].job_id.partition("_")[0], named or ""
         return None
 
     def cancel_surplus(self, journal: Journal, notify: Notify) -> None:
@@ -313,9 +315,8 @@ class JobSubmitter:
         the attempt of the first.
         """
         for batch in {batch.name: batch for batch in journal.doubtful}.values():
-            cluster = batch.job_cluster
             try:
-                jobs = find_jobs(batch, self._profile, cluster).jobs
+                jobs = find_jobs(batch, self._profile).jobs
             except SubmitError as error:
                 notify(f"{error.message}: hpcbench status --audit looks for a second job {batch.name}")
                 continue
@@ -329,7 +330,7 @@ class JobSubmitter:
                 self._accept(batch, kept)
                 surplus = [job for job in jobs if job != kept]
             for number, answering in surplus:
-                result = run_on_cluster(["scancel", number], answering or cluster, self._profile)
+                result = run_on_cluster(["scancel", number], answering, self._profile)
                 outcome = f"it could not be cancelled: {result.error}" if result.error else "it was cancelled"
                 notify(f"job {number} is a second one for the runs of {batch.name}: {outcome}")
 

@@ -334,7 +334,7 @@ class JobLookup(NamedTuple):
     wall_s: float
 
 
-def find_jobs(batch: JobBatch, profile: HasSchedulerSettings, cluster: str = "") -> JobLookup:
+def find_jobs(batch: JobBatch, profile: HasSchedulerSettings) -> JobLookup:
     """Ask squeue for the queued, running and just ended jobs of ``batch``, by their name and command.
 
     Raises ``SubmitError`` if squeue does not answer.
@@ -342,11 +342,11 @@ def find_jobs(batch: JobBatch, profile: HasSchedulerSettings, cluster: str = "")
     began_s = time.monotonic()
     # A comma divides names.
     which = ["-u", str(os.getuid())] if "," in batch.name else ["--name", batch.name]
-    result = run_on_cluster(["squeue", "-t", "all", "-o", "%F|%j|%o", *which], cluster, profile)
+    result = run_on_cluster(["squeue", "-t", "all", "-o", "%F|%j|%o", *which], batch.job_cluster, profile)
     if result.error is not None:
         raise SubmitError(f"the scheduler does not answer: {result.error}")
     jobs: list[tuple[str, str]] = []
-    answering = cluster
+    answering = batch.job_cluster
     for line in result.output.splitlines():
         if line.startswith("CLUSTER: "):
             answering = line.removeprefix("CLUSTER: ").strip()

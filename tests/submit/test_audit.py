@@ -63,7 +63,7 @@ def submission(tree: ClusterTree) -> tuple[Path, Submission]:
 @pytest.mark.parametrize(
     ("row", "kind", "command"),
     [
-        ("4709_[0-3]|PENDING|Priority|N/A|NAME||ada|FOLDER|FOLDER/0.sh 0", "second job", "scancel 4709_[0-3]"),
+        ("4709_[0-3]|PENDING|Priority|N/A|NAME||ada|FOLDER|FOLDER/0.sh 0", "second job", "scancel '4709_[0-3]'"),
         ("4709_1|RUNNING|None|N/A|NAME|n1|ada|FOLDER|FOLDER/0.sh 0", "second job", "scancel 4709_1"),
         ("4709|RUNNING|None|N/A|acct42-bench|n1|ada|FOLDER|FOLDER/0.sh 0", "second job", "scancel 4709"),
         ("4711_2|PENDING|launch failed requeued held|N/A|NAME||ada|FOLDER|x", "held job", "scontrol release 4711"),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import inspect
 import socket
 import threading
@@ -98,6 +99,18 @@ def test_a_holder_that_was_stopped_leaves_the_lock_to_its_successor(tmp_path: Pa
         with pytest.raises(LockHeldError, match="was taken over by another process"):
             held.check_held()
     assert path.exists()
+
+
+def test_a_file_system_that_refuses_has_taken_no_lock_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Path) -> bytes:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with exclusive_lock(tmp_path / ".lock") as held:
+        with monkeypatch.context() as patched:
+            patched.setattr(lock, "read_regular", refuse)
+            with pytest.raises(StorageError, match="Stale file handle"):
+                held.check_held()
+        held.check_held()
 
 
 def test_a_lock_of_this_process_is_not_another_one_of_it(tmp_path: Path) -> None:

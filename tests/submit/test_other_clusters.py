@@ -13,6 +13,7 @@ import pytest
 
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.sweep_loader import Sweep
+from hpcbench.results.attempts import begin_attempt
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.submit.journal import read_journal
 from hpcbench.submit.plan import SweepPlan, make_plan
@@ -236,22 +237,26 @@ def test_another_shell_asks_and_cancels_on_the_default_cluster(
     assert all("[] " in line and "-M" not in line for line in seen)
 
 
+def die_in_sbatch(plan: SweepPlan, tree: ClusterTree, sbatch: Path) -> None:
+    """A submit that is killed before sbatch has answered."""
+    answering = sbatch.read_text()
+    sbatch.write_text(answering.replace('echo "4711;beta"', "kill -9 $PPID; sleep 1; exit 1"))
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            submit(plan, tree)
+        os._exit(1)
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    sbatch.write_text(answering)
+
+
 def test_an_unanswered_call_is_looked_for_on_the_cluster_that_it_was_sent_to(
     one: Callable[..., SweepPlan], cluster_tree: ClusterTree, beta: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The submitter died with SLURM_CLUSTERS=beta, and the next one has no such variable."""
     monkeypatch.setenv("SLURM_CLUSTERS", "beta")
-    sbatch = beta.parent / "beta" / "sbatch"
-    answering = sbatch.read_text()
-    sbatch.write_text(answering.replace('echo "4711;beta"', "kill -9 $PPID; sleep 1; exit 1"))
     plan = one()
-    child = os.fork()
-    if child == 0:
-        with contextlib.suppress(BaseException):
-            submit(plan, cluster_tree)
-        os._exit(1)
-    assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
-    sbatch.write_text(answering)
+    die_in_sbatch(plan, cluster_tree, beta.parent / "beta" / "sbatch")
     monkeypatch.delenv("SLURM_CLUSTERS")
     (folder,) = cluster_tree.submissions.glob("s*-*")
     (batch,) = read_journal(folder).batches
@@ -261,3 +266,19 @@ def test_an_unanswered_call_is_looked_for_on_the_cluster_that_it_was_sent_to(
     (batch,) = [one for one in read_journal(folder).batches if one.is_sent]
     assert (batch.job_id, batch.job_cluster) == ("4711", "beta")
     assert len((beta / "calls").read_text().splitlines()) == 1
+
+
+def test_a_job_that_has_begun_is_on_the_cluster_that_it_was_sent_to(
+    one: Callable[..., SweepPlan], cluster_tree: ClusterTree, beta: Path
+) -> None:
+    """A node has a name for the default cluster, which -M takes only where there is a slurmdbd."""
+    plan = one()
+    die_in_sbatch(plan, cluster_tree, beta.parent / "beta" / "sbatch")
+    (folder,) = cluster_tree.submissions.glob("s*-*")
+    begin_attempt(
+        cluster_tree.run_folder(next(iter(plan.runs))), launch="x", host="n1", started_unix_s=time.time(),
+        job_id="4711_0", job_cluster="linux", task_file=str(folder / "0.jsonl"),
+    )  # fmt: skip
+    submit(plan, cluster_tree)
+    (batch,) = [one for one in read_journal(folder).batches if one.is_sent]
+    assert (batch.job_id, batch.job_cluster) == ("4711", "")

@@ -27,7 +27,7 @@ def _plant_into_submit(names: set[str]) -> None:
     def settle(self, batch, end_s, notify):  # type: ignore[no-untyped-def]
         give_up_s = time.monotonic() + sbatch.SBATCH_SETTLE_S - 20
         while True:
-            lookup = find_jobs(batch, self._profile, "")
+            lookup = find_jobs(batch, self._profile)
             if lookup.jobs or time.monotonic() > give_up_s:
                 return next(iter(lookup.jobs), None)
             time.sleep(1)
