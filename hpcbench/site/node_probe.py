@@ -27,7 +27,7 @@ from hpcbench.render.job_script import TemplateEngine, template_context
 from hpcbench.render.launch_step import JobShape
 from hpcbench.submit.sbatch import SbatchExecutor
 from hpcbench.submit.scheduler import Notify, command_environment
-from hpcbench.submit.slurm_queue import QueueQuery, run_on_cluster
+from hpcbench.submit.slurm_queue import QueueQuery, first_cluster, run_on_cluster
 
 _ESCAPE_PATTERN = re.compile(r"\x1b\[[0-9;]*m")
 _GPU_NAME_PATTERN = re.compile(r"GPU\d+")
@@ -203,9 +203,10 @@ def run_probe(profile: ClusterProfile, notify: Notify, wait_s: float = 900.0) ->
     folder = probes / f"{profile.name}-{secrets.token_hex(4)}"
     make_folder(folder)
     try:
-        (folder / "probe.sh").write_text(render_probe(profile, folder), encoding="utf-8")
-        executor = SbatchExecutor(folder, command_environment(profile))
-        job_id, cluster = executor.submit_script(folder / "probe.sh", [], 0)
+        script = folder / "probe.sh"
+        script.write_text(render_probe(profile, folder), encoding="utf-8")
+        job_id, answering = SbatchExecutor(folder, command_environment(profile)).submit_script(script, [], 0)
+        cluster = answering or first_cluster(profile)
         notify(f"job {job_id} looks at a node; waiting for it ...")
         try:
             with _exit_on_sigterm():

@@ -191,6 +191,5 @@ class _Audit:
             if len(set(jobs.values())) > 1:
                 listed = ", ".join(f"attempt {number} in job {job}" for number, job in jobs.items())
                 *_, job_id = filter(None, jobs.values())
-                cluster = working[job_id]
-                cancel = shlex.join(["scancel", *on_cluster(cluster), job_id])
-                yield AuditFinding(DOUBLED, sweeps[run_id], f"run {run_id}", listed, cancel, job_id, cluster)
+                cancel = shlex.join(["scancel", *on_cluster(working[job_id]), job_id])
+                yield AuditFinding(DOUBLED, sweeps[run_id], f"run {run_id}", listed, cancel, job_id, working[job_id])
