@@ -83,7 +83,7 @@ def test_what_measures_and_predicts_needs_no_polars(bare: BareMachine, command: 
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("command", ["table", "report", "validate", "compare short short", "results index"])
+@pytest.mark.parametrize("command", ["table", "report", "validate", "compare short short", "collect"])
 def test_what_needs_polars_names_it_in_one_line(bare: BareMachine, command: str) -> None:
     done = bare.call(*command.split())
     assert (done.returncode, done.stdout) == (2, "")
