@@ -24,6 +24,7 @@ from hpcbench.oracle.cost_model import CostModel
 from hpcbench.oracle.machine import Machine, StrategyOverhead, nominal_machine
 from hpcbench.oracle.placement import GroupPlacement, place_group
 from hpcbench.oracle.prediction import Prediction, predict
+from hpcbench.oracle.strategies.data import NEGOTIATION_BYTES
 from hpcbench.oracle.stream_simulator import CommCall, StreamEvent, StreamTimes
 from hpcbench.parallel.layer_table import LayerRow, LayerTable, read_shipped_table
 from hpcbench.parallel.mesh import MESH_AXES
@@ -56,6 +57,16 @@ STRAGGLING = 0.02
 SEEDS = {"spatial": StrategyOverhead(step_s=0.01, sample_s=0.001), "filter": StrategyOverhead(step_s=0.1)}
 
 
+class PackedClock(CostModel):
+    """``horovod`` that does not negotiate: ChainerMN packs all gradients after the backward pass."""
+
+    def _collective(
+        self, operation: str, payload_bytes: float, group: GroupPlacement, key: str | None = None, lane: str = ""
+    ) -> CommCall:
+        call = super()._collective(operation, payload_bytes, group, key, lane)
+        return call._replace(seconds=0.0, latency_s=0.0) if payload_bytes == NEGOTIATION_BYTES else call
+
+
 class HybridClock(CostModel):
     """ChainerMN's exchange: all gradients, split or not, packed and all_reduced by all after the backward pass."""
 
@@ -66,9 +77,9 @@ class HybridClock(CostModel):
         # Only buckets are handed over without waiting for them.
         return call if key is None else call._replace(seconds=0.0, latency_s=0.0)
 
-    def run(self, events: Iterable[StreamEvent], background_share: float = 0.0) -> StreamTimes:
+    def run(self, events: Iterable[StreamEvent]) -> StreamTimes:
         """The step, then the exchange."""
-        busy = super().run(events, background_share)
+        busy = super().run(events)
         table = next(table for name, table in TABLES.items() if MODELS[name] == self.spec.model)
         call = super()._collective("all_reduce", table.totals().parameters * 4.0, place_group(self.spec, *MESH_AXES))
         return busy._replace(
@@ -81,7 +92,7 @@ class HybridClock(CostModel):
 
 def chainermn(machine: Machine, spec: RunSpec) -> CostModel:
     """``horovod`` that fuses all gradients, looking for them once, is what ChainerMN's data parallelism does."""
-    return CostModel(machine, spec) if spec.strategy == "horovod" else HybridClock(machine, spec)
+    return PackedClock(machine, spec) if spec.strategy == "horovod" else HybridClock(machine, spec)
 
 
 class Row(NamedTuple):

@@ -18,26 +18,8 @@ from benchmarks.oracle.neighbours import regret_text
 from benchmarks.oracle.registered import DATA_PARALLEL, Score
 from hpcbench.oracle import cost_model
 from hpcbench.oracle.calibration import calibration_store
-from hpcbench.oracle.machine import CommParameters
 from hpcbench.oracle.scoring import ValidationCase, score_predictor
 from hpcbench.report.oracle_validation import ORACLE_NAME
-
-
-def _unshared(measured: CommParameters, rate: float) -> tuple[float, float]:
-    """One pair of constants, each in proportion to the link's rate."""
-    slowed = measured.comm_slowdown
-    return 1.0 + (measured.overlap_slowdown - 1.0) * rate, max(1.0, slowed * rate) if slowed > 1.0 else 1.0
-
-
-def _without_processor_s() -> Callable[..., float]:
-    """Collectives that take the time of their links alone."""
-    priced = cost_model.measured_collective_s
-
-    def wire_s(span: Any, operation: str, sample: Any, payload_bytes: float) -> float:
-        own = None if sample is None else replace(sample, cpu_latency_s=0.0, cpu_s_per_byte=0.0)
-        return priced(span, operation, own, payload_bytes)
-
-    return wire_s
 
 
 def _without(**fields: Any) -> Callable[[], Callable[..., Any]]:
@@ -70,12 +52,8 @@ def _without_call_s() -> Callable[..., Any]:
 VARIANTS: Mapping[str, Sequence[tuple[object, str, Callable[[], Any]]]] = {
     "all terms": [],
     "without sums of gradients over micro-batches": [(cost_model, "accumulations_per_pass", lambda: lambda _: 0.0)],
-    "without a shared processor under overlap": [(calibration_store, "slowdowns_at_rate", lambda: _unshared)],
-    "without processor seconds of collectives": [(cost_model, "measured_collective_s", _without_processor_s)],
     "without the cost of a call": [(calibration_store, "apply_calibration", _without_call_s)],
-    "without Horovod's negotiation": [(cost_model.CostModel, "polling_share", lambda: lambda *_: 0.0)],
     "without the overlap of own blocks": [(calibration_store, "apply_calibration", _without(overlaps=[]))],
-    "without a processor quota as a bucket": [(calibration_store, "apply_calibration", _without(quota=None))],
     "without own blocks": [(calibration_store, "apply_calibration", _without(kernels=[]))],
     "without own messages": [(calibration_store, "apply_calibration", _without(messages=[]))],
 }

@@ -305,7 +305,7 @@ def extend_calibration(
     then = f"nothing was kept, predictions rest on {stays}"
     disturbed = check_disturbed([run.result.warnings for run in good], what, then, takes_disturbed=takes_disturbed)
     nominal = nominal_machine(profile, prepared.partition)
-    new_shapes, environment = fit_shapes(nominal, good, name, is_disturbed=bool(disturbed)), prepared.environment
+    new_shapes, environment = fit_shapes(nominal, good, name), prepared.environment
     new_shapes = msgspec.structs.replace(
         new_shapes, environment=environment, environment_keys=[prepared.sweep.environment_key(environment)]
     )

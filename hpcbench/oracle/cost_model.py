@@ -24,7 +24,6 @@ from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.layer_table import LayerRow, LayerTable, cached_by_identity, cached_by_run_fields
 from hpcbench.parallel.roofline import BACKWARD, COPY_KIND, FORWARD, UPDATE, Kernel, RooflineModel
 from hpcbench.parallel.traffic import OVERLAPPED_OPERATIONS, MessageShape, Traffic
-from hpcbench.results.probe_records import CpuQuota
 
 
 class RowShare(NamedTuple):
@@ -129,15 +128,13 @@ def measured_collective(
         ranks=span.ranks,
         latency_s=between("latency_s"),
         beta_ratio=exp(log(low.beta_ratio) * (1 - part) + log(high.beta_ratio) * part),
-        cpu_latency_s=between("cpu_latency_s"),
-        cpu_s_per_byte=between("cpu_s_per_byte"),
     )
 
 
 def measured_collective_s(
     span: GroupLinks, operation: str, sample: CollectiveSample | None, payload_bytes: float
 ) -> float:
-    """Return the time of one call, corrected by ``sample``: that of the links or, if longer, of the processor."""
+    """Return the time of one call, corrected by ``sample``."""
     if sample is None:
         return collective_s(operation, span, payload_bytes)
     crosses = span.nodes > 1
@@ -145,13 +142,7 @@ def measured_collective_s(
     link = HockneyLink(sample.latency_s, wire.beta_s_per_byte * sample.beta_ratio)
     # What was measured is a step's latency, whichever link it crosses.
     links = span._replace(inter_node=link, by_hop=False) if crosses else span._replace(intra_node=link)
-    return max(collective_s(operation, links, payload_bytes), processor_s(links, operation, sample, payload_bytes))
-
-
-def processor_s(span: GroupLinks, operation: str, sample: CollectiveSample, payload_bytes: float) -> float:
-    """Return the processor seconds of a rank for one call, as ``sample`` measured them."""
-    processor = HockneyLink(sample.cpu_latency_s, sample.cpu_s_per_byte)
-    return collective_s(operation, span._replace(intra_node=processor, inter_node=processor), payload_bytes)
+    return collective_s(operation, links, payload_bytes)
 
 
 class UnmeasuredShapes(NamedTuple):
@@ -266,20 +257,15 @@ class CostModel:
     ) -> stream_simulator.CommCall:
         """Return a call of ``group``; its payload is counted as in ``parallel.traffic.Traffic``."""
         seconds, latency_s = self._priced(operation, payload_bytes, group)
-        cpu_s = self._processor_s(operation, payload_bytes, group)
         traffic = Traffic(operation=operation, group_size=group.ranks, payload_bytes=round(payload_bytes))
-        return stream_simulator.CommCall(
-            seconds, latency_s, key, lane, "out" if group.nodes > 1 else "in", traffic, cpu_s
-        )
+        return stream_simulator.CommCall(seconds, latency_s, key, lane, "out" if group.nodes > 1 else "in", traffic)
 
     def calls(self, traffic: Traffic, group: GroupPlacement) -> list[stream_simulator.CommCall]:
         """Return the calls that ``traffic`` stands for, each waited for."""
         return [self.collective(traffic.operation, traffic.payload_bytes, group)] * traffic.count
 
-    def run(
-        self, events: Iterable[stream_simulator.StreamEvent], background_share: float = 0.0
-    ) -> stream_simulator.StreamTimes:
-        """Simulate the events of a step, beside a thread that takes ``background_share`` of a rank's quota."""
+    def run(self, events: Iterable[stream_simulator.StreamEvent]) -> stream_simulator.StreamTimes:
+        """Simulate the events of a step."""
         comm, step = self.machine.comm, list(events)
         slowdowns = None
         if (overlapped := main_overlapped_call(step)) is not None:
@@ -288,37 +274,7 @@ class CostModel:
             if slowdowns is None:
                 self.unmeasured.overlaps.add(overlapped)
         slowdown, comm_slowdown = slowdowns or (comm.overlap_slowdown, comm.comm_slowdown)
-        return stream_simulator.simulate_streams(step, slowdown, comm_slowdown, self.quota(background_share))
-
-    def quota(self, background_share: float = 0.0) -> stream_simulator.ProcessorQuota | None:
-        """Return the quota of a rank, of which another of its threads takes ``background_share``."""
-        own = self._rank_quota()
-        return None if own is None else stream_simulator.ProcessorQuota(own.cores, own.period_s, background_share)
-
-    def _rank_quota(self) -> CpuQuota | None:
-        """The ranks of a node share the node's."""
-        shapes = self.machine.measured
-        if self._measured is None or shapes is None or shapes.quota is None:
-            return None
-        cores = shapes.quota.cores / self.spec.tasks_per_node
-        return CpuQuota(cores, shapes.quota.period_s) if cores < 1.0 else None
-
-    def polling_share(self, group: GroupPlacement, cycle_s: float) -> float:
-        """Return the part of a rank's quota for a thread that calls an empty all_reduce in every cycle.
-
-        A cycle takes at least the time of the call. Two busy threads share a quota evenly, so the thread
-        takes at most half; 0 without a quota, where it has a core of its own.
-        """
-        own = self._rank_quota()
-        if own is None or group.ranks < 2:
-            return 0.0
-        span = self._span(group)
-        sample = measured_collective(span, "all_reduce", self.machine.comm.collectives, 0.0)
-        if sample is None:
-            return 0.0
-        call_s = measured_collective_s(span, "all_reduce", sample, 0.0) + self.machine.comm.call_s
-        cpu_s = processor_s(span._replace(by_hop=False), "all_reduce", sample, 0.0)
-        return min(0.5, cpu_s / (max(cycle_s, call_s) * own.cores))
+        return stream_simulator.simulate_streams(step, slowdown, comm_slowdown)
 
     def overhead_s(self) -> float:
         """Return the seconds of the computing thread in a step beside kernels and calls."""
@@ -340,19 +296,6 @@ class CostModel:
                 return measured_s, min(latency_s, measured_s)
         self.unmeasured.messages[shape] = seconds
         return seconds, latency_s
-
-    def _processor_s(self, operation: str, payload_bytes: float, group: GroupPlacement) -> float:
-        """Return the processor seconds of a call, which matter under a quota alone."""
-        if group.ranks < 2 or self._measured is None or self.quota() is None:
-            return 0.0
-        measured_s = self._measured.message_cpu_s(
-            group_message(operation, payload_bytes, group), self.spec.tasks_per_node
-        )
-        if measured_s is not None:
-            return measured_s
-        span = self._span(group)
-        sample = measured_collective(span, operation, self.machine.comm.collectives, payload_bytes)
-        return 0.0 if sample is None else processor_s(span._replace(by_hop=False), operation, sample, payload_bytes)
 
     def _span(self, group: GroupPlacement) -> GroupLinks:
         """The links as the group sees them beside its rivals."""
@@ -445,14 +388,9 @@ class StepBreakdown(NamedTuple):
     """The part of ``exposed_comm_s`` that no bandwidth would shorten."""
 
 
-def step_from_events(
-    cost_model: CostModel, events: Iterable[stream_simulator.StreamEvent], background_share: float = 0.0
-) -> StepBreakdown:
-    """Simulate ``events``, and add the overhead of a step and the wait for the slowest rank.
-
-    ``background_share`` is the part of a rank's processor quota that another of its threads takes.
-    """
-    times = cost_model.run(events, background_share)
+def step_from_events(cost_model: CostModel, events: Iterable[stream_simulator.StreamEvent]) -> StepBreakdown:
+    """Simulate ``events``, and add the overhead of a step and the wait for the slowest rank."""
+    times = cost_model.run(events)
     overhead_s = cost_model.overhead_s()
     compute_s = times.compute_s + overhead_s
     straggler_s = cost_model.straggler_s(compute_s)

@@ -31,10 +31,6 @@ class CollectiveSample(msgspec.Struct, frozen=True, kw_only=True):
     spread: float = 0.0
     from_bytes: float = 0.0
     """The smallest payload that it is for: of those for the same ranks the one with the largest that is not above."""
-    cpu_latency_s: float = 0.0
-    """Processor seconds of a message, in the place of the link's latency; 0 where they were not measured."""
-    cpu_s_per_byte: float = 0.0
-    """Processor seconds of a byte, at any rate of the links."""
 
 
 class CommParameters(msgspec.Struct, frozen=True, kw_only=True):

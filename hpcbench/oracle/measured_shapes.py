@@ -20,7 +20,6 @@ from hpcbench.oracle.collective_formulas import HockneyLink
 from hpcbench.parallel.layer_table import cached_by_identity
 from hpcbench.parallel.roofline import UPDATE, Kernel
 from hpcbench.parallel.traffic import MessageShape
-from hpcbench.results.probe_records import CpuQuota
 
 _MIN_S = 1e-9
 
@@ -54,8 +53,6 @@ class MeasuredMessage(msgspec.Struct, frozen=True, kw_only=True):
     shape: MessageShape
     tasks_per_node: int
     seconds: float
-    cpu_s: float = 0.0
-    """Processor seconds of the rank that worked longest; 0 where they were not measured."""
 
 
 class MeasuredOverlap(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,8 +99,6 @@ class MeasuredShapes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     messages: list[MeasuredMessage] = []
     overlaps: list[MeasuredOverlap] = []
     cuts: list[MeasuredCuts] = []
-    quota: CpuQuota | None = None
-    """The quota of a node's processors, where one held the measured blocks back."""
     compute_spread: float = 0.0
     """Relative uncertainty of a step's computation where all blocks were measured."""
     comm_spread: float = 0.0
@@ -139,7 +134,6 @@ class MeasuredShapes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             messages=list(messages.values()),
             overlaps=list(overlaps.values()),
             cuts=list(dict.fromkeys([*self.cuts, *later.cuts])),
-            quota=later.quota if later.kernels else self.quota,
             compute_spread=max(self.compute_spread, later.compute_spread),
             comm_spread=max(self.comm_spread, later.comm_spread),
             sweeps=list(dict.fromkeys([*self.sweeps, *later.sweeps])),
@@ -233,7 +227,6 @@ class MeasuredTimes:
         by_bytes: dict[object, list[tuple[float, float]]] = defaultdict(list)
         by_work: dict[object, list[tuple[float, float]]] = defaultdict(list)
         by_payload: dict[object, list[tuple[float, float]]] = defaultdict(list)
-        cpu_by_payload: dict[object, list[tuple[float, float]]] = defaultdict(list)
         wholes = {(one.conditions, one.kernel, one.samples) for one in shapes.kernels if not one.is_part}
         for measured in shapes.kernels:
             # Half of a batch of 24 is a batch of 12: where that was measured itself, it counts alone.
@@ -249,13 +242,10 @@ class MeasuredTimes:
         for message in shapes.messages:
             group = message.shape[:-1]
             by_payload[group, message.tasks_per_node].append((message.shape.payload_bytes, message.seconds))
-            if message.cpu_s:
-                cpu_by_payload[group, message.tasks_per_node].append((message.shape.payload_bytes, message.cpu_s))
         self._by_samples = {key: SizeCurve(points) for key, points in by_samples.items()}
         self._by_bytes = {key: SizeCurve(points) for key, points in by_bytes.items()}
         self._by_work = {key: SizeCurve(points) for key, points in by_work.items()}
         self._by_payload = {key: SizeCurve(points) for key, points in by_payload.items()}
-        self._cpu_by_payload = {key: SizeCurve(points) for key, points in cpu_by_payload.items()}
 
     @staticmethod
     @cached_by_identity(16)
@@ -299,9 +289,4 @@ class MeasuredTimes:
     def message_s(self, shape: MessageShape, tasks_per_node: int) -> float | None:
         """Return the measured seconds of a call, the time to issue it included."""
         curve = self._by_payload.get((shape[:-1], tasks_per_node))
-        return None if curve is None else curve.at(shape.payload_bytes)
-
-    def message_cpu_s(self, shape: MessageShape, tasks_per_node: int) -> float | None:
-        """Return the measured processor seconds of a call."""
-        curve = self._cpu_by_payload.get((shape[:-1], tasks_per_node))
         return None if curve is None else curve.at(shape.payload_bytes)

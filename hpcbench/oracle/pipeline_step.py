@@ -30,7 +30,7 @@ from hpcbench.oracle.stream_simulator import CommCall, ComputeEvent, StreamEvent
 from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.gradient_buckets import bucket_payload_bytes, fill_buckets, first_use_rows
 from hpcbench.parallel.layer_table import LayerRow
-from hpcbench.parallel.pipeline.schedule_simulator import ActionCosts, AfterWait, RankTimes, rank_times
+from hpcbench.parallel.pipeline.schedule_simulator import ActionCosts, RankTimes, rank_times
 from hpcbench.parallel.pipeline.schedules import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -93,8 +93,6 @@ def step_from_schedule(
     """
     overhead_s = cost_model.overhead_s()
     exposed_s = max(with_comm_s - without_s, 0.0)
-    # Under a quota computation after a wait is faster than the kernels, which were measured without waits.
-    rank_step = rank_step._replace(compute_s=min(rank_step.compute_s, without_s))
     straggler_s = cost_model.straggler_s(rank_step.compute_s + overhead_s)
     return StepBreakdown(
         step_time_s=without_s + exposed_s + overhead_s + straggler_s,
@@ -198,19 +196,7 @@ class PipelineStep:
         def transfer_s(action: Action) -> float:
             return self.send(action.kind, action.chunk, kinds[action.micro_batch][0]).seconds if with_comm else 0.0
 
-        return ActionCosts(duration_s, transfer_s, self.after_wait())
-
-    def after_wait(self) -> AfterWait | None:
-        """Return the durations of computation by ranks whose quota saves while they wait; ``None`` without a quota."""
-        quotas = [self.cost_model.quota() for _ in range(self.layout.ranks)]
-
-        def after_wait_s(rank: int, wait_s: float, duration_s: float) -> float:
-            quota = quotas[rank]
-            assert quota is not None, "all ranks have one, or none"
-            quota.wait(wait_s)
-            return quota.compute_s(duration_s)
-
-        return after_wait_s if all(quotas) else None
+        return ActionCosts(duration_s, transfer_s)
 
     def _action_durations(self, chunk: int, samples: float, recomputed: bool, with_comm: bool) -> dict[str, float]:
         times = self.pass_times(chunk, samples, recomputed)

@@ -28,8 +28,6 @@ class CommCall(NamedTuple):
     """Lanes with running calls on one wire share it evenly."""
     traffic: Traffic | None = None
     """Operation, group size and payload of the call."""
-    cpu_s: float = 0.0
-    """Processor seconds of the rank for the call."""
 
 
 class WaitEvent(NamedTuple):
@@ -62,63 +60,22 @@ class StreamTimes(NamedTuple):
     """The part of ``comm_s`` that is latency."""
 
 
-class ProcessorQuota:
-    r"""A rank's processor quota as a bucket of granted seconds, which it uses up at full speed, then as they come in.
-
-    A rank that waits fills it, at most with a period's grant; the processor seconds of its calls are taken from it.
-    Durations of computation are those of an empty bucket::
-
-        granted  |\       .--.      .: waits, the bucket fills; computes at full speed, it drains
-                 | \_____/    \___  _: computes as seconds come in
-    """
-
-    def __init__(self, cores: float, period_s: float, background_share: float = 0.0) -> None:
-        """Begin empty. ``cores`` below 1 are granted a second, ``cores * period_s`` at most at once.
-
-        A thread beside the computing one takes ``background_share`` of them.
-        """
-        self._rank_cores, self._cores = cores, cores * (1.0 - background_share)
-        self._capacity_s, self._granted_s = self._cores * period_s, 0.0
-
-    def compute_s(self, held_back_s: float) -> float:
-        """Return the duration of a computation that takes ``held_back_s`` with an empty bucket and no other thread."""
-        work_s, full_speed_s = held_back_s * self._rank_cores, self._granted_s / (1.0 - self._cores)
-        if work_s <= full_speed_s:
-            self._granted_s -= work_s * (1.0 - self._cores)
-            return work_s
-        self._granted_s = 0.0
-        return full_speed_s + (work_s - full_speed_s) / self._cores
-
-    def call_s(self, seconds: float, cpu_s: float) -> float:
-        """Return the duration of a call that the rank waits for, of ``seconds`` with enough processor time."""
-        duration_s = max(seconds, (cpu_s - self._granted_s) / self._cores)
-        self.wait(duration_s, cpu_s)
-        return duration_s
-
-    def wait(self, seconds: float, cpu_s: float = 0.0) -> None:
-        """Fill the bucket for ``seconds`` in which the processor works for ``cpu_s``."""
-        self._granted_s = min(max(self._granted_s + self._cores * seconds - cpu_s, 0.0), self._capacity_s)
-
-
 def simulate_streams(
     events: Iterable[StreamEvent],
     slowdown: float = 1.0,
     comm_slowdown: float = 1.0,
-    quota: ProcessorQuota | None = None,
 ) -> StreamTimes:
     """Walk through ``events``, in program order.
 
     Under communication computation is ``slowdown`` times slower, and under computation communication is
-    ``comm_slowdown`` times slower: libraries that send with the processors that compute. A ``quota`` makes computation
-    after a wait faster, and calls after computation slower.
+    ``comm_slowdown`` times slower: libraries that send with the processors that compute.
     """
     now = compute = comm = called = exposed = latency = 0.0
     lanes = _CommStreams()
     for event in events:
         if isinstance(event, ComputeEvent):
             under_way_s = lanes.last() - now
-            seconds = event.seconds if quota is None else quota.compute_s(event.seconds)
-            spent = _slowed_compute_s(seconds, under_way_s * comm_slowdown, slowdown)
+            spent = _slowed_compute_s(event.seconds, under_way_s * comm_slowdown, slowdown)
             if under_way_s > 0.0 and comm_slowdown > 1.0:
                 lanes.hold_up(now, spent, comm_slowdown)
                 comm += lanes.last() - now - under_way_s
@@ -126,7 +83,7 @@ def simulate_streams(
             compute += spent
             continue
         if isinstance(event, RepeatEvent):
-            once, times = simulate_streams(event.events, slowdown, comm_slowdown, quota), event.times
+            once, times = simulate_streams(event.events, slowdown, comm_slowdown), event.times
             now += times * once.end_s
             compute += times * once.compute_s
             comm += times * once.comm_s
@@ -136,19 +93,14 @@ def simulate_streams(
             continue
         if isinstance(event, CommCall):
             before = max(lanes.last(), now)
-            call = event
-            if quota is not None and event.key is None:
-                call = event._replace(seconds=quota.call_s(event.seconds, event.cpu_s))
-            until = lanes.add(call, now)
+            until = lanes.add(event, now)
             comm += max(lanes.last() - before, 0.0)
-            called += call.seconds
+            called += event.seconds
             latency += event.latency_s
             if event.key is not None:
                 continue
         else:
             until = lanes.keys.get(event.key, ("", now))[1] if event.key else max(now, lanes.last())
-            if quota is not None:
-                quota.wait(max(until - now, 0.0))
         exposed += max(until - now, 0.0)
         now = max(now, until)
     return StreamTimes(now, compute, comm, exposed, latency * comm / called if called else 0.0)

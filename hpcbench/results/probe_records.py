@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
 from hpcbench.config.run_spec import RunSpec
-
-
-class CpuQuota(NamedTuple):
-    """The processor time that a control group grants in every period."""
-
-    cores: float
-    """Processor seconds a second."""
-    period_s: float
 
 
 class _ProbeRecord(msgspec.Struct, omit_defaults=True):
@@ -85,8 +77,6 @@ class CollectiveProbe(_ProbeRecord, kw_only=True):
     groups: int = 1
     """That did the same at the same time."""
     seconds: float
-    cpu_s: float | None = None
-    """Processor seconds of the rank that worked longest; ``None`` on an accelerator."""
     spread: float
     repeats: int
 
@@ -136,12 +126,8 @@ class ProbeResults(_ProbeRecord, kw_only=True):
     loops: list[LoopProbe] = []
     blocks: list[BlockProbe] = []
     pass_s: float | None = None
-    """Seconds that pass while all blocks run forward and backward once, without a clock between them: with what a quota
-    or other processes hold back, and what the host takes to launch kernels."""
-    throttled_s: float | None = None
-    """Seconds for which a CPU quota held back the rank's control groups while blocks were measured; absent if none."""
-    quota: CpuQuota | None = None
-    """The quota of the rank's control groups."""
+    """Seconds that pass while all blocks run forward and backward once, without a clock between them: with what a CPU
+    quota or other processes hold back, and what the host takes to launch kernels."""
 
 
 DryRunOutcome = Literal["ok", "oom", "unsupported", "not_fakeable", "error"]

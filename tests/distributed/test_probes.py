@@ -260,8 +260,6 @@ def test_two_ranks_measure_every_operation_at_every_size(pool: Pool) -> None:
     expected = {(operation, size) for operation in (*COMM_OPERATIONS, EXCHANGE) for size in message_sizes(2**16)}
     assert {(one.operation, one.payload_bytes) for one in found} == expected
     assert all(one.seconds > 0 and one.repeats >= 3 and (one.ranks, one.nodes) == (2, 1) for one in found)
-    # Sums of 64 KiB need the processor on both ranks.
-    assert all(one.cpu_s is not None and one.cpu_s > 0 for one in found if one.payload_bytes == 2**16)
     (overlap,) = overlaps
     assert overlap.both_s >= overlap.compute_under_comm_s > 0
     assert overlap.comm_s >= overlap.issue_s > 0

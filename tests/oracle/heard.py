@@ -22,11 +22,11 @@ class Listener(CostModel):
         super().__init__(machine, spec)
         self.heard: list[Traffic] = []
 
-    def run(self, events: Iterable[StreamEvent], background_share: float = 0.0) -> StreamTimes:
+    def run(self, events: Iterable[StreamEvent]) -> StreamTimes:
         """Run the simulator and record each call."""
         kept = list(events)
         self.heard += _calls(kept)
-        return super().run(kept, background_share)
+        return super().run(kept)
 
 
 def heard(spec: RunSpec, table: LayerTable, machine: Machine) -> list[Traffic]:

@@ -17,7 +17,6 @@ from hpcbench.parallel.traffic import parse_messages
 from hpcbench.results.probe_records import (
     BlockProbe,
     CollectiveProbe,
-    CpuQuota,
     KernelProbe,
     OverlapProbe,
     ProbeResults,
@@ -50,7 +49,7 @@ def cuts_of(kind: str, parts: int, samples: int) -> list[str]:
 def blocks_probe(
     profile: ClusterProfile, spec: RunSpec, slower: float, wall: float = 1.0, table: LayerTable | None = None
 ) -> ProbeResults:
-    """What ``probe_blocks`` finds; ``wall``: passing time over the processors' own, which a quota holds back."""
+    """What ``probe_blocks`` finds; ``wall``: passing time over the processors' own."""
     roofline, table = RooflineModel(nominal_machine(profile).compute), table or table_of(spec)
     own: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     kernels = []
@@ -76,10 +75,7 @@ def blocks_probe(
         for block, (forward_s, backward_s) in sorted(own.items())
     ]  # fmt: skip
     total_s = sum(block.forward_s + (block.backward_s or 0.0) for block in blocks)
-    throttled_s = 5 * (wall - 1) * total_s if wall > 1 else None
-    return ProbeResults(
-        kernels=kernels, blocks=blocks, pass_s=wall * total_s, throttled_s=throttled_s, quota=CpuQuota(0.5, 0.1)
-    )
+    return ProbeResults(kernels=kernels, blocks=blocks, pass_s=wall * total_s)
 
 
 def messages_probe(spec: RunSpec) -> ProbeResults:

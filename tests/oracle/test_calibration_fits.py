@@ -15,7 +15,6 @@ from hpcbench.oracle.calibration.calibration_runs import CalibrationRun, r_squar
 from hpcbench.oracle.calibration.fit_collectives import (
     CollectivePoint,
     fit_bands,
-    fit_collectives,
     fit_link,
     format_bytes_short,
     non_negative_least_squares,
@@ -28,7 +27,6 @@ from hpcbench.oracle.cost_model import (
     CostModel,
     RowShare,
     expected_normal_maximum,
-    measured_collective_s,
     row_kernels,
     update_kernels,
 )
@@ -329,38 +327,6 @@ def test_neither_latency_nor_bandwidth_is_negative() -> None:
     assert non_negative_least_squares([(1.0, 1.0, 3.0, 1.0), (1.0, 2.0, 1.0, 1.0)]) == pytest.approx((2.0, 0.0))
     assert non_negative_least_squares([(1.0, 1.0, 3.0, 1.0), (1.0, 2.0, 5.0, 1.0)]) == pytest.approx((1.0, 2.0))
     assert non_negative_least_squares([(1.0, 0.0, 3.0, 1.0)]) == (3.0, 0.0)
-
-
-def test_a_ratio_is_over_the_links_nominal_time_per_byte() -> None:
-    probes = collectives_probe(2, random.Random(1), 0.0).collectives
-    samples, residuals, _ = fit_collectives(NOMINAL.comm, probes, 5e-5, trees=False)
-    assert [(one.operation, one.ranks, one.nodes) for one in samples] == [
-        ("all_gather", 2, 2), ("all_reduce", 2, 2), ("broadcast", 2, 2),
-    ]  # fmt: skip
-    # The profile says 1 Gbit/s; the runs were made with 1.2 times its time per byte.
-    assert [one.beta_ratio for one in samples] == [pytest.approx(1.2, rel=1e-6)] * 3
-    assert [one.r2 for one in residuals] == [pytest.approx(1.0)] * 3
-    assert residuals[0].what == "all_gather, 2 ranks on 2 nodes, 1 KiB to 16 MiB"
-
-
-def test_processor_seconds_of_collectives_are_fitted_apart_from_the_link() -> None:
-    processor, span = HockneyLink(4e-5, 3e-9), GroupLinks(2, 2, HockneyLink(1e-6, 1e-10), TRUE, trees=False)
-    probes = [
-        CollectiveProbe(operation="all_reduce", ranks=2, nodes=2, payload_bytes=size, spread=0.01, repeats=9,
-                        seconds=collective_s("all_reduce", span, size),
-                        cpu_s=collective_s("all_reduce", span._replace(inter_node=processor), size))
-        for size in SIZES
-    ]  # fmt: skip
-    (sample,), _, _ = fit_collectives(NOMINAL.comm, probes, 0.0, trees=False)
-    assert [sample.cpu_latency_s, sample.cpu_s_per_byte] == pytest.approx([4e-5, 3e-9])
-    # On the calibrated link the wire takes longer, on one of 100 times its rate the processor.
-    slow = span._replace(inter_node=NOMINAL.comm.inter_node)
-    fast = span._replace(inter_node=slow.inter_node._replace(beta_s_per_byte=slow.inter_node.beta_s_per_byte / 100))
-    size = 16 * 2**20
-    wire_s = collective_s("all_reduce", span, size)
-    assert measured_collective_s(slow, "all_reduce", sample, size) == pytest.approx(wire_s, rel=1e-3)
-    cpu_s = collective_s("all_reduce", span._replace(inter_node=processor), size)
-    assert measured_collective_s(fast, "all_reduce", sample, size) == pytest.approx(cpu_s, rel=1e-3)
 
 
 def test_contention_is_relative_to_one_group_of_large_messages() -> None:

@@ -121,21 +121,15 @@ def test_a_changed_link_is_noted_and_scales_the_calibration(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("bytes_per_s", "slowdowns", "found"),
     [
-        # Alone the collective takes half of the processor, 3 (1 - 1 / 1.2), here a quarter, and waits half as long.
-        (250e6, (3.0, 1.2), (2.0, 8 / 7)),
+        (250e6, (3.0, 1.2), (2.0, 1.1)),
         (250e6, (1.5, 1.0), (1.25, 1.0)),
         (125e6, (3.0, 1.2), (3.0, 1.2)),
-        # Of a processor there is no more than all.
-        (62.5e6, (3.0, 1.2), (2.0 * 2.0**0.5, 1 / (1 - 0.5**1.5))),
-        (12.5e6, (3.0, 1.2), (2.0 * 2.0**0.1, 1 / (1 - 0.5**1.1))),
-        # It takes 0.4 of the processor alone, and keeps more than an equal part of it.
-        (62.5e6, (1.2, 1.5), (1.8 * 1.2 / 1.4, 1 / (1 - 0.8 * 1.4 / (1.8 * 1.2)))),
+        (62.5e6, (3.0, 1.2), (5.0, 1.4)),
         # Another unit than the processor sends.
         (62.5e6, (1.0, 1.0), (1.0, 1.0)),
-        (62.5e6, (1.0, 1.2), (1.0, 1.4)),
     ],
 )
-def test_overlap_shares_the_processor_by_the_rate_of_the_link(
+def test_slowdowns_are_in_proportion_to_the_rate_of_the_link(
     bytes_per_s: float, slowdowns: tuple[float, float], found: tuple[float, float], tmp_path: Path
 ) -> None:
     then = HockneyLink(1e-4, 1 / bytes_per_s)

@@ -10,8 +10,7 @@ import pytest
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.cost_model import CostModel, StepBreakdown
-from hpcbench.oracle.machine import CollectiveSample, nominal_machine
-from hpcbench.oracle.measured_shapes import MeasuredShapes
+from hpcbench.oracle.machine import nominal_machine
 from hpcbench.oracle.placement import place_group
 from hpcbench.oracle.prediction import peak_rank_memory, predict
 from hpcbench.oracle.strategies.base import resolve_cost
@@ -20,7 +19,6 @@ from hpcbench.oracle.stream_simulator import CommCall
 from hpcbench.oracle.tensor_sizes import parameter_bytes
 from hpcbench.parallel.gradient_buckets import MIB, first_use_rows
 from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
-from hpcbench.results.probe_records import CpuQuota
 
 REPLICAS = ("ddp", "zero1", "fsdp", "fairscale_oss", "fairscale_sddp", "fairscale_fsdp", "horovod")
 PROFILE, _ = load_cluster("slurmbox")
@@ -118,26 +116,3 @@ def test_unfilled_bytes_of_a_fusion_buffer_count_on_accelerators_only(threshold_
     held, on_a_cpu = peak_rank_memory(spec, TABLE, "cuda"), peak_rank_memory(spec, TABLE, "cpu")
     assert held.total_bytes - (on_a_cpu.total_bytes - on_a_cpu.processor_bytes) == untouched
     assert held.communication_bytes + held.untouched_bytes == threshold_mb * MIB
-
-
-@pytest.mark.parametrize(
-    ("cycle_time_ms", "cores", "share"),
-    [(10.0, 0.2, 0.1), (1.0, 0.2, 0.25), (1.0, 0.1, 0.5), (1.0, 0.01, 0.5), (1.0, 1.0, 0.0)],
-)
-def test_horovods_negotiation_takes_its_part_of_a_quota(cycle_time_ms: float, cores: float, share: float) -> None:
-    # Of two ranks an all_reduce is two messages: 0.2 ms of the processor in 4 ms.
-    message = CollectiveSample(
-        operation="all_reduce", ranks=2, nodes=2, latency_s=2e-3, beta_ratio=1.0, cpu_latency_s=1e-4
-    )
-    nominal = nominal_machine(PROFILE)
-    machine = msgspec.structs.replace(
-        nominal,
-        comm=msgspec.structs.replace(nominal.comm, collectives=[message]),
-        measured=MeasuredShapes(quota=CpuQuota(cores, 0.01)),
-    )
-    spec = spec_of("horovod", 2, options={"cycle_time_ms": cycle_time_ms})
-    cost_model = CostModel(machine, spec)
-    assert cost_model.polling_share(place_group(spec, "dp"), cycle_time_ms / 1e3) == pytest.approx(share)
-    alone = step(spec_of("single", 1))
-    negotiating = resolve_cost("horovod").step(spec, TABLE, cost_model)
-    assert negotiating.compute_s == pytest.approx(alone.compute_s / (1 - share), rel=0.1)

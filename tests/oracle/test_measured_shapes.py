@@ -33,7 +33,6 @@ from hpcbench.oracle.stream_simulator import CommCall, ComputeEvent, StreamEvent
 from hpcbench.parallel.resolve import PartitionLimits, resolve_point
 from hpcbench.parallel.roofline import FORWARD, Kernel
 from hpcbench.parallel.traffic import MessageShape, Traffic, format_messages, parse_messages
-from hpcbench.results.probe_records import CpuQuota
 from tests.oracle.planted_probes import (
     COMM_SLOWDOWN,
     CUT_PENALTY,
@@ -61,7 +60,7 @@ def measured(specs: list[RunSpec], machine: Machine = NOMINAL) -> Machine:
     priced = [price_run(spec, table_of(spec), machine) for spec in specs]
     probes = [*block_probes(priced, 1.0), *overlap_probes(priced, 1.0), *message_probes(priced, 1.0)]
     runs = [probe_run(PROFILE, spec_of(**probe.point), SLOWER) for probe in probes]
-    return msgspec.structs.replace(machine, measured=fit_shapes(NOMINAL, runs, "s", is_disturbed=False))
+    return msgspec.structs.replace(machine, measured=fit_shapes(NOMINAL, runs, "s"))
 
 
 def compute_s(spec: RunSpec, machine: Machine) -> float:
@@ -300,7 +299,7 @@ def test_a_run_overlaps_as_its_own_blocks_and_collectives_did() -> None:
 def test_a_rank_that_shares_its_core_with_other_processes_widens_intervals() -> None:
     """Half of two cores, where one rank runs: a rank that shares a core takes twice as long.
 
-    One busy probe of several is no busy machine. A quota is in the measured times instead.
+    One busy probe of several is no busy machine.
     """
     single, beside = spec_of("single"), "other processes used the cores during the timed steps:"
     spec, two_ranks = spec_of("probe_blocks"), spec_of("probe_blocks", tasks_per_node=2)
@@ -311,12 +310,9 @@ def test_a_rank_that_shares_its_core_with_other_processes_widens_intervals() -> 
         ),
         *(probe_run(PROFILE, spec, SLOWER, warnings=[f"{beside} {share}% of the 2 cores"]) for share in (50, 50, 10)),
     ]
-    shapes = fit_shapes(NOMINAL, runs, "s", is_disturbed=True)
+    shapes = fit_shapes(NOMINAL, runs, "s")
     interval = predict(single, table_of(single), msgspec.structs.replace(NOMINAL, measured=shapes)).interval
     assert interval.high / interval.low == pytest.approx(4, rel=0.05)
-    probe = blocks_probe(PROFILE, spec, SLOWER, wall=4.0)
-    held_back = probe_run(PROFILE, spec, SLOWER, probe=probe, warnings=runs[-2].result.warnings)
-    assert fit_shapes(NOMINAL, [held_back], "s", is_disturbed=True).compute_spread < 0.1
 
 
 def test_overlaps_of_other_links_are_not_used() -> None:
@@ -329,47 +325,13 @@ def test_overlaps_of_other_links_are_not_used() -> None:
     assert shapes.over_links(slower).overlaps == []
 
 
-def test_later_measurements_of_a_shape_replace_earlier_ones() -> None:
-    spec = spec_of("single")
-    first = measured([spec]).measured
-    assert first is not None
-    later = msgspec.structs.replace(
-        first, sweeps=["t"], kernels=[msgspec.structs.replace(one, seconds=2 * one.seconds) for one in first.kernels]
-    )
-    both = first.joined(later)
-    assert both.sweeps == ["s", "t"]
-    assert len(both.kernels) == len(first.kernels)
-    machine = msgspec.structs.replace(NOMINAL, measured=both)
-    assert compute_s(spec, machine) == pytest.approx(2 * SLOWER * compute_s(spec, NOMINAL), rel=1e-6)
-    assert MeasuredShapes().joined(first).kernels == first.kernels
-
-
-def test_block_times_include_cpu_quotas_but_not_other_processes() -> None:
-    spec = spec_of("probe_blocks")
+def test_block_times_are_those_that_pass() -> None:
+    spec, single = spec_of("probe_blocks"), spec_of("single")
     run = probe_run(PROFILE, spec, SLOWER, probe=blocks_probe(PROFILE, spec, SLOWER, wall=4.0))
-    shapes = fit_shapes(NOMINAL, [run], "s", is_disturbed=False)
-    machine = msgspec.structs.replace(NOMINAL, measured=shapes)
-    single = spec_of("single")
+    machine = msgspec.structs.replace(NOMINAL, measured=fit_shapes(NOMINAL, [run], "s"))
     assert compute_s(single, machine) == pytest.approx(4 * SLOWER * compute_s(single, NOMINAL), rel=1e-6)
     assert "4.00 times" in busy_notes([run])[0]
-    probe = run.result.probe
-    assert probe is not None
-    busy = msgspec.structs.replace(
-        run.result, probe=msgspec.structs.replace(probe, throttled_s=0.001 * (probe.pass_s or 0.0))
-    )
-    shapes_of_others = fit_shapes(NOMINAL, [run._replace(result=busy)], "s", is_disturbed=True)
-    quiet = msgspec.structs.replace(NOMINAL, measured=shapes_of_others)
-    assert compute_s(single, quiet) == pytest.approx(SLOWER * compute_s(single, NOMINAL), rel=1e-6)
-    # A busy machine then takes up to four times as long: the end of the interval.
-    interval = predict(single, table_of(single), quiet).interval
-    assert interval.high / interval.low == pytest.approx(16, rel=0.05)
     assert busy_notes([probe_run(PROFILE, spec, SLOWER)]) == []
-    assert shapes_of_others.compute_spread > 0.8 > shapes.compute_spread
-    # Only blocks that a quota held back have one.
-    assert (shapes.quota, shapes_of_others.quota) == (CpuQuota(0.5, 0.1), None)
-    assert shapes.joined(MeasuredShapes(kernels=[])).quota == CpuQuota(0.5, 0.1)
-    # The quota is in the times: it does not widen their interval once more.
-    assert fit_shapes(NOMINAL, [run], "s", is_disturbed=True).compute_spread == shapes.compute_spread
 
 
 def test_probed_message_sizes_include_the_smallest_and_largest() -> None:

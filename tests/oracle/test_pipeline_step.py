@@ -12,7 +12,6 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.collective_formulas import HockneyLink
 from hpcbench.oracle.cost_model import CostModel, StepBreakdown, accumulation_kernel
 from hpcbench.oracle.machine import Machine, nominal_machine
-from hpcbench.oracle.measured_shapes import MeasuredShapes
 from hpcbench.oracle.pipeline_rank import PipelineRank
 from hpcbench.oracle.pipeline_step import PipelineStep, weight_gradient_fraction
 from hpcbench.oracle.placement import are_on_one_node, place_group, place_neighbour_pair
@@ -20,7 +19,6 @@ from hpcbench.oracle.prediction import predict
 from hpcbench.oracle.row_cost import copy_op
 from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.parallel.layer_table import LayerTable, TensorShape, read_shipped_table
-from hpcbench.results.probe_records import CpuQuota
 
 SYNCHRONOUS = ("model", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 EVERY = (*SYNCHRONOUS, "pipedream")
@@ -131,21 +129,6 @@ def test_a_pipeline_step_is_the_sum_of_its_parts(strategy: str) -> None:
     assert one.step_time_s == pytest.approx(parts)
     assert 0 < one.latency_s < one.exposed_comm_s <= one.comm_s
     assert one.step_time_s > step(spec_of(strategy, 4, dp_degree=2), machine=FREE).step_time_s
-
-
-@pytest.mark.parametrize("strategy", EVERY)
-def test_ranks_under_a_quota_compute_faster_after_waits(strategy: str) -> None:
-    spec, period_s = spec_of(strategy, 4, micro_batches=4), 0.01
-    quota = MeasuredShapes(kernels=[], quota=CpuQuota(0.5, period_s))
-    limited = msgspec.structs.replace(NOMINAL, measured=quota)
-    plain, held = step(spec), step(spec, machine=limited)
-    # Each wait saves at most a period; a stage waits at most before each of its eight actions.
-    assert plain.step_time_s - 4 * 8 * period_s <= held.step_time_s <= plain.step_time_s
-    assert held.step_time_s < plain.step_time_s - period_s / 2 or strategy == "pipedream"
-    assert held.compute_s + held.exposed_comm_s + held.bubble_s + held.straggler_s == pytest.approx(held.step_time_s)
-    # Where the node has a core for each rank nothing changes.
-    whole = msgspec.structs.replace(NOMINAL, measured=msgspec.structs.replace(quota, quota=CpuQuota(1.0, period_s)))
-    assert step(spec, machine=whole).step_time_s == plain.step_time_s
 
 
 PRICED = [

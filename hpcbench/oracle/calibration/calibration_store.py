@@ -190,23 +190,9 @@ def apply_calibration(nominal: Machine, stored: StoredCalibration, problems: lis
 def slowdowns_at_rate(measured: CommParameters, rate: float) -> tuple[float, float]:
     """Return the slowdowns of computation and of a collective under each other, on a link ``rate`` times as fast.
 
-    Alone, a collective takes the share of the processor that the probe measured, times ``rate``, at most all of it.
-    Under each other no work is lost: what computation loses is what the collective takes. On a slower link the
-    collective waits for the processor as long per byte as in the probe; on a faster one both come the closer to being
-    equally slower. At rate 1 the measured pair is returned. Where collectives were not slowed down, another unit sends.
+    What each loses to the other is in proportion to the bytes that the link carries in a second.
     """
-    kappa, slowed = measured.overlap_slowdown, measured.comm_slowdown
-    if slowed <= 1.0:
-        return 1.0 + (kappa - 1.0) * rate, 1.0
-    probe_share = slowed * (1.0 - 1.0 / kappa)
-    share = min(probe_share * rate, max(probe_share, 1.0))
-    if rate <= 1.0:
-        comm_slowdown = 1.0 + (slowed - 1.0) * rate
-    else:
-        # A collective that keeps more of the processor than an equal part would not give it back on a faster link.
-        unequal = slowed / (1.0 + probe_share)
-        comm_slowdown = (1.0 + share) * (unequal ** (1.0 / rate) if unequal > 1.0 else unequal)
-    return 1.0 / (1.0 - share / comm_slowdown), comm_slowdown
+    return 1.0 + (measured.overlap_slowdown - 1.0) * rate, 1.0 + (measured.comm_slowdown - 1.0) * rate
 
 
 def library_overheads(overheads: Mapping[str, StrategyOverhead]) -> dict[str, StrategyOverhead]:

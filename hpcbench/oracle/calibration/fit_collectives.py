@@ -43,8 +43,6 @@ class CollectivePoint(NamedTuple):
     payload_bytes: float
     seconds: float
     spread: float
-    cpu_s: float = 0.0
-    """Processor seconds; 0 where a launch did not measure them."""
 
 
 class SizeBandFit(NamedTuple):
@@ -72,7 +70,6 @@ def fit_collectives(
         nominal = comm.inter_node if nodes > 1 else comm.intra_node
         span = GroupLinks(ranks, nodes, comm.intra_node, comm.inter_node, trees)
         points = collective_points(group_probes, call_s)
-        processor = fit_processor(operation, span, points)
         for line in fit_bands(operation, span, points, nominal):
             samples.append(
                 CollectiveSample(
@@ -83,8 +80,6 @@ def fit_collectives(
                     beta_ratio=max(line.wire.beta_s_per_byte / nominal.beta_s_per_byte, 1e-3),
                     spread=median(point.spread for point in line.points),
                     from_bytes=line.from_bytes,
-                    cpu_latency_s=processor.latency_s,
-                    cpu_s_per_byte=processor.beta_s_per_byte,
                 )
             )
             sizes = (format_bytes_short(point.payload_bytes) for point in (line.points[0], line.points[-1]))
@@ -106,8 +101,7 @@ def collective_points(probes: Sequence[CollectiveProbe], call_s: float) -> list[
         times = [max(probe.seconds - call_s, 0.2 * probe.seconds) for probe in same_size]
         middle = median(times)
         between = sqrt(sum((value / middle - 1) ** 2 for value in times) / (len(times) - 1)) if len(times) > 1 else 0
-        cpu_s = median(probe.cpu_s or 0.0 for probe in same_size)
-        points.append(CollectivePoint(size, middle, max(between, median(probe.spread for probe in same_size)), cpu_s))
+        points.append(CollectivePoint(size, middle, max(between, median(probe.spread for probe in same_size))))
     return points
 
 
@@ -164,19 +158,6 @@ def fit_link(operation: str, span: GroupLinks, points: Sequence[CollectivePoint]
             break
         wire = refitted
     return wire
-
-
-def fit_processor(operation: str, span: GroupLinks, points: Sequence[CollectivePoint]) -> HockneyLink:
-    """Return the processor seconds of a message and of a byte, as a link; both 0 where they were not measured.
-
-    One line for all sizes: the processor copies and adds all bytes at any rate of the links.
-    """
-    rows = []
-    for point in points:
-        if point.cpu_s > 0.0:
-            messages, bytes_moved = link_coefficients(operation, span, point.payload_bytes, span.slowest)
-            rows.append((messages, bytes_moved, point.cpu_s, point.cpu_s**-2))
-    return HockneyLink(*non_negative_least_squares(rows)) if rows else HockneyLink(0.0, 0.0)
 
 
 def link_coefficients(operation: str, span: GroupLinks, payload_bytes: float, wire: HockneyLink) -> tuple[float, float]:

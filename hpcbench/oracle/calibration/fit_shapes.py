@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from math import hypot, log
+from math import hypot
 from statistics import fmean, median
 from typing import Any
 
@@ -27,26 +27,21 @@ from hpcbench.parallel.roofline import Kernel, RooflineModel
 from hpcbench.parallel.strategies.probes import PROBE_BLOCKS, PROBE_MESSAGES
 from hpcbench.parallel.traffic import MessageShape
 from hpcbench.parallel.workloads import is_custom_model
-from hpcbench.results.probe_records import BlockProbe, CpuQuota, ProbeResults
+from hpcbench.results.probe_records import BlockProbe, ProbeResults
 
-_NORMAL_90 = 1.645
-_THROTTLED_SHARE = 0.01
-"""Fraction of the time of all passes; a quota that holds back less is ignored."""
 _BUSY_RATIO = 1.15
-"""Passing time over processor time, from which a quota or other work is named."""
+"""Passing time over processor time, from which there is a note."""
 
 
-def fit_shapes(machine: Machine, runs: Sequence[CalibrationRun], sweep: str, *, is_disturbed: bool) -> MeasuredShapes:
+def fit_shapes(machine: Machine, runs: Sequence[CalibrationRun], sweep: str) -> MeasuredShapes:
     """Return the shapes that usable ``runs`` measured, with their uncertainty.
 
     Args:
         machine: the profile's: its links, and its kernel times by which a block's time is divided among its rows.
         runs: those of other strategies are ignored.
         sweep: the name of the sweep that they were made for.
-        is_disturbed: whether any run was disturbed: the time beside the processors' own is then uncertain, too.
     """
-    kernels, cuts, quotas = list[MeasuredKernel](), list[MeasuredCuts](), list[CpuQuota]()
-    spreads, other_work = list[float](), list[float]()
+    kernels, cuts, spreads = list[MeasuredKernel](), list[MeasuredCuts](), list[float]()
     for run in runs_of_strategy(runs, PROBE_BLOCKS):
         probe = run.result.probe
         if probe is None or not probe.blocks or probe.pass_s is None:
@@ -57,30 +52,26 @@ def fit_shapes(machine: Machine, runs: Sequence[CalibrationRun], sweep: str, *, 
             MeasuredCuts(workload_key(run.spec), run.spec.batch_size, conditions, parts)
             for parts in sorted({part.parts for part in probe.kernels} - {1})
         ]
-        quotas += [probe.quota] if probe.quota is not None and _is_throttled(probe) else []
         spreads.append(median(block.spread for block in probe.blocks))
-        # A quota is in the measured times already.
-        other_work.append(wall_ratio(probe) / _held_back(machine, probe) if is_disturbed else 1.0)
     messages, scatters = list[MeasuredMessage](), list[float]()
     for run in runs_of_strategy(runs, PROBE_MESSAGES):
         for call in run.result.probe.collectives if run.result.probe else ():
             rivals = call.groups if call.nodes > 1 else 1
             shape = MessageShape(call.operation, call.ranks, call.ranks // call.nodes, rivals, call.payload_bytes)
-            tasks, cpu_s = run.spec.tasks_per_node, call.cpu_s or 0.0
-            messages.append(MeasuredMessage(shape=shape, tasks_per_node=tasks, seconds=call.seconds, cpu_s=cpu_s))
+            tasks = run.spec.tasks_per_node
+            messages.append(MeasuredMessage(shape=shape, tasks_per_node=tasks, seconds=call.seconds))
             scatters.append(call.spread)
     # Ranks of a step wait for the one that shares its core with other work, those of probes do not. Others use most
     # where the fewest ranks keep them from the cores.
-    ranks_per_node = {run.spec.tasks_per_node for run in runs if not quotas}
+    ranks_per_node = {run.spec.tasks_per_node for run in runs}
     alike = ([run.result.warnings for run in runs if run.spec.tasks_per_node == ranks] for ranks in ranks_per_node)
     # The 90 % interval then includes a machine that is as busy.
-    outside = max([0.0, log(median(other_work or [1.0])) / _NORMAL_90, *map(disturbed_spread, alike)])
+    outside = max(map(disturbed_spread, alike), default=0.0)
     return MeasuredShapes(
         kernels=kernels,
         messages=messages,
         overlaps=_fit_overlaps(runs),
         cuts=cuts,
-        quota=min(quotas, default=None),
         compute_spread=max(MIN_COMPUTE_SPREAD, hypot(median(spreads or [0.0]), outside)),
         comm_spread=max(MIN_COMPUTE_SPREAD, hypot(median(scatters or [0.0]), outside)),
         sweeps=[sweep],
@@ -111,20 +102,6 @@ def wall_ratio(probe: ProbeResults) -> float:
     return (probe.pass_s or 0.0) / blocks_s if blocks_s else 1.0
 
 
-def _held_back(machine: Machine, probe: ProbeResults) -> float:
-    """Return the part of ``wall_ratio`` that a quiet machine has, too: of a CPU quota, or of an accelerator's host.
-
-    Without either, other work alone makes the ratio differ from 1.
-    """
-    return wall_ratio(probe) if _is_throttled(probe) or machine.device == "cuda" else 1.0
-
-
-def _is_throttled(probe: ProbeResults) -> bool:
-    """Whether a CPU quota held the blocks back."""
-    passing_s = (probe.pass_s or 0.0) * max((block.repeats for block in probe.blocks), default=0)
-    return (probe.throttled_s or 0.0) > _THROTTLED_SHARE * passing_s
-
-
 def busy_notes(runs: Sequence[CalibrationRun]) -> list[str]:
     """Return a note where more time passed in blocks than processors or devices worked."""
     ratios = [wall_ratio(run.result.probe) for run in runs_of_strategy(runs, PROBE_BLOCKS) if run.result.probe]
@@ -132,8 +109,8 @@ def busy_notes(runs: Sequence[CalibrationRun]) -> list[str]:
     if worst < _BUSY_RATIO:
         return []
     return [
-        f"a pass through the blocks took up to {worst:.2f} times the processors' own time: a CPU quota or, on an "
-        "accelerator, the host, which are in the measured times; else work of others, which is not"
+        f"a pass through the blocks took up to {worst:.2f} times the processors' own time, as a CPU quota, the host of "
+        "an accelerator or the work of others makes it; the prices include it"
     ]
 
 
@@ -144,7 +121,7 @@ def _conditions(run: CalibrationRun, probe: ProbeResults) -> KernelConditions:
 def _kernels_of_run(
     machine: Machine, run: CalibrationRun, probe: ProbeResults, conditions: KernelConditions
 ) -> list[MeasuredKernel]:
-    held = _held_back(machine, probe)
+    held = wall_ratio(probe)
     whole_s = _row_times(machine, run, probe.blocks, held)
     samples = run.spec.batch_size
     kernels = [

@@ -223,6 +223,10 @@ class FairscaleSddpCost(DataParallelCost):
         return peak_memory(spec, table, PersistentMemory(sum(sizes), gradients, rows, owned), in_flight)
 
 
+NEGOTIATION_BYTES = 8
+"""A bit vector: which gradients are ready (Horovod's response cache)."""
+
+
 class HorovodCost(DataParallelCost):
     """Gradients are fused by timing: one all_reduce of them all stands for the real ones (their sum is exact)."""
 
@@ -245,11 +249,12 @@ class HorovodCost(DataParallelCost):
     def step(self, spec: RunSpec, table: LayerTable, cost_model: CostModel) -> StepBreakdown:
         """Fuse gradients as the background thread finds them, and send them under the backward pass.
 
-        In every cycle the thread negotiates with those of all ranks, by an all_reduce of a few bytes.
+        Before each all_reduce the threads of all ranks agree on its gradients, by an all_reduce of a few bytes.
         """
         sizes = data_buckets.sent_gradient_bytes(spec, table)
         fused = data_buckets.fused_buckets(cost_model, spec, table) if spec.dp_degree > 1 else []
-        buckets: list[GradientBucket] = [(places, [("all_reduce", sum_bytes_at(sizes, places))]) for places in fused]
-        cycle_s = float(options_with_defaults(spec)["cycle_time_ms"]) / 1e3
-        share = cost_model.polling_share(place_group(spec, "dp"), cycle_s)
-        return step_from_events(cost_model, self._events(table, cost_model, buckets), share)
+        buckets: list[GradientBucket] = [
+            (places, [("all_reduce", NEGOTIATION_BYTES), ("all_reduce", sum_bytes_at(sizes, places))])
+            for places in fused
+        ]
+        return step_from_events(cost_model, self._events(table, cost_model, buckets))

@@ -145,8 +145,8 @@ class PipedreamCost(Cost):
         return step_from_schedule(
             cost_model,
             RankStepTimes.of(compute_s[slowest], calls),
-            steady_step_time_s(with_comm, staleness, count, step.after_wait),
-            steady_step_time_s(computed, staleness, count, step.after_wait),
+            steady_step_time_s(with_comm, staleness, count),
+            steady_step_time_s(computed, staleness, count),
         )
 
 

@@ -36,10 +36,6 @@ class ActionSpan(NamedTuple):
     end: float
 
 
-AfterWait = Callable[[int, float, float], float]
-"""Duration of an action on a rank that has waited before it: of the rank, the wait and the duration without one."""
-
-
 class ScheduleTimeline(NamedTuple):
     """The spans of every rank, in the order of execution."""
 
@@ -140,7 +136,6 @@ def simulate_schedule(
     layout: PipelineLayout,
     duration: Callable[[Action], float],
     transfer: Callable[[Action], float] = lambda _: 0.0,
-    after_wait: AfterWait | None = None,
 ) -> ScheduleTimeline:
     """Execute every rank's actions in order, each as soon as the previous one and the action's dependency are done.
 
@@ -149,7 +144,7 @@ def simulate_schedule(
     """
     order = topological_order(ranks, layout)
     timeline = ScheduleTimeline([[] for _ in ranks])
-    times = action_times(order, len(ranks), duration, transfer, after_wait)
+    times = action_times(order, len(ranks), duration, transfer)
     for rank, action, begin, end in zip(order.ranks, order.actions, *times, strict=True):
         timeline.ranks[rank].append(ActionSpan(action, begin, end))
     return timeline
@@ -160,7 +155,6 @@ def action_times(
     ranks: int,
     duration: Callable[[Action], float],
     transfer: Callable[[Action], float],
-    after_wait: AfterWait | None = None,
 ) -> tuple[list[float], list[float]]:
     """Return begin and end of every action of ``order``; see ``simulate_schedule``."""
     begins: list[float] = []
@@ -171,10 +165,7 @@ def action_times(
         begin = rank_free[rank]
         if dependency >= 0 and arrivals[dependency] > begin:
             begin = arrivals[dependency]
-        length = duration(action)
-        if after_wait is not None:
-            length = after_wait(rank, begin - rank_free[rank], length)
-        end = arrival = begin + length
+        end = arrival = begin + duration(action)
         rank_free[rank] = end
         if is_sent:
             if link_free[rank] > end:
@@ -196,7 +187,6 @@ class ActionCosts(NamedTuple):
 
     duration: Callable[[Action], float]
     transfer: Callable[[Action], float]
-    after_wait: AfterWait | None = None
 
 
 class RankTimes(NamedTuple):
@@ -283,16 +273,11 @@ def steady_step_time_s(
     stages: Sequence[StageTimes],
     staleness: Staleness,
     micro_batches: int,
-    make_after_wait: Callable[[], AfterWait | None] = lambda: None,
 ) -> float:
     """Return the seconds of ``micro_batches`` minibatches with an update each, or one update with double buffers.
 
-    With fewer micro-batches than stages, double-buffered weights let the pipeline drain: that is simulated, and so are
-    durations that depend on waits. ``make_after_wait`` returns them, see ``action_times``, for a simulation from the
-    beginning.
+    With fewer micro-batches than stages, double-buffered weights let the pipeline drain: that is simulated.
     """
-    if make_after_wait() is not None:
-        return simulated_step_time_s(stages, staleness, micro_batches, make_after_wait)
     if not staleness.double_buffered:
         return micro_batches * max(cycle_s / count for cycle_s, count, _ in dependency_cycles(stages, True))
     if micro_batches >= len(stages):
@@ -331,7 +316,6 @@ def simulated_step_time_s(
     stages: Sequence[StageTimes],
     staleness: Staleness,
     micro_batches: int,
-    make_after_wait: Callable[[], AfterWait | None] = lambda: None,
 ) -> float:
     """Return ``steady_step_time_s`` from a simulation of enough steps for the pipeline to settle."""
     layout = PipelineLayout(len(stages))
@@ -349,7 +333,6 @@ def simulated_step_time_s(
             layout.ranks,
             lambda action: seconds[action.kind][action.chunk],
             lambda action: sends[action.kind][action.chunk],
-            make_after_wait(),
         )
         return max(ends)
 

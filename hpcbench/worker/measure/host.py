@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpcbench.results.probe_records import CpuQuota
 from hpcbench.units import format_bytes
 
 if TYPE_CHECKING:
@@ -71,21 +70,15 @@ def memory_limit_bytes(root: Path = ROOT) -> int | None:
 
 
 def cpu_quota_cores(root: Path = ROOT) -> float | None:
-    """The processor time per second that this process's groups grant, in cores; ``None`` where none limits it."""
-    quota = cpu_quota(root)
-    return None if quota is None else quota.cores
-
-
-def cpu_quota(root: Path = ROOT) -> CpuQuota | None:
-    """Return the smallest quota of this process's groups; ``None`` where none limits it."""
+    """The smallest processor time per second that this process's groups grant, in cores; ``None`` without a limit."""
     quotas = []
     for folder, version in _cgroup_folders("cpu", root):
         names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if version == 1 else ("cpu.max",)
         words = " ".join(read_text(folder / name) or "" for name in names).split()
         # Without a quota it is -1 or "max".
         if len(words) == 2 and all(word.isdecimal() for word in words) and int(words[1]):
-            quotas.append(CpuQuota(int(words[0]) / int(words[1]), int(words[1]) / 1e6))
-    return min((quota for quota in quotas if quota.cores > 0), default=None)
+            quotas.append(int(words[0]) / int(words[1]))
+    return min((quota for quota in quotas if quota > 0), default=None)
 
 
 def throttled_s(root: Path = ROOT) -> float | None:

@@ -71,14 +71,6 @@ class ProbeGroup(NamedTuple):
         self.maximum([0.0])
 
 
-class CallReadings(NamedTuple):
-    """Seconds of one call in each repeat, of the slowest rank; empty where a size was left out."""
-
-    seconds: list[float]
-    cpu_s: list[float]
-    """Seconds that the processors worked for the rank's process, the library's own threads included."""
-
-
 class OverlapReading(NamedTuple):
     """Seconds from the beginning: the collectives were begun, the computation done, both done."""
 
@@ -196,7 +188,7 @@ def measure_collectives(
             check()
             call = make_collective_call(team, operation, payload_bytes)
             readings = time_collective(team, call, point_s, halves=operation == "send")
-            if not readings.seconds:
+            if not readings:
                 break
             probes.append(collective_probe(operation, team, spec.nodes, payload_bytes, 1, readings))
     check()
@@ -267,37 +259,36 @@ def time_collective(
     halves: bool = False,
     is_active: bool = True,
     is_required: bool = False,
-) -> CallReadings:
-    """Time one call in each repeat; no repeat where it takes far longer than ``point_s``.
+) -> list[float]:
+    """Return the slowest rank's seconds of one call in each repeat; none where it takes far longer than ``point_s``.
 
     ``halves``: a call is two messages, one after the other. A rank that is not active waits for the others. A size that
     is required is repeated as few times as any, however long it takes.
     """
 
-    def repeat(calls: int, first: int) -> tuple[float, float]:
+    def repeat(calls: int, first: int) -> float:
         synchronize(team.device)
-        began, cpu_began = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
         for number in range(first, first + calls):
             call(number)
         synchronize(team.device)
-        return (time.perf_counter() - began) / calls, (time.process_time() - cpu_began) / calls
+        return (time.perf_counter() - began) / calls
 
     if is_active:
         repeat(1, 0)
     team.barrier()
-    alone_s = team.maximum([repeat(2, 1)[0] if is_active else 0.0])[0]
+    alone_s = team.maximum([repeat(2, 1) if is_active else 0.0])[0]
     if alone_s * MIN_REPEATS > point_s * _MAX_BUDGET_FACTOR and not is_required:
-        return CallReadings([], [])
+        return []
     calls = max(1, min(50, round(_BURST_S / alone_s)))
     repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(point_s / (calls * alone_s))))
-    own = [repeat(calls, 3 + calls * number) if is_active else (0.0, 0.0) for number in range(repeats)]
+    own = [repeat(calls, 3 + calls * number) if is_active else 0.0 for number in range(repeats)]
     parts = 2 if halves else 1
-    wall_s, cpu_s = (team.maximum(list(values)) for values in zip(*own, strict=True))
-    return CallReadings([seconds / parts for seconds in wall_s], [seconds / parts for seconds in cpu_s])
+    return [seconds / parts for seconds in team.maximum(own)]
 
 
 def collective_probe(
-    operation: str, team: ProbeGroup, nodes: int, payload_bytes: int, groups: int, readings: CallReadings
+    operation: str, team: ProbeGroup, nodes: int, payload_bytes: int, groups: int, readings_s: list[float]
 ) -> CollectiveProbe:
     """Return the record of one size, from the readings of its repeats."""
     return CollectiveProbe(
@@ -306,9 +297,7 @@ def collective_probe(
         nodes=nodes,
         payload_bytes=payload_bytes,
         groups=groups,
-        # The host waits for an accelerator by asking it again and again.
-        cpu_s=median(readings.cpu_s) if team.device.type == "cpu" else None,
-        **reading_statistics(readings.seconds),
+        **reading_statistics(readings_s),
     )
 
 
@@ -331,7 +320,7 @@ def _measure_contention(
             # Groups whose turn it is not wait for those whose it is.
             team.barrier()
             readings = time_collective(team, call, budget_s / (len(counts) * len(sizes)), is_active=local_rank < count)
-            if readings.seconds:
+            if readings:
                 probes.append(collective_probe("all_reduce", mine, spec.nodes, payload_bytes, count, readings))
     return probes
 

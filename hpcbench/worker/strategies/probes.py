@@ -16,7 +16,7 @@ from hpcbench.results.probe_records import ProbeResults
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.distributed.world import any_rank
-from hpcbench.worker.measure.host import cpu_quota, peak_resident_bytes, throttled_s
+from hpcbench.worker.measure.host import peak_resident_bytes
 from hpcbench.worker.microbench import kernel_probes
 from hpcbench.worker.microbench.block_probes import measure_blocks, measure_pass_overlaps
 from hpcbench.worker.microbench.collective_probes import measure_collectives, measure_messages
@@ -83,9 +83,7 @@ class ProbeBlocksStrategy(_IndependentReplicasStrategy):
         parts = [share for share in shares if share > 1]
         budget_s = float(self.options["budget_s"]) / (2 if parts else 1)
         batch, agree = feed.batch(0, self.replica), partial(any_rank, self.context)
-        throttled_before_s = throttled_s() or 0.0
         readings = measure_blocks(self, batch, budget_s, check, agree, accumulates=bool(self.options["accumulates"]))
-        held_s = (throttled_s() or 0.0) - throttled_before_s
         kernels = []
         if parts:
             # Where a layer has no weights, fewer samples are as fewer channels.
@@ -97,8 +95,6 @@ class ProbeBlocksStrategy(_IndependentReplicasStrategy):
             updates=kernel_probes.measure_optimizer_updates(self.spec, self.module),
             blocks=readings.blocks,
             pass_s=readings.pass_s,
-            throttled_s=held_s or None,
-            quota=cpu_quota(),
         )
 
 
