@@ -5,7 +5,7 @@
     shared    every strategy on 2 and 4 ranks of the one device, verified; over gloo, without times
     loops     hpcbench's training loop in turns with other loops
     singles   ten configurations whose step time and memory were predicted before
-    probes    kernels by size, for a calibration that is made afterwards
+    probes    blocks of models, for a calibration that is made afterwards
 
 Between ``singles`` and ``probes`` comes ``shards`` (``shards.py``): one real rank among ranks that do not exist.
 """
@@ -21,7 +21,7 @@ from hpcbench.config.sweep_loader import Sweep, parse_sweep
 from hpcbench.config.toml_tables import TomlSource
 from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
-from hpcbench.parallel.strategies.probes import PROBE_LAYERS, PROBE_LOOPS
+from hpcbench.parallel.strategies.probes import PROBE_BLOCKS, PROBE_LOOPS
 
 Device = Literal["cuda", "cpu"]
 Size = Literal["full", "small"]
@@ -88,7 +88,7 @@ def day_parts(size: Size, *, large_memory: bool) -> list[Part]:
         ),
         Part("loops", "training loops in turns", _loop_points(size), _timed(size)),
         Part("singles", "configurations with predictions", single_points(size, large_memory), _timed(size)),
-        Part("probes", "kernels by size", _probe_points(size), _timed(size)),
+        Part("probes", "blocks of models", _probe_points(size), _timed(size)),
         Part(
             "compiled",
             "torch.compile",
@@ -229,7 +229,7 @@ def single_points(size: Size, large_memory: bool) -> list[Point]:
 
 
 def _probe_points(size: Size) -> list[Point]:
-    budget: Point = {"strategy": PROBE_LAYERS, "options": {"budget_s": 5.0 if size == "full" else 1.0}}
+    budget: Point = {"strategy": PROBE_BLOCKS, "options": {"budget_s": 5.0 if size == "full" else 1.0}}
     if size == "small":
         return [{**_FAMILIES["small"][0], "batch_size": 4, **budget}]
     return [

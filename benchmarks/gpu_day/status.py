@@ -141,14 +141,14 @@ ROWS: list[StatusRow] = [
         "the build with `nvcc`, Horovod's NCCL operations", None,
     ),
     StatusRow(
-        "`probe_layers`", "CPU", "", "times of kernels", lambda result: result.spec.strategy == "probe_layers"
+        "`probe_blocks`", "CPU", "", "times of blocks", lambda result: result.spec.strategy == "probe_blocks"
     ),
     StatusRow(
         "`probe_loops`", "CPU; a stub of CUDA: no loop waits for the device", "", "times of loops",
         lambda result: result.spec.strategy == "probe_loops",
     ),
     StatusRow(
-        "`probe_collectives`, `probe_blocks`, `probe_messages`", "CPU", "", "times of NCCL; the largest message", None
+        "`probe_messages`", "CPU", "", "times of NCCL; the largest message", None
     ),
 ]  # fmt: skip
 

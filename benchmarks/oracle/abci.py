@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
+from benchmarks.oracle.whole_runs import FittedMachine, Observation, fit_whole_runs
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.calibration.posterior import Observation, fit_posterior
 from hpcbench.oracle.cost_model import CostModel
 from hpcbench.oracle.machine import Machine, StrategyOverhead, nominal_machine
 from hpcbench.oracle.placement import GroupPlacement, place_group
-from hpcbench.oracle.prediction import Prediction, predict
+from hpcbench.oracle.prediction import Prediction
 from hpcbench.oracle.strategies.data import NEGOTIATION_BYTES
 from hpcbench.oracle.stream_simulator import CommCall, StreamEvent, StreamTimes
 from hpcbench.parallel.layer_table import LayerRow, LayerTable, read_shipped_table
@@ -117,7 +117,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def predictions_csv(machine: Machine) -> str:
+def predictions_csv(machine: FittedMachine) -> str:
     """All that is asked, to the tenth of a millisecond."""
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
@@ -138,22 +138,22 @@ def is_same(left: str, right: str) -> bool:
     return keys[0] == keys[1] and all(abs(one - other) < 2e-3 * one for one, other in zip(*times, strict=True))
 
 
-def predicted(machine: Machine, model: str, strategy: str, gpus: int, batch_per_gpu: int) -> Prediction:
+def predicted(machine: FittedMachine, model: str, strategy: str, gpus: int, batch_per_gpu: int) -> Prediction:
     """One point."""
-    return predict(spec_of(model, strategy, gpus, batch_per_gpu), TABLES[model], machine, chainermn)
+    return machine.predict(spec_of(model, strategy, gpus, batch_per_gpu), TABLES[model])
 
 
-def fitted_machine(most_gpus: int = 8) -> Machine:
+def fitted_machine(most_gpus: int = 8) -> FittedMachine:
     """The profile's machine, fitted with the rows of at most ``most_gpus``."""
     rows = [row for row in clean_rows() if row.gpus <= most_gpus]
     observations = [
         Observation(
             spec_of(row.model, row.strategy, row.gpus, row.batch_per_gpu), TABLES[row.model], row.median_s,
-            mean_s=row.mean_s,
+            row.mean_s,
         )
         for row in rows
     ]  # fmt: skip
-    return fit_posterior(nominal(), observations, PRIOR, chainermn)
+    return fit_whole_runs(nominal(), observations, PRIOR, chainermn)
 
 
 def nominal() -> Machine:
@@ -236,18 +236,17 @@ def _chainer_vgg16() -> LayerTable:
 TABLES = {"ResNet-50": _shipped("resnet50"), "VGG16": _chainer_vgg16()}
 
 
-def _found(machine: Machine) -> list[str]:
-    assert machine.posterior is not None
+def _found(machine: FittedMachine) -> list[str]:
     lines = ["| number | found / profile | 68 % | learned |", "|---|---|---|---|"]
-    for one in machine.posterior.parameters:
+    for one in machine.parameters:
         low, high = exp(one.log_factor - one.spread), exp(one.log_factor + one.spread)
         lines.append(f"| {one.name} | {exp(one.log_factor):.3g} | {low:.3g} to {high:.3g} | {one.learned:.0%} |")
     lines += ["", "| run | measured | fitted | off | weight |", "|---|---|---|---|---|"]
-    for run in machine.posterior.residuals:
+    for run in machine.residuals:
         off = run.predicted_s / run.measured_s - 1
         cells = (run.run, f"{run.measured_s:.4f}", f"{run.predicted_s:.4f}", f"{off:+.1%}", f"{run.weight:.2f}")
         lines.append(f"| {' | '.join(cells)} |")
-    delay_ms, scatter = machine.delay_s * 1e3, machine.posterior.run_spread
+    delay_ms, scatter = machine.delay_s * 1e3, machine.run_spread
     return [*lines, "", f"Delay of a node {delay_ms:.1f} ms, scatter of runs {scatter:.1%}."]
 
 

@@ -16,46 +16,31 @@ from msgspec.structs import replace
 from benchmarks.oracle import cases
 from benchmarks.oracle.neighbours import regret_text
 from benchmarks.oracle.registered import DATA_PARALLEL, Score
-from hpcbench.oracle import cost_model
 from hpcbench.oracle.calibration import calibration_store
 from hpcbench.oracle.scoring import ValidationCase, score_predictor
 from hpcbench.report.oracle_validation import ORACLE_NAME
 
 
-def _without(**fields: Any) -> Callable[[], Callable[..., Any]]:
-    """Return a maker of calibrations' machines whose measured shapes lack ``fields``."""
+def _without(part: str, field: str) -> Callable[[], Callable[..., Any]]:
+    """Return a maker of calibrations' machines whose ``part`` lacks the measurements in ``field``."""
 
     def make() -> Callable[..., Any]:
         apply = calibration_store.apply_calibration
 
         def applied(nominal: Any, stored: Any, problems: list[str]) -> Any:
             machine = apply(nominal, stored, problems)
-            shapes = machine.measured
-            return machine if shapes is None else replace(machine, measured=replace(shapes, **fields))
+            return replace(machine, **{part: replace(getattr(machine, part), **{field: []})})
 
         return applied
 
     return make
 
 
-def _without_call_s() -> Callable[..., Any]:
-    """Collectives whose calls take the computing thread no time."""
-    apply = calibration_store.apply_calibration
-
-    def applied(nominal: Any, stored: Any, problems: list[str]) -> Any:
-        machine = apply(nominal, stored, problems)
-        return replace(machine, comm=replace(machine.comm, call_s=0.0))
-
-    return applied
-
-
 VARIANTS: Mapping[str, Sequence[tuple[object, str, Callable[[], Any]]]] = {
     "all terms": [],
-    "without sums of gradients over micro-batches": [(cost_model, "accumulations_per_pass", lambda: lambda _: 0.0)],
-    "without the cost of a call": [(calibration_store, "apply_calibration", _without_call_s)],
-    "without the overlap of own blocks": [(calibration_store, "apply_calibration", _without(overlaps=[]))],
-    "without own blocks": [(calibration_store, "apply_calibration", _without(kernels=[]))],
-    "without own messages": [(calibration_store, "apply_calibration", _without(messages=[]))],
+    "without measured overlaps": [(calibration_store, "apply_calibration", _without("comm", "overlaps"))],
+    "without measured messages": [(calibration_store, "apply_calibration", _without("comm", "messages"))],
+    "without measured kernels": [(calibration_store, "apply_calibration", _without("compute", "kernels"))],
 }
 """By term its functions, and a maker of each function without it."""
 COLUMNS = ("accuracy", "data parallelism", "signed", "regret", "plain calibration: accuracy", "its regret")

@@ -145,7 +145,7 @@ def forecasts_by_kind(score: Score, work: Path) -> dict[str, ClusterForecasts]:
         for path in score.calibrations.glob("*.json.gz"):
             (own.path("calibrations") / path.stem).write_bytes(gzip.decompress(path.read_bytes()))
         for stored in read_calibrations(own, cluster)[0]:
-            if name == BLIND or (name == CALIBRATED and stored.calibration.machine.measured is not None):
+            if name == BLIND or (name == CALIBRATED and stored.calibration.sweeps):
                 stored.path.unlink()
         kinds[name] = ClusterForecasts(tree, score.sweep.parent)
     return kinds

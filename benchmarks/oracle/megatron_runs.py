@@ -13,9 +13,11 @@ from benchmarks.oracle.megatron_run import MegatronRun
 from benchmarks.oracle.megatron_table import TOKENS, VOCABULARY, Gpt, table_of
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.collective_formulas import HockneyLink
-from hpcbench.oracle.machine import CollectiveSample, Machine, nominal_machine
-from hpcbench.parallel.roofline import FORWARD, Kernel, wave_efficiency
+from hpcbench.oracle.collective_formulas import GroupLinks, HockneyLink, collective_s
+from hpcbench.oracle.machine import Machine, nominal_machine
+from hpcbench.oracle.message_prices import MeasuredMessage
+from hpcbench.oracle.roofline import FORWARD, Kernel, wave_efficiency
+from hpcbench.parallel.traffic import MessageShape
 
 Recompute = Literal["none", "full", "selective"]
 """Nothing; all blocks; the inner part of attention, with sequence parallelism."""
@@ -99,16 +101,19 @@ def machine() -> Machine:
     links = _data()["links"]
     found = nominal_machine(load_cluster("selene")[0], None, _DEVICES_OF_NODE)
     inside = found.comm.intra_node
-    all_reduce = CollectiveSample(
-        operation="all_reduce",
-        ranks=_DEVICES_OF_NODE,
-        nodes=1,
-        latency_s=inside.latency_s,
-        beta_ratio=1 / (inside.beta_s_per_byte * links["all_reduce_bytes_per_s"]),
-    )
+    wire = HockneyLink(inside.latency_s, 1 / links["all_reduce_bytes_per_s"])
+    span = GroupLinks(_DEVICES_OF_NODE, 1, wire, wire, found.comm.trees)
+    all_reduces = [
+        MeasuredMessage(
+            shape=MessageShape("all_reduce", _DEVICES_OF_NODE, _DEVICES_OF_NODE, 1, size),
+            tasks_per_node=_DEVICES_OF_NODE,
+            seconds=collective_s("all_reduce", span, size),
+        )
+        for size in (2**10, 2**30)
+    ]
     comm = msgspec.structs.replace(
         found.comm,
-        collectives=[all_reduce],
+        messages=all_reduces,
         inter_node=HockneyLink(found.comm.inter_node.latency_s, 1 / links["adapter_bytes_per_s"]),
     )
     return msgspec.structs.replace(found, comm=comm)

@@ -246,7 +246,7 @@ def _all(bed: Testbed, score: Score, minutes: float, commits: bool) -> int:
     stored = _calibrations(bed)
     if not stored and (code := calibrate(bed, own)):
         return code
-    if all(one.calibration.machine.measured is None for one in stored) and (code := probe(bed, own)):
+    if not any(one.calibration.sweeps for one in stored) and (code := probe(bed, own)):
         return code
     if not own.predictions.exists() and (code := predict(bed, own)):
         return code

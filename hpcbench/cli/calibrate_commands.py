@@ -1,4 +1,4 @@
-"""The command ``cluster calibrate``. Its measuring part needs no polars, which the nodes of a cluster may lack."""
+"""The command ``cluster calibrate``. It needs no polars, which the nodes of a cluster may lack."""
 
 from __future__ import annotations
 
@@ -27,29 +27,26 @@ from hpcbench.cli.status_output import runs_exit_code
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.fileio import write_file
-from hpcbench.forecast.forecast import Forecast
-from hpcbench.forecast.oracle_requests import calibration_sweeps, collect_evidence, plan_calibration
-from hpcbench.forecast.sweep_calibration import (
+from hpcbench.forecast.calibrate import (
     SweepCalibration,
-    carry_shapes,
+    calibration_sweeps,
+    collect_evidence,
     coverage_lines,
-    extend_calibration,
     make_probe_plan,
+    plan_calibration,
     prepare_sweep_calibration,
-    probe_sweep_text,
 )
+from hpcbench.forecast.forecast import Forecast
 from hpcbench.oracle.calibration.calibration_runs import CalibrationRun, check_disturbed, usable_runs
 from hpcbench.oracle.calibration.calibration_store import (
-    Calibration,
     calibration_of_partition,
-    machine_for,
     read_calibrations,
     write_calibration,
 )
-from hpcbench.oracle.calibration.fit_machine import fit_calibration, fit_calibration_from_runs, machine_runs
-from hpcbench.report.column_names import Condition
+from hpcbench.oracle.calibration.fit_calibration import fit_calibration
 from hpcbench.report.prediction_view import calibration_view
-from hpcbench.results.results_tree import ResultsTree
+from hpcbench.results.results_tree import ClusterTree, ResultsTree
+from hpcbench.submit.plan import SweepPlan
 from hpcbench.submit.run_state import RunState
 from hpcbench.submit.scheduler import check_scheduler
 from hpcbench.submit.submission_record import select_sweeps
@@ -61,9 +58,8 @@ from hpcbench.submit.submit import RunSelection
 @click.option("--partition", metavar="NAME", help="The partition to measure. (default: the profile's)")
 @click.option(
     "--from", "sources", multiple=True, metavar="SWEEP|TREE", shell_complete=complete_sweeps,
-    help="Measure nothing: fit to the runs of these sweeps or results trees. May be repeated.",
+    help="Measure nothing: fit the probes in these sweeps or results trees. May be repeated.",
 )  # fmt: skip
-@click.option("--where", metavar="EXPR", help="With --from: only runs that satisfy the expression: 'devices == 1'.")
 @click.option(
     "--out", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
     help="x.toml: write the calibration's sweep, and stop. x.json: write the calibration there, too.",
@@ -80,13 +76,13 @@ from hpcbench.submit.submit import RunSelection
 @click.option("--yes", "over_budget", is_flag=True, help="Measure even if it may cost more than the cluster's budget.")
 @output_options
 def calibrate_cluster(
-    *, name: str, partition: str | None, sources: tuple[str, ...], where: str | None, out: Path | None, budget_s: float,
+    *, name: str, partition: str | None, sources: tuple[str, ...], out: Path | None, budget_s: float,
     sweep: str | None, takes_disturbed: bool, over_budget: bool, results: ResultsTree, as_json: bool,
 ) -> None:  # fmt: skip
     """Measure a cluster: submit a sweep of ordinary runs, wait, and fit the oracle's machine parameters.
 
-    An interrupted calibration continues when the same command is given again. Predictions use the newest calibration.
-    With --for, the newest calibration is extended by the kernels and collectives of a sweep.
+    An interrupted calibration continues when the same command is given again. Predictions use the newest calibration,
+    which extends the one before it.
     """
     profile, _ = load_cluster(name)
     if sweep is not None and sources:
@@ -97,34 +93,77 @@ def calibrate_cluster(
         )
     if out is not None and out.suffix not in (".toml", ".json"):
         raise ConfigError(f"--out {out}: unknown ending", hint="x.toml for the sweep, x.json for the calibration")
-    if where is not None and not sources:
-        raise ConfigError("--where chooses among the runs of --from", hint="name sweeps or a results tree: --from")
+    tree, prepared, states = results.cluster(profile.name), None, dict[str, RunState]()
     if sweep is not None:
-        _calibrate_for_sweep(
-            sweep, name, partition, results, out, budget_s,
-            over_budget=over_budget, takes_disturbed=takes_disturbed, as_json=as_json,
-        )  # fmt: skip
-        return
+        plan = load_plan(sweep, name, results)
+        prepared = prepare_sweep_calibration(plan, plan.tree, partition, budget_s)
+        for line in prepared.lines():
+            print_message(line)
+        profile, tree, partition = plan.profile, plan.tree, prepared.partition
     if out is not None and out.suffix == ".toml":
-        _, text = next(calibration_sweeps(results.cluster(profile.name), profile, partition, budget_s))
-        write_file(out, text.encode())
-        print_message(f"wrote {project_relative(out)}: hpcbench submit {out} --cluster {name} runs it")
+        _write_sweep(out, name, prepared, next(calibration_sweeps(tree, profile, partition, budget_s))[1])
         return
-    states: dict[str, RunState] = {}
+    selection = RunSelection(remeasure=prepared is not None, over_budget=over_budget)
     if sources:
-        calibration, path = _fit_existing_runs(profile, results, partition, sources, where, takes_disturbed)
+        evidence = collect_evidence(_selected_runs(profile, results, sources), Forecast(profile))
+    elif prepared is not None and not prepared.probes:
+        print_message(f"every shape of {prepared.sweep.sweep.name} that a probe can measure has been measured")
+        evidence = None
     else:
-        calibration, path, states = _measure_and_fit(
-            profile, results, partition, budget_s, over_budget, takes_disturbed
-        )
-    if out is not None:
-        write_file(out, path.read_bytes())
-    if as_json:
-        print_json({"path": str(path), "calibration": msgspec.to_builtins(calibration, str_keys=True)})
-    else:
-        make_console().print(calibration_view(calibration))
-        print_message(f"kept in {project_relative(path)}: predictions for {calibration.cluster} are made from it")
+        probes = _due_probes(profile, tree, prepared, partition, budget_s, takes_disturbed=takes_disturbed)
+        go_on = f"hpcbench cluster calibrate {profile.name}{f' --for {sweep}' if sweep else ''} goes on with it"
+        if probes.missing or probes.elsewhere:
+            _check_quiet(profile, takes_disturbed=takes_disturbed)
+        states = submit_and_watch(probes, selection, go_on)
+        tables = Forecast(profile, model_folder=None if prepared is None else prepared.sweep.model_folder)
+        evidence = collect_evidence([(probes.tree, probes.runs)], tables)
+    path = None
+    if evidence is not None:
+        path = _fit_and_store(profile, partition, evidence, results, prepared, takes_disturbed=takes_disturbed)
+    _report(path, profile, results, partition, prepared, out, as_json=as_json)
     sys.exit(runs_exit_code(states))
+
+
+def _due_probes(
+    profile: ClusterProfile, tree: ClusterTree, prepared: SweepCalibration | None, partition: str | None,
+    budget_s: float, *, takes_disturbed: bool,
+) -> SweepPlan:  # fmt: skip
+    """Return the plan of the cluster's calibration that is due, or of the probes for a sweep."""
+    if prepared is not None:
+        return make_probe_plan(prepared, tree, takes_disturbed=takes_disturbed)
+    check_scheduler(profile)
+    used = {key for entry in read_calibrations(tree, profile.name)[0] for key in entry.calibration.run_ids}
+    sweeps = calibration_sweeps(tree, profile, partition, budget_s)
+    return plan_calibration(sweeps, profile, tree, takes_disturbed=takes_disturbed, used=used)
+
+
+def _write_sweep(out: Path, cluster_name: str, prepared: SweepCalibration | None, plain_text: str) -> None:
+    """Write the sweep of the calibration that is due, or of the probes for a sweep."""
+    if prepared is None:
+        write_file(out, plain_text.encode())
+        print_message(f"wrote {project_relative(out)}: hpcbench submit {out} --cluster {cluster_name} runs it")
+    elif not prepared.probes:
+        print_message(f"{out} was not written: there is no probe to run")
+    else:
+        write_file(out, prepared.probe_sweep_text().encode())
+        print_message(
+            f"wrote {project_relative(out)}: once its runs have ended, the same command without --out keeps their "
+            "measurements"
+        )
+
+
+def _selected_runs(
+    profile: ClusterProfile, results: ResultsTree, sources: Sequence[str]
+) -> list[tuple[Any, Iterable[str]]]:
+    """Return trees with the runs of ``sources``: names of sweeps, and folders of whole trees."""
+    selections: list[tuple[Any, Iterable[str]]] = []
+    for folder in filter(Path.is_dir, map(Path, sources)):
+        tree = ResultsTree(folder).cluster(profile.name)
+        selections.append((tree, list(tree.run_ids())))
+    names = [source for source in sources if not Path(source).is_dir()]
+    for _, record in select_sweeps(results, names, profile.name) if names else []:
+        selections.append((results.cluster(profile.name), record.run_ids))
+    return selections
 
 
 _MAX_FOREIGN_SHARE, _MAX_FOREIGN_CORES = 0.05, 0.5
@@ -146,153 +185,76 @@ def _check_quiet(profile: ClusterProfile, *, takes_disturbed: bool) -> None:
         print_message(text)
 
 
-def _measure_and_fit(
-    profile: ClusterProfile, results: ResultsTree, partition: str | None, budget_s: float, over_budget: bool,
-    takes_disturbed: bool,
-) -> tuple[Calibration, Path, dict[str, RunState]]:  # fmt: skip
-    """Submit the missing runs of the next calibration, wait, fit and store it; also return how the runs ended."""
-    check_scheduler(profile)
-    sweeps = calibration_sweeps(results.cluster(profile.name), profile, partition, budget_s)
-    plan = plan_calibration(sweeps, profile, results.cluster(profile.name), takes_disturbed=takes_disturbed)
-    if plan.missing:
-        _check_quiet(profile, takes_disturbed=takes_disturbed)
-    go_on = f"hpcbench cluster calibrate {profile.name} goes on with it"
-    states = submit_and_watch(plan, RunSelection(over_budget=over_budget), go_on)
-    evidence = collect_evidence([(plan.tree, plan.runs)], Forecast(profile))
-    calibration, path = _fit_and_store(profile, partition, evidence, results, takes_disturbed=takes_disturbed)
-    return calibration, path, states
-
-
-def _fit_existing_runs(
-    profile: ClusterProfile, results: ResultsTree, partition: str | None, sources: Sequence[str], where: str | None,
-    takes_disturbed: bool,
-) -> tuple[Calibration, Path]:  # fmt: skip
-    """Fit to the runs of ``sources`` (names of sweeps, folders of whole trees) that satisfy ``where``."""
-    selections: list[tuple[Any, Iterable[str]]] = []
-    for folder in filter(Path.is_dir, map(Path, sources)):
-        tree = ResultsTree(folder).cluster(profile.name)
-        selections.append((tree, list(tree.run_ids())))
-    names = [source for source in sources if not Path(source).is_dir()]
-    for _, record in select_sweeps(results, names, profile.name) if names else []:
-        selections.append((results.cluster(profile.name), record.run_ids))
-    if where is not None:
-        # Imported here: it imports polars.
-        from hpcbench.report.load_results import load_frame
-
-        condition = Condition(where, "--where")
-        frame = load_frame(results, sources, [profile.name], ["run_id", *condition.columns])
-        chosen = set(frame.filter(condition.mask(frame))["run_id"])
-        if not chosen:
-            raise ConfigError(f"none of {frame.height} runs of {profile.name} has {where}", where="--where")
-        selections = [(tree, [run_id for run_id in run_ids if run_id in chosen]) for tree, run_ids in selections]
-    # Without a folder of models: code that other people's results name is not run.
-    evidence = collect_evidence(selections, Forecast(profile))
-    return _fit_and_store(profile, partition, evidence, results, takes_disturbed=takes_disturbed)
-
-
 def _fit_and_store(
     profile: ClusterProfile, partition: str | None, evidence: tuple[Sequence[CalibrationRun], Sequence[str]],
-    results: ResultsTree, *, takes_disturbed: bool,
-) -> tuple[Calibration, Path]:  # fmt: skip
-    """Fit part by part if the runs have probes, else to whole runs.
+    results: ResultsTree, prepared: SweepCalibration | None, *, takes_disturbed: bool,
+) -> Path | None:  # fmt: skip
+    """Fit the probes and keep the calibration; ``None`` if the newest one has them all.
 
     Raises:
-        ConfigError: No run is usable, or all were disturbed and ``takes_disturbed`` is not set.
+        ConfigError: No run is usable, none is a probe, or all were disturbed and ``takes_disturbed`` is not set.
     """
     runs, problems = evidence
     for problem in problems:
         print_message(f"  {problem}")
-    if not usable_runs(runs):
+    good = usable_runs(runs)
+    if not good:
         hint = "hpcbench status shows how they ended, hpcbench logs RUN_ID why"
         raise ConfigError(f"no run of {profile.name} that was given or made ended well: nothing to fit", hint=hint)
-    if not machine_runs(runs):
+    if not any(run.result.probe is not None for run in good):
         raise ConfigError(
-            f"all runs of {profile.name} are probes of one sweep's own shapes, which no other run has: nothing to fit",
-            hint=f"hpcbench cluster calibrate {profile.name} --for SWEEP keeps their measurements",
+            f"none of {len(good)} runs of {profile.name} is a probe: nothing to fit",
+            hint="predictions learn from other results by themselves, as measured neighbours",
         )
-    warnings = [run.result.warnings for run in machine_runs(runs)]
-    then = "nothing was kept; predictions are unchanged"
-    disturbed = check_disturbed(warnings, f"runs of {profile.name}", then, takes_disturbed=takes_disturbed)
     tree = results.cluster(profile.name)
-    stored, _ = read_calibrations(tree, profile.name)
-    newest = calibration_of_partition(stored, profile, partition)
-    if any(run.result.probe is not None for run in runs):
-        calibration = fit_calibration(profile, partition, runs)
+    then = "nothing was kept; predictions are unchanged"
+    warnings = [run.result.warnings for run in good]
+    disturbed = check_disturbed(warnings, f"runs of {profile.name}", then, takes_disturbed=takes_disturbed)
+    newest = calibration_of_partition(read_calibrations(tree, profile.name)[0], profile, partition)
+    before = None if newest is None else newest.calibration
+    if prepared is None:
+        calibration = fit_calibration(profile, partition, runs, before)
     else:
-        calibration = fit_calibration_from_runs(profile, partition, machine_for(profile, tree, partition), runs)
-    calibration = msgspec.structs.replace(calibration, notes=[*disturbed, *calibration.notes])
-    calibration, note = carry_shapes(calibration, newest.calibration if newest else None)
-    if note is not None:
-        print_message(f"  {note}")
-    return calibration, write_calibration(calibration, tree)
-
-
-def _calibrate_for_sweep(
-    sweep: str, cluster_name: str, partition: str | None, results: ResultsTree, out: Path | None, budget_s: float,
-    *, over_budget: bool, takes_disturbed: bool, as_json: bool,
-) -> None:  # fmt: skip
-    """State the cost, measure the shapes of ``sweep`` that have no time yet, and keep them; ends the command."""
-    plan = load_plan(sweep, cluster_name, results)
-    prepared = prepare_sweep_calibration(plan, plan.tree, partition, budget_s)
-    for line in prepared.lines():
-        print_message(line)
-    if not prepared.probes and not prepared.left_out:
-        print_message(f"every shape of {plan.sweep.name} that a probe can measure has been measured")
-    if out is not None and out.suffix == ".toml":
-        if not prepared.probes:
-            print_message(f"{out} was not written: there is no probe to run")
-            return
-        write_file(out, probe_sweep_text(prepared).encode())
-        print_message(
-            f"wrote {project_relative(out)}: once its runs have ended, the same command without --out keeps their "
-            "measurements"
+        environment = prepared.environment
+        key = prepared.sweep.environment_key(environment)
+        name = prepared.sweep.sweep.name
+        calibration = fit_calibration(
+            profile, partition, runs, before, sweep=name, environment=environment, environment_key=key
         )
-        return
-    path, states = None, dict[str, RunState]()
-    if prepared.probes:
-        path, states = _measure_and_keep(prepared, over_budget=over_budget, takes_disturbed=takes_disturbed)
-    newest = path or (prepared.base.path if prepared.base else None)
-    if out is not None and newest is not None:
-        write_file(out, newest.read_bytes())
+        if before is not None and {run.result.run_id for run in good} <= {*before.run_ids}:
+            print_message("the probes had been kept before; no probe can measure the missing parts")
+            return None
+    calibration = msgspec.structs.replace(calibration, notes=[*disturbed, *calibration.notes])
+    return write_calibration(calibration, tree)
+
+
+def _report(
+    path: Path | None, profile: ClusterProfile, results: ResultsTree, partition: str | None,
+    prepared: SweepCalibration | None, out: Path | None, *, as_json: bool,
+) -> None:  # fmt: skip
+    """Print the fitted numbers, and write the newest calibration to ``out``."""
+    stored = calibration_of_partition(
+        read_calibrations(results.cluster(profile.name), profile.name)[0], profile, partition
+    )
+    if out is not None and stored is not None:
+        write_file(out, stored.path.read_bytes())
     elif out is not None:
-        print_message(f"{out} was not written: {plan.profile_name} has no calibration")
-    forecast = Forecast(plan.profile, plan.tree, plan.model_folder)
-    for line in coverage_lines(prepared.runs.values(), forecast):
-        print_message(line)
+        print_message(f"{out} was not written: {profile.name} has no calibration")
+    if prepared is not None:
+        forecast = Forecast(profile, prepared.sweep.tree, prepared.sweep.model_folder)
+        for line in coverage_lines(prepared.runs.values(), forecast):
+            print_message(line)
+    elif stored is not None and not as_json:
+        make_console().print(calibration_view(stored.calibration))
     if path is not None:
-        print_message(f"kept in {project_relative(path)}: predictions for {plan.profile.name} are made from it")
+        print_message(f"kept in {project_relative(path)}: predictions for {profile.name} are made from it")
     if as_json:
-        print_json({
-            "path": None if path is None else str(path), "sweep": prepared.sweep.sweep.name,
-            "node_hours": prepared.node_hours, "sweep_node_hours": prepared.sweep_node_hours,
-            "limit_node_hours": prepared.limit_node_hours,
-            "probes": [{"point": msgspec.to_builtins(probe.point), "runs": probe.runs} for probe in prepared.probes],
-            "left_out": prepared.left_out, "notes": prepared.notes,
-        })  # fmt: skip
-    sys.exit(runs_exit_code(states))
-
-
-def _measure_and_keep(
-    prepared: SweepCalibration, *, over_budget: bool, takes_disturbed: bool
-) -> tuple[Path | None, dict[str, RunState]]:
-    """Run the probes and write the calibration; return its file, ``None`` without anything new, and the runs' ends."""
-    plan, states = prepared.sweep, dict[str, RunState]()
-    probe_plan = make_probe_plan(prepared, plan.tree, takes_disturbed=takes_disturbed)
-    if probe_plan.missing or probe_plan.elsewhere:
-        _check_quiet(plan.profile, takes_disturbed=takes_disturbed)
-        go_on = f"hpcbench cluster calibrate {plan.profile_name} --for {plan.sweep.name} goes on with it"
-        states = submit_and_watch(probe_plan, RunSelection(remeasure=True, over_budget=over_budget), go_on)
-    tables = Forecast(plan.profile, model_folder=plan.model_folder)
-    runs, problems = collect_evidence([(plan.tree, probe_plan.runs)], tables)
-    for problem in problems:
-        print_message(f"  {problem}")
-    calibration = extend_calibration(prepared, runs, takes_disturbed=takes_disturbed)
-    before = [] if prepared.base is None else prepared.base.calibration.notes
-    for note in calibration.notes:
-        if note not in (*prepared.notes, *prepared.left_out, *before):
-            print_message(f"  {note}")
-    known = set() if prepared.base is None else set(prepared.base.calibration.run_ids)
-    if prepared.shapes is not None and {run.result.run_id for run in runs} <= known:
-        print_message("the probes had been kept before; no probe can measure the missing parts")
-        return None, states
-    return write_calibration(calibration, plan.tree), states
+        document: dict[str, Any] = {"path": None if path is None else str(path)}
+        if prepared is not None:
+            document |= {
+                "sweep": prepared.sweep.sweep.name, "node_hours": prepared.node_hours, "notes": prepared.notes,
+                "probes": [{"point": msgspec.to_builtins(one.point), "runs": one.runs} for one in prepared.probes],
+            }  # fmt: skip
+        elif stored is not None:
+            document["calibration"] = msgspec.to_builtins(stored.calibration, str_keys=True)
+        print_json(document)

@@ -108,24 +108,20 @@ class Forecast:
         self._model_folder = str(model_folder.resolve()) if model_folder else None
         self._tables: dict[Any, LayerTable | NotPredicted] = {}
         self._machines: dict[tuple[str | None, int], Machine] = {}
-        self._without_posterior: dict[int, Machine] = {}
         self._memory: dict[Any, MemoryBreakdown | NotPredicted] = {}
         self._predictions: dict[Any, Prediction | NotPredicted] = {}
         self._factors: dict[str | None, MeasuredFactors] = {}
         self._environment_notes: list[str] = []
 
-    def predict(
-        self, spec: RunSpec, *, quick: bool = False, limit: int | None = None, held_out: bool = False
-    ) -> Prediction | NotPredicted:
+    def predict(self, spec: RunSpec, *, limit: int | None = None, held_out: bool = False) -> Prediction | NotPredicted:
         """Predict step time and memory of a run, or return the reason why that is not possible.
 
         Args:
             spec: The run.
-            quick: Do not compute the prediction interval from the posterior of a fitted machine.
             limit: Predict at most so many different configurations.
             held_out: Leave the results of the run's own configuration out, as every score must.
         """
-        prediction = self.predict_alone(spec, quick=quick, limit=limit)
+        prediction = self.predict_alone(spec, limit=limit)
         if isinstance(prediction, NotPredicted) or self._tree is None:
             return prediction
         learned = self._measured_factors(spec.partition).learned(spec, config_id(spec), held_out=held_out)
@@ -144,25 +140,16 @@ class Forecast:
             results = _results_of_partition(tree, self.profile, partition)
             calibration = calibration_of_partition(stored, self.profile, partition)
             self._environment_notes += environment_notes(calibration, results)
-            self._factors[partition] = learn_factors(
-                stored, results, lambda spec: alone.predict_alone(spec, quick=True)
-            )
+            self._factors[partition] = learn_factors(stored, results, alone.predict_alone)
         return self._factors[partition]
 
-    def predict_alone(
-        self, spec: RunSpec, *, quick: bool = False, limit: int | None = None
-    ) -> Prediction | NotPredicted:
+    def predict_alone(self, spec: RunSpec, *, limit: int | None = None) -> Prediction | NotPredicted:
         """Predict as ``predict``, from the machine's numbers alone."""
         try:
             machine = self.machine(spec)
         except HpcbenchError as error:
             return NotPredicted(error.message)
-        if quick and machine.posterior is not None:
-            # Cost models are cached by the identity of the machine: one copy of each is enough.
-            if id(machine) not in self._without_posterior:
-                self._without_posterior[id(machine)] = msgspec.structs.replace(machine, posterior=None)
-            machine = self._without_posterior[id(machine)]
-        key = (*_configuration_key(spec), machine.posterior is None)
+        key = _configuration_key(spec)
         if key not in self._predictions:
             if limit is not None and len(self._predictions) >= limit:
                 return NotPredicted(f"more than {limit} different ones")
@@ -381,7 +368,7 @@ def forecast_plan(plan: SweepPlan, tree: ClusterTree) -> PlanForecast:
     forecast = Forecast(plan.profile, tree, custom_model_folder(plan.sweep, plan.profile), python=None)
     plan_forecast = PlanForecast(forecast)
     for key, spec in plan.runs.items():
-        prediction = forecast.predict(spec, quick=True, limit=MAX_PRICED_CONFIGURATIONS)
+        prediction = forecast.predict(spec, limit=MAX_PRICED_CONFIGURATIONS)
         if isinstance(prediction, NotPredicted):
             plan_forecast.unpriced[prediction.reason] += 1
             continue

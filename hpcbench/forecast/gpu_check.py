@@ -241,7 +241,7 @@ def _check_strategy(
     key: str, spec: RunSpec, outcome: str, reason: str | None, result: RunResult | None, forecast: Forecast
 ) -> StrategyCheck:
     check = StrategyCheck(strategy=spec.strategy, outcome=outcome, reason=reason, run_id=key, spec=spec)
-    prediction = forecast.predict_alone(spec, quick=True)
+    prediction = forecast.predict_alone(spec)
     if isinstance(prediction, Prediction):
         check.predicted_step_time_s = prediction.step_time_s
         check.predicted_peak_memory_bytes = prediction.peak_memory_bytes

@@ -1,32 +1,19 @@
-"""Validated requests to the oracle: recommendations for a model, layouts of decoders on machines that were learned from
-published runs, and calibrations of a cluster as sweeps."""
+"""Validated requests to the oracle: recommendations for a model, and layouts of decoders on machines that were learned
+from published runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
 
-import msgspec
-
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
-from hpcbench.fileio import write_file
 from hpcbench.forecast.fitted_decoders import device_of_profile, machine_of_profile, run_point
 from hpcbench.forecast.forecast import Forecast
-from hpcbench.oracle.calibration.calibration_runs import (
-    CalibrationRun,
-    calibration_sweep_name,
-    calibration_sweep_toml,
-    disturbances,
-)
-from hpcbench.oracle.calibration.calibration_store import read_calibrations
 from hpcbench.oracle.candidate_points import DeviceAllocation
-from hpcbench.oracle.prediction import MemoryFit, NotPredicted
+from hpcbench.oracle.prediction import MemoryFit
 from hpcbench.oracle.recommend import OBJECTIVES, Recommendation, recommend
 from hpcbench.oracle.transformer.layout import Layout
 from hpcbench.oracle.transformer.layout_search import (
@@ -43,11 +30,9 @@ from hpcbench.parallel.catalog import get_model as catalog_model
 from hpcbench.parallel.decoder_shapes import DecoderShape, named_shape, named_shapes
 from hpcbench.parallel.layer_table import default_input_size
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point, single_device_run
-from hpcbench.parallel.strategies.probes import PROBE_LOOPS
 from hpcbench.parallel.workloads import DATASETS, check_custom_model, is_custom_model
-from hpcbench.results.results_tree import ClusterTree, ResultsTree
-from hpcbench.results.schema import STATUS_OK
-from hpcbench.submit.plan import SweepPlan, available_cores, make_plan, partition_limits
+from hpcbench.results.results_tree import ResultsTree
+from hpcbench.submit.plan import available_cores, partition_limits
 
 
 class RecommendRequest(NamedTuple):
@@ -132,70 +117,6 @@ def _request_problems(
         hint = "--batch-size is per replica, --global-batch-size of all replicas; the latter keeps the training equal"
         problems.append(ConfigError(f"--batch-size or --global-batch-size: {said}", hint=hint))
     return problems
-
-
-def count_calibrations(tree: ClusterTree, profile: ClusterProfile, partition: str | None) -> int:
-    """Return the number of finished calibrations of the partition: the next one has runs of its own.
-
-    An interrupted calibration is not counted, so that it is continued.
-    """
-    wanted = partition or profile.default_partition
-    stored, _ = read_calibrations(tree, profile.name)
-    whole = [entry.calibration for entry in stored if not entry.calibration.extends]
-    return sum(calibration.partition == wanted and bool(calibration.run_ids) for calibration in whole)
-
-
-def calibration_sweeps(
-    tree: ClusterTree, profile: ClusterProfile, partition: str | None, budget_s: float
-) -> Iterator[tuple[Path, str]]:
-    """Yield file and text of the sweep of the calibration that is due, and of those after it."""
-    for number in count(count_calibrations(tree, profile, partition)):
-        path = tree.path("calibrations", f"{calibration_sweep_name(number, partition)}.toml")
-        yield path, calibration_sweep_toml(profile, partition, available_cores(), number, budget_s)
-
-
-def plan_calibration(
-    sweeps: Iterable[tuple[Path, str]], profile: ClusterProfile, tree: ClusterTree, *, takes_disturbed: bool
-) -> SweepPlan:
-    """Return the plan of the first of ``sweeps``, each of which is written to its file, that can give a calibration.
-
-    Those can whose runs are missing, or have ended, are in no calibration of the whole machine, and were not all
-    disturbed, unless ``takes_disturbed``.
-    """
-    known = [entry.calibration for entry in read_calibrations(tree, profile.name)[0]]
-    used = {run_id for calibration in known if not calibration.extends for run_id in calibration.run_ids}
-    for path, text in sweeps:
-        write_file(path, text.encode())
-        plan = make_plan(load_sweep(path), profile, tree)
-        results = (tree.read_result(key) for key in plan.runs)
-        warnings = [result.warnings for result in results if result is not None and result.status == STATUS_OK]
-        is_refused = warnings and all(map(disturbances, warnings)) and not takes_disturbed
-        if plan.missing or plan.elsewhere or not (is_refused or used & plan.runs.keys()):
-            break
-    return plan
-
-
-def collect_evidence(
-    trees: Iterable[tuple[ClusterTree, Iterable[str]]], forecast: Forecast
-) -> tuple[list[CalibrationRun], list[str]]:
-    """Return the usable runs of each tree with the layer tables of ``forecast``, and for the others the reason."""
-    evidence: list[CalibrationRun] = []
-    problems: list[str] = []
-    for tree, run_ids in trees:
-        for run_id in run_ids:
-            try:
-                result = tree.read_result(run_id)
-            except (HpcbenchError, msgspec.MsgspecError) as error:
-                problems.append(f"run {run_id} is left out: {error}")
-                continue
-            if result is None or result.status != STATUS_OK or result.spec.strategy == PROBE_LOOPS:
-                continue
-            table = forecast.table(result.spec)
-            if isinstance(table, NotPredicted):
-                problems.append(f"run {run_id} is left out: {table.reason}")
-            else:
-                evidence.append(CalibrationRun(result, table))
-    return evidence, problems
 
 
 DEFAULT_TOKENS_PER_GPU = 16_384

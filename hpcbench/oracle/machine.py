@@ -10,54 +10,11 @@ import msgspec
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.profile_tables import DeviceConfig, LinkConfig, NodeConfig
 from hpcbench.oracle.collective_formulas import HockneyLink
-from hpcbench.oracle.measured_shapes import MeasuredShapes
-from hpcbench.parallel.roofline import DeviceCompute
+from hpcbench.oracle.message_prices import CommParameters
+from hpcbench.oracle.roofline import DeviceCompute
 
-MachineSource = Literal["nominal", "calibrated", "fitted"]
-"""Source of a machine's numbers: the profile; measured parts; whole measured runs."""
-
-
-class CollectiveSample(msgspec.Struct, frozen=True, kw_only=True):
-    """A measured collective, as a correction of its formula in ``oracle.collective_formulas``.
-
-    ``latency_s`` replaces the link's, ``beta_ratio`` multiplies its time per byte.
-    """
-
-    operation: str
-    ranks: int
-    nodes: int
-    latency_s: float
-    beta_ratio: float
-    spread: float = 0.0
-    from_bytes: float = 0.0
-    """The smallest payload that it is for: of those for the same ranks the one with the largest that is not above."""
-
-
-class CommParameters(msgspec.Struct, frozen=True, kw_only=True):
-    """The links between ranks, and the slowdown of overlapped computation and communication."""
-
-    intra_node: HockneyLink
-    inter_node: HockneyLink
-    links_per_node: int = 1
-    """Links between nodes that a node has; groups that send at the same time share them."""
-    striped: bool = False
-    """Whether one group uses all links of a node (NCCL does, gloo does not)."""
-    collectives: list[CollectiveSample] = []
-    contention: dict[int, float] = {}
-    """Factor on a flow's time (ParaDL's phi) by the number of flows that share a link; without figures that number
-    itself."""
-    overlap_slowdown: float = 1.0
-    """Factor on a rank's computation while a collective is running (kappa of Galvatron: 1.0 to 1.3)."""
-    comm_slowdown: float = 1.0
-    """Factor on a collective while its rank computes; 1 where another unit than the processor sends."""
-    spread: float = 0.4
-    """Relative uncertainty of a step's communication."""
-    call_s: float = 0.0
-    """Seconds of the computing thread for issuing one collective."""
-    trees: bool = True
-    """Whether the library has tree all_reduces (NCCL from 2.4 on)."""
-    by_hop: bool = False
-    """Whether the latencies of a ring's links add up (NCCL), or every step waits for the longest."""
+MachineSource = Literal["nominal", "calibrated"]
+"""Source of a machine's numbers: the profile, or measured parts of steps."""
 
 
 class StrategyOverhead(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,49 +24,6 @@ class StrategyOverhead(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float = 0.0
     sample_s: float = 0.0
     """Seconds per sample of a replica, for a library in which one rank distributes the samples of its group."""
-
-
-class FittedParameter(msgspec.Struct, frozen=True, kw_only=True):
-    """A number of a machine that is fitted to whole runs (``oracle.calibration.posterior``)."""
-
-    name: str
-    log_factor: float
-    """Logarithm of the ratio of the fitted number to the earlier one."""
-    prior_spread: float
-    """Standard deviation of its logarithm before the fit."""
-    spread: float
-    """Standard deviation of its logarithm after the fit."""
-
-    @property
-    def learned(self) -> float:
-        """Share of its variance that the runs removed: 0 if they do not determine it, near 1 if they alone do."""
-        return 1.0 - (self.spread / self.prior_spread) ** 2
-
-
-class RunResidual(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that was fitted, and its prediction by the fitted machine, without delays."""
-
-    run: str
-    measured_s: float
-    predicted_s: float
-    weight: float
-    """Weight in the fit: 1, and less for an outlier (Student's t)."""
-
-
-class Posterior(msgspec.Struct, frozen=True, kw_only=True):
-    """The uncertainty of the fitted figures: their logarithms are normally distributed around the machine's."""
-
-    parameters: list[FittedParameter]
-    roots: list[list[float]]
-    """Lower triangular: its product with its transpose is the covariance of the logarithms."""
-    run_spread: float
-    """Standard deviation of the logarithm of a run's step time around the model: launches of the same run differ, and
-    the model is incomplete."""
-    ranks: int
-    """The most that a fitted run had."""
-    doubling_spread: float
-    """Uncertainty of the model's form, for the first doubling beyond; it grows with the root of their number."""
-    residuals: list[RunResidual] = []
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,18 +51,12 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     strategies: dict[str, StrategyOverhead] = {}
     straggling: float = 0.0
     """Relative spread of one rank's step around its mean: of p ranks the slowest counts."""
-    delay_s: float = 0.0
-    """Mean delay (s) of a node in a step, caused by other users of the network and the file system: exponentially
-    distributed, fitted to what means of steps lie above their medians. A prediction's interval contains the longest."""
     base_bytes: float = 0.0
     """Bytes beside the run's tensors in a measured peak: the process on a CPU, cuBLAS's workspaces on cuda."""
     memory_bytes: float | None = None
     """Memory that such a peak may reach: a rank's part of the node's, or the device's without a CUDA context."""
     notes: list[str] = []
     """Notes on figures that the profile lacks and that are assumed."""
-    posterior: Posterior | None = None
-    measured: MeasuredShapes | None = None
-    """Times of a sweep's own blocks and messages, which count where a run has the same."""
 
 
 _KERNEL_LAUNCH_S = {"cpu": 10e-6, "cuda": 5e-6}

@@ -25,6 +25,7 @@ from hpcbench.oracle.cost_model import (
     row_kernels,
     update_kernels,
 )
+from hpcbench.oracle.message_prices import slowdowns
 from hpcbench.oracle.pipeline_rank import BUCKET_CAP_BYTES, PipelineRank, TiedWeight
 from hpcbench.oracle.stream_simulator import CommCall, ComputeEvent, StreamEvent
 from hpcbench.parallel.catalog import get_strategy
@@ -217,7 +218,7 @@ class PipelineStep:
 
     def overlapped_s(self, kind: str, chunk: int, samples: float, compute_s: float) -> float:
         """Return how long ``compute_s`` take beside messages: those that the action waited for and sends."""
-        slowdown = self.cost_model.machine.comm.overlap_slowdown
+        slowdown = slowdowns(self.cost_model.machine.comm, self.pipeline.spec, "send").computation
         if slowdown <= 1.0 or kind in (BACKWARD_WEIGHT, UPDATE):
             return compute_s
         before = chunk - 1 if kind == FORWARD else chunk + 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import exp, hypot, log
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
@@ -15,7 +15,6 @@ from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.measured_factors import PRIOR_SPREAD, LearnedFactor, Neighbour
 from hpcbench.oracle.peak_memory import MemoryBreakdown
 from hpcbench.oracle.strategies.base import count_operators, resolve_cost
-from hpcbench.oracle.uncertainty import CostModelFactory, log_step_spreads
 from hpcbench.parallel.layer_table import LayerTable
 from hpcbench.results.timing_statistics import OPERATOR_S
 from hpcbench.units import format_bytes
@@ -80,7 +79,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """``None`` where the device's memory is unknown."""
     memory_limit_bytes: int | None = None
     depth: str
-    """``nominal``, ``calibrated`` or ``fitted``."""
+    """``nominal`` or ``calibrated``."""
     source: str
     rests_on: PredictionBasis
 
@@ -88,6 +87,10 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Return a copy with all times multiplied by ``factor``, and ``changes``."""
         times = {name: getattr(self, name) * factor for name in _TIMES}
         return msgspec.structs.replace(self, **times, samples_per_s=self.samples_per_s / factor, **changes)
+
+
+CostModelFactory = Callable[[Machine, RunSpec], CostModel]
+"""Constructor of the cost model of a run on a machine."""
 
 
 def predict(
@@ -109,18 +112,14 @@ def predict(
     memory = memory or peak_rank_memory(spec, table, machine.device)
     peak = memory.total_bytes + round(machine.base_bytes)
     fits = None if machine.memory_bytes is None else peak <= machine.memory_bytes
-    if machine.posterior is not None:
-        below, above = log_step_spreads(spec, table, machine, machine.posterior, clock_of)
-    else:
-        compute_spread, comm_spread = cost_model.spreads()
-        computation_s = step.compute_s - host_wait_s
-        parts = [(computation_s, compute_spread), (step.exposed_comm_s, comm_spread), (host_wait_s, _LAUNCH_SPREAD)]
-        below = above = hypot(combined_relative_spread(parts, step.step_time_s), FORMULA_SPREAD * (spec.devices > 1))
+    compute_spread, comm_spread = cost_model.spreads()
+    computation_s = step.compute_s - host_wait_s
+    parts = [(computation_s, compute_spread), (step.exposed_comm_s, comm_spread), (host_wait_s, _LAUNCH_SPREAD)]
+    spread = hypot(combined_relative_spread(parts, step.step_time_s), FORMULA_SPREAD * (spec.devices > 1))
     return Prediction(
         step_time_s=step.step_time_s,
         interval=PredictionInterval(
-            low=step.step_time_s * exp(-NORMAL_90 * below),
-            high=step.step_time_s * exp(NORMAL_90 * above) + cost_model.longest_delay_s(),
+            low=step.step_time_s * exp(-NORMAL_90 * spread), high=step.step_time_s * exp(NORMAL_90 * spread)
         ),
         compute_s=step.compute_s,
         comm_s=step.comm_s,
@@ -274,13 +273,8 @@ class Predictor(Protocol):
     a run without a prediction gets ``NotPredicted`` with the reason.
     """
 
-    def predict(self, spec: RunSpec, *, quick: bool = False) -> Prediction | NotPredicted:
-        """Return step time (s), its parts and its 90 % interval, and peak memory (bytes).
-
-        Args:
-            spec: The run.
-            quick: The interval may be computed without the posterior of a fitted machine.
-        """
+    def predict(self, spec: RunSpec) -> Prediction | NotPredicted:
+        """Return step time (s), its parts and its 90 % interval, and peak memory (bytes)."""
 
     def memory_fit(self, spec: RunSpec) -> MemoryFit | NotPredicted:
         """Return peak memory and memory limit of a rank (bytes), without computing a step time."""

@@ -171,7 +171,7 @@ class _CandidateSearch:
             if fitting is None or config_id(spec) in self._seen:
                 continue
             self._seen.add(config_id(spec))
-            prediction = self._predictor.predict(spec, quick=True)
+            prediction = self._predictor.predict(spec)
             self.priced += 1
             if isinstance(prediction, NotPredicted):
                 self._refuse(point["strategy"], "formulas", prediction.reason)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.cost_model import CostModel, unsharded_row_kernels
 from hpcbench.oracle.placement import GroupPlacement
+from hpcbench.oracle.roofline import COPY_KIND, FORWARD, Kernel
 from hpcbench.oracle.stream_simulator import ComputeEvent, StreamEvent, WaitEvent
 from hpcbench.oracle.tensor_sizes import (
     FP32_BYTES,
@@ -30,7 +31,6 @@ from hpcbench.oracle.tensor_sizes import (
 )
 from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.layer_table import LayerTable, cached_by_run_fields
-from hpcbench.parallel.roofline import COPY_KIND, FORWARD, Kernel
 from hpcbench.parallel.traffic import Traffic
 
 

@@ -84,7 +84,6 @@ class ParityCase(NamedTuple):
 class CalibrationRuns(NamedTuple):
     """The runs with which ``hpcbench calibrate`` measures the overhead of a strategy's library."""
 
-    workload: Literal["transformer", "convolutional"] = "transformer"
     batch_factor: int = 1
     """Batch size as a multiple of the workload's."""
     micro_batches: int = 1

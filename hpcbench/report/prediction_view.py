@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import exp
 from operator import attrgetter, itemgetter
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -16,8 +16,7 @@ from hpcbench.config.expression import Expression
 from hpcbench.config.run_spec import RunSpec, config_id, spec_document
 from hpcbench.config.sweep_loader import COMPUTED_NAMES, expression_values
 from hpcbench.forecast.forecast import Forecast
-from hpcbench.oracle.calibration.calibration_runs import DISTURBED_NOTE
-from hpcbench.oracle.calibration.calibration_store import Calibration, FitResidual
+from hpcbench.oracle.calibration.calibration_store import Calibration
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.measured_factors import counted_phrase
 from hpcbench.oracle.prediction import MEASURED_FOR_SWEEP, NotPredicted, Prediction, PredictionBasis
@@ -223,26 +222,17 @@ def memory_text(prediction: Prediction, limit: bool = True) -> str:
 def fitted_parameters(machine: Machine) -> Iterator[tuple[str, str]]:
     """Name and text of every calibrated number of a machine."""
     compute, comm = machine.compute, machine.comm
-    for moved in machine.posterior.parameters if machine.posterior is not None else []:
-        yield moved.name, f"{exp(moved.log_factor):.2f} times; {_format_percent(moved.learned)} of it from the runs"
-    if compute.samples:
-        factors = ", ".join(f"{name} {value:.2f}" for name, value in sorted(compute.factors.items()) if name)
-        yield "kernels", f"{len(compute.samples)}; step time over their sum: {factors}"
-        yield "computation of other models", f"to {_format_percent(compute.spread)}"
+    if compute.kernels:
+        yield "kernels", f"{len(compute.kernels)}; of other models to {_format_percent(compute.spread)}"
     for tasks, factor in sorted(compute.crowding.items()):
         if tasks > 1:
             yield f"{tasks} ranks on a node", f"each computes {factor:.2f} times as long"
-    if comm.collectives:
-        yield "collectives", f"{len(comm.collectives)} lines; to {_format_percent(comm.spread)}"
-        yield "issuing a collective", format_seconds(comm.call_s)
-        yield "computing under a collective", f"{comm.overlap_slowdown:.2f} times as long"
-        yield "a collective under computing", f"{comm.comm_slowdown:.2f} times as long"
-    for flows, phi in sorted(comm.contention.items()):
-        yield f"{flows} groups on one link", f"each takes {phi:.2f} times as long"
-    if machine.measured is not None:
-        shapes = machine.measured
-        sizes = f"{len(shapes.kernels)} parts of blocks and {len(shapes.messages)} messages"
-        yield "measured shapes", f"{sizes} of {', '.join(shapes.sweeps)}"
+    if comm.messages:
+        yield "messages", f"{len(comm.messages)}; of other sizes to {_format_percent(comm.spread)}"
+    if comm.overlaps:
+        yield "computing under a collective", f"{median(one.slowdown for one in comm.overlaps):.2f} times as long"
+        slowed = median(one.comm_slowdown for one in comm.overlaps)
+        yield "a collective under computing", f"{slowed:.2f} times as long"
     yield "scatter of ranks", _format_percent(machine.straggling)
     yield "memory of a process", f"{machine.base_bytes / 2**20:.0f} MiB"
     for key, overhead in sorted(machine.strategies.items()):
@@ -260,27 +250,8 @@ def calibration_view(calibration: Calibration) -> RenderableType:
         text_column("fit", attrgetter("what")),
         Column("points", "points", attrgetter("points"), lambda fit: str(fit.points)),
         Column("error", "error", attrgetter("error"), lambda fit: _format_percent(fit.error)),
-        Column("r2", "R2", attrgetter("r2"), lambda fit: "" if fit.r2 is None else f"{fit.r2:.3f}"),
     ]
-    notes = [note if DISTURBED_NOTE in note else f"nominal: {note}" for note in calibration.notes]
     return Group(
         PrintedView(View.from_rows("", numbers, fitted_parameters(calibration.machine))),
-        PrintedView(View.from_rows("", fits, worst_residuals(calibration.residuals), notes)),
+        PrintedView(View.from_rows("", fits, calibration.residuals, calibration.notes)),
     )
-
-
-def worst_residuals(residuals: list[FitResidual]) -> list[FitResidual]:
-    """The worst residual of every collective operation and of runs with the same description.
-
-    ``points`` of runs are summed; those of a collective operation are of its worst band.
-    """
-    groups: dict[str, list[FitResidual]] = defaultdict(list)
-    for residual in residuals:
-        key = residual.what.partition(",")[0] if residual.part == "collectives" else residual.what
-        groups[key].append(residual)
-    worst = []
-    for group in groups.values():
-        largest = max(group, key=attrgetter("error"))
-        points = sum(residual.points for residual in group) if largest.part == "runs" else largest.points
-        worst.append(msgspec.structs.replace(largest, points=points))
-    return worst

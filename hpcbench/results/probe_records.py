@@ -13,28 +13,6 @@ class _ProbeRecord(msgspec.Struct, omit_defaults=True):
     """Absent means not measured."""
 
 
-class KernelProbe(_ProbeRecord, kw_only=True):
-    """One layer called by itself, between others as in a step: medians of seconds.
-
-    On a cpu with one thread these are its processor seconds.
-    """
-
-    row: str
-    """Name of the row in the model's table of layers; of equal ones the first."""
-    kind: str
-    split: str = "whole"
-    """Dim that is split: ``samples``, ``outputs`` (output channels), ``inputs``, ``positions``, ``channels`` (of a
-    normalization); ``whole`` without a split."""
-    parts: int = 1
-    samples: int
-    forward_s: float
-    backward_s: float | None = None
-    """Absent where nothing flows back."""
-    spread: float
-    """Relative: half of what lies between the 16th and the 84th percentile."""
-    repeats: int
-
-
 class BlockProbe(_ProbeRecord, kw_only=True):
     """One block of the model as a whole: medians of seconds, the mean of all ranks that ran it side by side.
 
@@ -44,13 +22,11 @@ class BlockProbe(_ProbeRecord, kw_only=True):
     block: int
     """Place in the model's sequence of blocks; one past the last for the loss."""
     samples: int
-    accumulates: bool = False
-    """Whether gradients were added to those of an earlier micro-batch."""
     forward_s: float
     backward_s: float | None = None
     """Absent where nothing flows back."""
     spread: float
-    """Relative, as that of a kernel."""
+    """Relative: half of what lies between the 16th and the 84th percentile."""
     repeats: int
 
 
@@ -68,7 +44,7 @@ class CollectiveProbe(_ProbeRecord, kw_only=True):
     """One call of many that followed each other: the slowest rank's seconds, the median of all repeats."""
 
     operation: str
-    """One of ``parallel.traffic.COMM_OPERATIONS``, or ``exchange``: both neighbours send to each other at once."""
+    """One of ``parallel.traffic.COMM_OPERATIONS``."""
     ranks: int
     """Number of ranks of one group."""
     nodes: int
@@ -119,7 +95,6 @@ class ProbeResults(_ProbeRecord, kw_only=True):
 
     base_memory_bytes: int | None = None
     """Peak of the process before it had any tensor of the run, counted as ``peak_memory_bytes``."""
-    kernels: list[KernelProbe] = []
     updates: list[UpdateProbe] = []
     collectives: list[CollectiveProbe] = []
     overlaps: list[OverlapProbe] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,20 +16,14 @@ from click.testing import CliRunner, Result
 
 from hpcbench.cli.calibrate_commands import _check_quiet
 from hpcbench.cli.main import cli
-from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
-from hpcbench.config.run_spec import RunSpec
+from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.errors import ConfigError, HpcbenchError
-from hpcbench.forecast.oracle_requests import calibration_sweeps, count_calibrations, plan_calibration
-from hpcbench.oracle.calibration.calibration_runs import calibration_sweep_toml
-from hpcbench.oracle.calibration.calibration_store import FitResidual, machine_for
-from hpcbench.oracle.cost_model import CostModel
-from hpcbench.oracle.machine import Machine, nominal_machine
-from hpcbench.oracle.prediction import predict
-from hpcbench.oracle.strategies.base import resolve_cost
-from hpcbench.report.prediction_view import worst_residuals
+from hpcbench.forecast.calibrate import calibration_sweeps, plan_calibration
+from hpcbench.oracle.calibration.calibration_store import machine_for
+from hpcbench.oracle.calibration.calibration_sweep import calibration_sweep_toml
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.submit.plan import SweepPlan, available_cores
-from tests.oracle.test_calibration_fits import everything, run_of, table_of
+from tests.oracle.test_fit_calibration import everything, run_of, spec_of
 
 
 @pytest.fixture
@@ -62,7 +55,6 @@ def test_the_calibration_sweep_is_written_without_running_it(calibrate: Callable
         (["lisa"], "only predicted for"),
         (["local", "--from", "nothing"], "no results of cluster 'local'"),
         (["local", "--from", "."], "nothing to fit"),
-        (["local", "--where", "nodes == 1"], "chooses among the runs of --from"),
     ],
 )
 def test_wrong_input_names_the_valid_choices_and_leaves_no_file(
@@ -76,7 +68,7 @@ def test_wrong_input_names_the_valid_choices_and_leaves_no_file(
 
 def written(tmp_path: Path) -> ClusterTree:
     tree = ClusterTree(tmp_path / "results" / "slurmbox")
-    for run in everything(random.Random(5)):
+    for run in everything():
         tree.write_result(run.result)
     return tree
 
@@ -84,7 +76,6 @@ def written(tmp_path: Path) -> ClusterTree:
 def test_a_fit_of_given_runs_is_kept_and_taken(calibrate: Callable[..., Result], tmp_path: Path) -> None:
     tree = written(tmp_path)
     profile, _ = load_cluster("slurmbox")
-    assert count_calibrations(tree, profile, None) == 0
     done = calibrate("slurmbox", "--from", "results", "--out", "c.json", "--json")
     assert done.exit_code == 0, done.output
     document: dict[str, Any] = json.loads(done.stdout)
@@ -94,9 +85,7 @@ def test_a_fit_of_given_runs_is_kept_and_taken(calibrate: Callable[..., Result],
     assert document["calibration"]["machine"]["depth"] == "calibrated"
     machine = machine_for(profile, tree)
     assert machine.depth == "calibrated"
-    assert machine.compute.factors["vit"] == pytest.approx(1.5, rel=0.1)
-    # The next one has runs of its own.
-    assert count_calibrations(tree, profile, None) == 1
+    assert machine.compute.crowding[2] == pytest.approx(1.25, rel=0.01)
 
 
 def test_fitted_values_are_printed_as_a_table(calibrate: Callable[..., Result], tmp_path: Path) -> None:
@@ -107,62 +96,18 @@ def test_fitted_values_are_printed_as_a_table(calibrate: Callable[..., Result], 
         "2 ranks on a node",
         "each computes 1.25 times as long",
         "computing under a collective",
-        "all_reduce, ",
-        "nominal: contention was not measured",
+        "passes through a model, by the kernels of the others",
         "predictions for slurmbox are made from it",
     ):
         assert said in done.output, said
 
 
-def whole_runs(tmp_path: Path) -> tuple[ClusterProfile, Machine, ClusterTree]:
-    """Runs on 1, 2 and 4 nodes whose computation takes 1.5 times as long as by the profile's figures."""
-    profile, _ = load_cluster("slurmbox")
-    nominal = nominal_machine(profile)
-    tree = ClusterTree(tmp_path / "results" / "slurmbox")
-    for nodes in (1, 2, 4):
-        strategy = "ddp" if nodes > 1 else "single"
-        run = run_of(strategy, 1.0, "resnet18", nodes=nodes, dp_degree=nodes)
-        step = resolve_cost(strategy).step(run.spec, run.table, CostModel(nominal, run.spec))
-        run = run_of(strategy, step.step_time_s + 0.5 * step.compute_s, "resnet18", nodes=nodes, dp_degree=nodes)
-        tree.write_result(run.result)
-    return profile, nominal, tree
-
-
-def test_whole_runs_without_probes_fit_the_profile(calibrate: Callable[..., Result], tmp_path: Path) -> None:
-    profile, nominal, tree = whole_runs(tmp_path)
+def test_runs_without_a_probe_are_refused(calibrate: Callable[..., Result], tmp_path: Path) -> None:
+    ClusterTree(tmp_path / "results" / "slurmbox").write_result(run_of(spec_of("single")).result)
     done = calibrate("slurmbox", "--from", "results")
-    assert done.exit_code == 0, done.output
-    assert "of it from the runs" in done.output
-    assert "nominal: the runs say nothing of intra_node" in done.output
-    machine = machine_for(profile, tree)
-    assert machine.depth == "fitted"
-    assert machine.source.startswith("fit of whole runs of ")
-    assert machine.comm.inter_node.beta_s_per_byte == pytest.approx(nominal.comm.inter_node.beta_s_per_byte, rel=0.2)
-    alone = RunSpec(model="resnet18", dataset="cifar10", strategy="single", batch_size=8)
-    before, after = (predict(alone, table_of("resnet18"), one).step_time_s for one in (nominal, machine))
-    assert after == pytest.approx(1.5 * before, rel=0.05)
-
-
-def test_option_where_selects_the_fitted_runs(calibrate: Callable[..., Result], tmp_path: Path) -> None:
-    whole_runs(tmp_path)
-    done = calibrate("slurmbox", "--from", "results", "--where", "devices < 4", "--json")
-    assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)["calibration"]
-    assert len(found["run_ids"]) == 2
-    assert found["machine"]["source"].startswith("2 runs on at most 2 ranks")
-    assert len(found["residuals"]) == 2
-    none = calibrate("slurmbox", "--from", "results", "--where", "devices == 3")
-    assert str(none.exception) == "--where: none of 3 runs of slurmbox has devices == 3"
-
-
-def test_residuals_of_one_label_become_one_line_with_the_worst() -> None:
-    runs = [
-        FitResidual(part="runs", what=what, points=1, error=error)
-        for what, error in (("a", 0.1), ("a", 0.3), ("b", 0.2))
-    ]
-    bands = [FitResidual(part="collectives", what=f"send, {band}", points=5, error=0.1) for band in ("small", "large")]
-    lines = [(one.what, one.points, one.error) for one in worst_residuals([*runs, *bands])]
-    assert lines == [("a", 2, 0.3), ("b", 1, 0.2), ("send, small", 5, 0.1)]
+    assert isinstance(done.exception, ConfigError), done.output
+    assert "none of 1 runs of slurmbox is a probe" in str(done.exception)
+    assert "measured neighbours" in str(done.exception.hint)
 
 
 def test_disturbed_runs_are_refused_or_widen_the_intervals(calibrate: Callable[..., Result], tmp_path: Path) -> None:
@@ -170,16 +115,16 @@ def test_disturbed_runs_are_refused_or_widen_the_intervals(calibrate: Callable[.
     assert calibrate("slurmbox", "--from", "results").exit_code == 0
     quiet = machine_for(load_cluster("slurmbox")[0], tree)
     mark = "other processes used the cores during the timed steps: 50% of the 2 cores of rank 0 on n"
-    for run in everything(random.Random(5)):
+    for run in everything():
         run.result.warnings.append(mark)
         ClusterTree(tmp_path / "marked" / "slurmbox").write_result(run.result)
     refused = calibrate("slurmbox", "--from", "marked")
     assert isinstance(refused.exception, ConfigError)
-    assert "all 6 runs of slurmbox are marked as disturbed: other processes used the cores" in str(refused.exception)
+    assert "all 8 runs of slurmbox are marked as disturbed: other processes used the cores" in str(refused.exception)
     assert "--busy" in str(refused.exception.hint)
     done = calibrate("slurmbox", "--from", "marked", "--busy")
     assert done.exit_code == 0, done.output
-    assert "6 of 6 runs are marked as disturbed" in done.output
+    assert "8 of 8 runs are marked as disturbed" in done.output
     busy = machine_for(load_cluster("slurmbox")[0], tree)
     # Steps may take twice as long.
     assert busy.compute.spread == pytest.approx(hypot(quiet.compute.spread, log(2) / 1.645))
@@ -197,7 +142,7 @@ def test_a_refused_calibration_is_measured_anew(tmp_path: Path) -> None:
     first = plan(takes_disturbed=False)
     assert set(first.missing) == set(first.runs)
     for key, spec in first.runs.items():
-        result = run_of("single", 0.1).result
+        result = run_of(spec_of("single"), 0.1).result
         result.run_id, result.spec, result.warnings = key, spec, ["other processes used the cores: 9% of the 2 cores"]
         tree.write_result(result)
     anew = plan(takes_disturbed=False)
@@ -233,8 +178,8 @@ def test_a_calibration_of_this_machine_contains_kernels_and_strategies(
     done = calibrate("local", "--budget", "0.5", "--busy", "--json")
     document = json.loads(done.stdout)
     machine = document["calibration"]["machine"]
-    assert machine["compute"]["samples"]
-    assert machine["compute"]["factors"]["vit"] > 0
+    assert machine["compute"]["kernels"]
+    assert machine["comm"]["messages"]
     assert set(machine["strategies"]) >= {"ddp", "fsdp"}
     again = calibrate("local", "--from", "calibration-0", "--busy", "--json")
     assert json.loads(again.stdout)["calibration"]["run_ids"] == document["calibration"]["run_ids"]

@@ -363,13 +363,12 @@ def test_a_calibration_is_taken_and_its_own_runs_are_not_scored(tmp_path: Path) 
     planted(tree, "fsdp", 1.0)
     profile, _ = load_cluster("slurmbox")
     nominal = nominal_machine(profile)
-    slower = msgspec.structs.replace(nominal.compute, factors={"": 2.0})
+    slower = msgspec.structs.replace(nominal.compute, crowding={1: 2.0})
     seen = [
         json.loads(path.read_text())["run_id"] for path in tree.rglob("result.json") if '"fsdp"' in path.read_text()
     ]
     made = Calibration(
-        cluster="slurmbox", made_at="2026-11-21T20:00:00Z", partition="normal", intra_node=nominal.comm.intra_node,
-        inter_node=nominal.comm.inter_node, run_ids=seen,
+        cluster="slurmbox", made_at="2026-11-21T20:00:00Z", partition="normal", run_ids=seen,
         machine=msgspec.structs.replace(nominal, compute=slower, depth="calibrated"),
     )  # fmt: skip
     write_calibration(made, ResultsTree(tree).cluster("slurmbox"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec, config_id, run_id
 from hpcbench.forecast.forecast import Forecast
 from hpcbench.oracle.calibration.calibration_store import write_calibration
-from hpcbench.oracle.calibration.fit_machine import fit_calibration
+from hpcbench.oracle.calibration.fit_calibration import fit_calibration
 from hpcbench.oracle.prediction import Prediction
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import RunMetrics, RunResult, StepTimeStatistics, result_document
-from tests.oracle.test_calibration_fits import everything
+from tests.oracle.test_fit_calibration import everything
 
 PROFILE, _ = load_cluster("slurmbox")
 
@@ -101,7 +100,7 @@ def test_a_broken_result_moves_nothing(tmp_path: Path) -> None:
 
 def test_a_calibration_of_another_environment_than_the_newest_results_is_named(tmp_path: Path) -> None:
     tree = ClusterTree(tmp_path / "slurmbox")
-    write_calibration(fit_calibration(PROFILE, None, everything(random.Random(5))), tree)
+    write_calibration(fit_calibration(PROFILE, None, everything()), tree)
     for seed, digest, is_named in ((1, "e", False), (2, "newer", True)):
         write(tree, spec_of(seed=seed), 2.0, environment_digest=digest)
         newest = tree.result_path(run_id(spec_of(seed=seed)))

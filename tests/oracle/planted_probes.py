@@ -8,24 +8,20 @@ from typing import Any
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.run_spec import RunSpec, config_id, run_id
 from hpcbench.oracle.calibration.calibration_runs import CalibrationRun
-from hpcbench.oracle.calibration.fit_kernels import part_share
 from hpcbench.oracle.cost_model import row_kernels
 from hpcbench.oracle.machine import nominal_machine
+from hpcbench.oracle.roofline import roofline_s
 from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
-from hpcbench.parallel.roofline import RooflineModel
 from hpcbench.parallel.traffic import parse_messages
 from hpcbench.results.probe_records import (
     BlockProbe,
     CollectiveProbe,
-    KernelProbe,
     OverlapProbe,
     ProbeResults,
 )
 from hpcbench.results.schema import RunMetrics, RunResult, StepTimeStatistics
 
 MESSAGE_S_PER_BYTE = 3e-9
-CUT_PENALTY = 1.5
-"""A half of a layer takes more than half of its time."""
 
 
 def table_of(spec: RunSpec) -> LayerTable:
@@ -38,44 +34,22 @@ def message_s(payload_bytes: float) -> float:
     return 2e-4 + MESSAGE_S_PER_BYTE * payload_bytes
 
 
-def cuts_of(kind: str, parts: int, samples: int) -> list[str]:
-    """The ways in which ``probe_blocks`` cuts a layer; one sample is too few for a normalization."""
-    ways = ["samples"] if 2 * parts <= samples else []
-    if kind.startswith(("Conv", "Linear")):
-        ways += ["outputs", "inputs"]
-    return ways + (["channels"] if kind.startswith("BatchNorm") else [])
-
-
 def blocks_probe(
     profile: ClusterProfile, spec: RunSpec, slower: float, wall: float = 1.0, table: LayerTable | None = None
 ) -> ProbeResults:
     """What ``probe_blocks`` finds; ``wall``: passing time over the processors' own."""
-    roofline, table = RooflineModel(nominal_machine(profile).compute), table or table_of(spec)
+    compute, table = nominal_machine(profile).compute, table or table_of(spec)
     own: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    kernels = []
-    shares = [int(part) for part in str(spec.options.get("shares", "1")).split(",") if int(part) > 1]
     for row in table.layers:
-        whole_s = [slower * roofline.seconds(kernel) for kernel in row_kernels(spec, row, spec.batch_size)]
-        for direction in (0, 1):
-            own[row.block][direction] += whole_s[direction]
-        cuts = [(split, parts) for parts in shares for split in cuts_of(row.kind, parts, spec.batch_size)]
-        for split, parts in [("whole", 1), *cuts] if shares and sum(whole_s) else []:
-            samples = spec.batch_size // parts if split == "samples" else spec.batch_size
-            cut = row_kernels(spec, row, samples, part_share(split, parts))
-            cut_s = [slower * roofline.seconds(kernel) for kernel in cut]
-            penalty = CUT_PENALTY if parts > 1 else 1.0
-            kernels.append(
-                KernelProbe(row=row.name, kind=row.kind, split=split, parts=parts, samples=samples,
-                            forward_s=penalty * cut_s[0], backward_s=penalty * cut_s[1], spread=0.01, repeats=5)
-            )  # fmt: skip
-    accumulates = bool(spec.options.get("accumulates"))
+        for direction, kernel in enumerate(row_kernels(spec, row, spec.batch_size)):
+            own[row.block][direction] += slower * roofline_s(kernel, compute)
     blocks = [
-        BlockProbe(block=block, samples=spec.batch_size, accumulates=accumulates, forward_s=forward_s,
-                   backward_s=backward_s, spread=0.01, repeats=5)
+        BlockProbe(block=block, samples=spec.batch_size, forward_s=forward_s, backward_s=backward_s, spread=0.01,
+                   repeats=5)
         for block, (forward_s, backward_s) in sorted(own.items())
     ]  # fmt: skip
     total_s = sum(block.forward_s + (block.backward_s or 0.0) for block in blocks)
-    return ProbeResults(kernels=kernels, blocks=blocks, pass_s=wall * total_s)
+    return ProbeResults(base_memory_bytes=200 * 2**20, blocks=blocks, pass_s=wall * total_s)
 
 
 def messages_probe(spec: RunSpec) -> ProbeResults:

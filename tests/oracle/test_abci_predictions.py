@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks.oracle import abci
-from hpcbench.oracle.machine import Machine
+from benchmarks.oracle.whole_runs import FittedMachine
 
 
 @pytest.fixture(scope="module")
-def machine() -> Machine:
+def machine() -> FittedMachine:
     return abci.fitted_machine()
 
 
-def test_the_committed_file_is_reproduced(machine: Machine) -> None:
+def test_the_committed_file_is_reproduced(machine: FittedMachine) -> None:
     assert abci.is_same(abci.predictions_csv(machine), abci.PREDICTIONS.read_text(encoding="utf-8"))
 
 
@@ -33,12 +33,11 @@ def test_every_requested_abci_prediction_is_in_the_table() -> None:
         assert widths == sorted(widths)
 
 
-def test_the_fit_explains_its_runs(machine: Machine) -> None:
-    assert machine.posterior is not None
-    data = [one for one in machine.posterior.residuals if one.run.startswith("horovod")]
+def test_the_fit_explains_its_runs(machine: FittedMachine) -> None:
+    data = [one for one in machine.residuals if one.run.startswith("horovod")]
     assert len(data) == 8
     assert max(abs(one.predicted_s / one.measured_s - 1) for one in data) < 0.03
-    learned = {one.name: one.learned for one in machine.posterior.parameters}
+    learned = {one.name: one.learned for one in machine.parameters}
     # What both links share and what is each one's own cannot be told apart as well as their product.
     assert learned["bandwidth"] > 0.4
     assert learned["inter_node.bandwidth"] > 0.4
@@ -51,7 +50,7 @@ def test_vgg16_has_the_weights_of_chainers_pools() -> None:
     assert sum(one.shape.count(32_768) for one in table.parameter_tensors) == 1
 
 
-def test_a_changed_file_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
+def test_a_changed_file_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: FittedMachine) -> None:
     text, changed = abci.PREDICTIONS.read_text(encoding="utf-8"), tmp_path / "abci_predictions.csv"
     changed.write_text(text.replace("VGG16,data,16,32,0.4", "VGG16,data,16,32,0.5"), encoding="utf-8")
     assert changed.read_text(encoding="utf-8") != text

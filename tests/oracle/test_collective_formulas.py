@@ -14,7 +14,6 @@ from hpcbench.oracle.collective_formulas import (
     ring_all_reduce_s,
     tree_all_reduce_s,
 )
-from hpcbench.oracle.cost_model import harmonic_number
 from hpcbench.parallel.traffic import COMM_OPERATIONS
 
 FAST, SLOW = HockneyLink(1.0, 0.1), HockneyLink(10.0, 1.0)
@@ -79,8 +78,3 @@ def test_without_trees_a_small_all_reduce_is_a_ring() -> None:
     nodes = GroupLinks(64, 64, HockneyLink(1e-6, 0.0), HockneyLink(1e-5, 0.0))
     assert collective_s("all_reduce", nodes, 8.0) == pytest.approx(2 * 6 * 1e-5)
     assert collective_s("all_reduce", nodes._replace(trees=False), 8.0) == pytest.approx(126 * 1e-5)
-
-
-@pytest.mark.parametrize(("count", "expected"), [(1, 1.0), (4, 25 / 12), (256, 6.124344962817)])
-def test_the_mean_largest_exponential_delay_is_a_harmonic_number(count: int, expected: float) -> None:
-    assert harmonic_number(count) == pytest.approx(expected, rel=1e-11)

@@ -9,8 +9,8 @@ from benchmarks.oracle.megatron_runs import machine, measured_all_reduces, plan_
 from benchmarks.oracle.megatron_table import Gpt, kept_in_block, table_of
 from hpcbench.oracle.cost_model import CostModel
 from hpcbench.oracle.placement import place_group
+from hpcbench.oracle.roofline import BACKWARD, FORWARD, Kernel, wave_efficiency
 from hpcbench.parallel.layer_table import read_shipped_table
-from hpcbench.parallel.roofline import BACKWARD, FORWARD, Kernel, wave_efficiency
 
 GPT_175B = Gpt(layers=96, width=12288, heads=96)
 

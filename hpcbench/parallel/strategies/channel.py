@@ -12,7 +12,7 @@ from typing import NamedTuple
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.layer_table import LayerRow, LayerTable, cached_by_identity, read_shipped_table
 from hpcbench.parallel.mesh import even_ranges
-from hpcbench.parallel.strategy_entry import CalibrationRuns, HybridAlias, Option, ParityCase, PlotStyle, StrategyEntry
+from hpcbench.parallel.strategy_entry import HybridAlias, Option, ParityCase, PlotStyle, StrategyEntry
 
 _CHANNEL_OPTIONS = {
     "form": Option(
@@ -283,7 +283,6 @@ def _channel_entry(class_prefix: str, description: str, style: PlotStyle) -> Str
         table_exclusion=channel_table_exclusion,
         hybrid=("dp_degree",),
         parity_cases=_CHANNEL_PARITY_CASES,
-        calibration=CalibrationRuns("convolutional"),
         paradl="channels",
         plot_style=style,
     )

@@ -27,7 +27,6 @@ PIPELINE_OPTIONS = {
     "batch_norm": Option("micro_batch", "what BatchNorm's running statistics are of", ("micro_batch", "deferred")),
 }
 VIRTUAL_STAGES_OPTION = Option(2, "chunks that every rank holds")
-PIPELINE_CALIBRATION = CalibrationRuns(batch_factor=4, micro_batches=4)
 STAGE_REPLICAS_OPTION = Option(
     "", "ranks of every stage, such as 2-1-1: their sum is pp_degree, micro-batches are assigned round-robin"
 )
@@ -149,9 +148,7 @@ def fairscale_pipe_exclusion(spec: RunSpec) -> str | None:
     return pipeline_exclusion(spec)
 
 
-_any_pipeline_entry = partial(
-    StrategyEntry, own_degree="pp_degree", table_exclusion=pipeline_table_exclusion, calibration=PIPELINE_CALIBRATION
-)
+_any_pipeline_entry = partial(StrategyEntry, own_degree="pp_degree", table_exclusion=pipeline_table_exclusion)
 
 
 def _pipeline_entry(
@@ -178,7 +175,7 @@ STRATEGIES = {
         "model",
         "layers split over ranks, one micro-batch at a time: what pipelines are measured against",
         PlotStyle("black", "square", "dots"),
-    )._replace(calibration=PIPELINE_CALIBRATION._replace(micro_batches=1), paradl="layer", ddlbench="layer"),
+    )._replace(paradl="layer", ddlbench="layer"),
     "gpipe": _pipeline_entry(
         "gpipe",
         "pipeline: all micro-batches forward, then all backward (GPipe)",
@@ -238,7 +235,7 @@ STRATEGIES = {
         exclusion=fairscale_pipe_exclusion,
         schedule="gpipe",
         drives_several_devices=True,
-        calibration=PIPELINE_CALIBRATION._replace(one_process=True),
+        calibration=CalibrationRuns(batch_factor=4, micro_batches=4, one_process=True),
         paradl="pipeline",
         ddlbench="pipeline",
         plot_style=PlotStyle("sky", "circle", "dots"),

@@ -10,28 +10,18 @@ from hpcbench.errors import ConfigError
 from hpcbench.parallel.strategy_entry import Option, StrategyEntry
 from hpcbench.parallel.traffic import OVERLAPPED_OPERATIONS, parse_messages
 
-PROBE_LAYERS, PROBE_COLLECTIVES = "probe_layers", "probe_collectives"
 PROBE_BLOCKS, PROBE_MESSAGES = "probe_blocks", "probe_messages"
 PROBE_LOOPS = "probe_loops"
 """Measures the tool, not the machine: no calibration is fitted to it."""
 _BUDGET_OPTION = Option(20.0, "seconds that the measurements may take, about")
 
 
-def probe_pieces_exclusion(spec: RunSpec, called: str) -> str | None:
-    """Layers or blocks (``called``) are called one by one; parts are whole numbers."""
-    name = spec.strategy
-    if spec.compile or spec.activation_checkpointing:
-        return f"{name} calls {called} one by one: compile and activation_checkpointing would change nothing"
-    if spec.micro_batches > 1:
-        return f"{name} takes a batch as it is: micro_batches {spec.micro_batches}, 1 is right"
-    shares = str(spec.options.get("shares", "1"))
-    if not all(share.strip().isdecimal() and int(share) >= 1 for share in shares.split(",")):
-        return f'{name} with shares {shares!r}: whole numbers between commas are right, "1,2,4" for instance'
-    return _probe_exclusion(spec)
-
-
 def probe_blocks_exclusion(spec: RunSpec) -> str | None:
-    """Collectives beside the blocks are begun by all ranks, and waited for later."""
+    """Blocks are called one by one; collectives beside them are begun by all ranks, and waited for later."""
+    if spec.compile or spec.activation_checkpointing:
+        return "probe_blocks calls blocks one by one: compile and activation_checkpointing would change nothing"
+    if spec.micro_batches > 1:
+        return f"probe_blocks takes a batch as it is: micro_batches {spec.micro_batches}, 1 is right"
     try:
         shapes = parse_messages(str(spec.options.get("overlaps", "")))
     except ConfigError as error:
@@ -41,7 +31,7 @@ def probe_blocks_exclusion(spec: RunSpec) -> str | None:
             return f"probe_blocks overlaps collectives of all {spec.ranks} ranks, not of {shape.ranks}"
         if shape.operation not in OVERLAPPED_OPERATIONS:
             return f"probe_blocks overlaps {', '.join(OVERLAPPED_OPERATIONS)}, not {shape.operation}"
-    return probe_pieces_exclusion(spec, called="blocks")
+    return _probe_exclusion(spec)
 
 
 def probe_messages_exclusion(spec: RunSpec) -> str | None:
@@ -58,13 +48,6 @@ def probe_messages_exclusion(spec: RunSpec) -> str | None:
                 f"probe_messages on {spec.nodes} nodes with {spec.tasks_per_node} ranks each: a group of {shape.ranks} "
                 f"ranks, {shape.ranks_per_node} on every node, takes {shape.nodes} nodes"
             )
-    return _probe_exclusion(spec)
-
-
-def probe_collectives_exclusion(spec: RunSpec) -> str | None:
-    """A single rank has no rank to send to."""
-    if spec.ranks == 1:
-        return "probe_collectives needs 2 ranks or more"
     return _probe_exclusion(spec)
 
 
@@ -91,39 +74,15 @@ def _probe_exclusion(spec: RunSpec) -> str | None:
 
 _probe_entry = partial(StrategyEntry, cost="hpcbench.oracle.strategies.data:SingleCost")
 PROBES = {
-    PROBE_LAYERS: _probe_entry(
-        own_degree=None,
-        runtime="hpcbench.worker.strategies.probes:ProbeLayersStrategy",
-        description="calibration: every kernel of the model by itself, whole and in the parts that ranks get",
-        options={
-            "shares": Option("1,2,4", "layers are also cut into so many parts, by samples and by what ranks share"),
-            "budget_s": _BUDGET_OPTION,
-        },
-        exclusion=partial(probe_pieces_exclusion, called="layers"),
-        without_bf16_params="kernels are measured with fp32 weights",
-    ),
     PROBE_BLOCKS: _probe_entry(
         own_degree="dp_degree",
         runtime="hpcbench.worker.strategies.probes:ProbeBlocksStrategy",
-        description="calibration for a sweep: every block as a whole, forward and backward, on ranks side by side",
+        description="calibration: every block of the model, forward and backward, on ranks side by side",
         options={
-            "shares": Option("1", "layers are also cut into so many parts, by what ranks share"),
-            "accumulates": Option(False, "gradients are added to those of an earlier micro-batch"),
             "overlaps": Option("", "instead: a pass beside collectives of all ranks, each as in messages"),
             "budget_s": _BUDGET_OPTION,
         },
         exclusion=probe_blocks_exclusion,
-    ),
-    PROBE_COLLECTIVES: _probe_entry(
-        own_degree="dp_degree",
-        runtime="hpcbench.worker.strategies.probes:ProbeCollectivesStrategy",
-        description="calibration: every collective at many sizes, alone, beside others and under computation",
-        options={
-            "largest_mb": Option(16.0, "largest message in MiB; on cuda 1024 unless it is set"),
-            "budget_s": _BUDGET_OPTION,
-        },
-        exclusion=probe_collectives_exclusion,
-        without_bf16_params="kernels are measured with fp32 weights",
     ),
     PROBE_LOOPS: _probe_entry(
         own_degree=None,
@@ -135,7 +94,7 @@ PROBES = {
     PROBE_MESSAGES: _probe_entry(
         own_degree="dp_degree",
         runtime="hpcbench.worker.strategies.probes:ProbeMessagesStrategy",
-        description="calibration for a sweep: its messages, in its groups and placement",
+        description="calibration: messages in groups of given places",
         options={
             "messages": Option("", "operation:ranks:ranks_per_node:rivals:bytes of each, between commas"),
             "budget_s": _BUDGET_OPTION,

@@ -13,7 +13,7 @@ from hpcbench.parallel import layer_table
 from hpcbench.parallel.gradient_buckets import DEFAULT_BUCKET_CAP_MB
 from hpcbench.parallel.layer_table import LayerRow as Row
 from hpcbench.parallel.strategies.halo import HaloLayer, SlidingWindow
-from hpcbench.parallel.strategy_entry import CalibrationRuns, HybridAlias, Option, PlotStyle, StrategyEntry
+from hpcbench.parallel.strategy_entry import HybridAlias, Option, PlotStyle, StrategyEntry
 from hpcbench.parallel.workloads import DATASETS, sample_shape
 
 LOCAL_STATISTICS_TOLERANCE = 16.0
@@ -288,7 +288,6 @@ STRATEGIES = {
         cost="hpcbench.oracle.strategies.spatial:SpatialCost",
         table_exclusion=spatial_table_exclusion,
         other_names=("sp",),
-        calibration=CalibrationRuns("convolutional"),
         paradl="samples",
         plot_style=PlotStyle("green", "square", "dash-dot"),
     )

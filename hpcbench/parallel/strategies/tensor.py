@@ -8,7 +8,7 @@ from math import prod
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
 from hpcbench.parallel.mesh import even_ranges
-from hpcbench.parallel.strategy_entry import CalibrationRuns, HybridAlias, Option, PlotStyle, StrategyEntry
+from hpcbench.parallel.strategy_entry import HybridAlias, Option, PlotStyle, StrategyEntry
 from hpcbench.parallel.workloads import DATASETS, is_custom_model, sample_shape
 
 TRANSFORMER_BLOCK_KIND = "TransformerBlock.other"
@@ -91,7 +91,6 @@ STRATEGIES = {
         hybrid=("dp_degree",),
         cost="hpcbench.oracle.strategies.tensor:TensorCost",
         table_exclusion=transformer_table_exclusion,
-        calibration=CalibrationRuns(),
         plot_style=PlotStyle("vermillion", "right", "short"),
     )
 }
