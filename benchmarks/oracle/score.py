@@ -27,14 +27,13 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import polars
 import tomli
 
 from benchmarks.oracle import cases, registered, tables, timelines
 from benchmarks.oracle.registered import SCORES, Score
 from benchmarks.testbed import Testbed
 from hpcbench.config.cluster_profile import load_cluster
-from hpcbench.config.run_spec import REFERENCE_REPEAT, config_id
+from hpcbench.config.run_spec import config_id
 from hpcbench.config.sweep_file import sweep_toml
 from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.errors import HpcbenchError
@@ -49,7 +48,6 @@ from hpcbench.report.oracle_validation import (
     baseline_predictor,
     oracle_predictor,
 )
-from hpcbench.report.reference_drift import DRIFT_COLUMNS, drift_notes, reference_drifts, remove_drift
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.submit.plan import SweepPlan, make_plan
 
@@ -198,16 +196,11 @@ def _more_often(configurations: Iterable[registered.Foretold]) -> set[str]:
 
 
 def write_cases(bed: Testbed, score: Score) -> int:
-    """Add the measured launches, beside their predictions, to the file of cases, without the machine's drift."""
+    """Add the measured launches, beside their predictions, to the file of cases."""
     bed.describe(score.scored_mbit, score.scored_jobs)
     os.chdir(bed.work)
     results = ResultsTree(bed.results)
-    columns = tuple(dict.fromkeys((*VALIDATION_COLUMNS, *DRIFT_COLUMNS)))
-    frame = load_frame(results, [_launches_name(score)], [bed.cluster], columns)
-    for note in drift_notes(list(reference_drifts(frame)), removed=True):
-        print(note)
-    # The drift is computed from the reference's launches: once it is removed, they hardly differ.
-    launches = remove_drift(frame).filter(polars.col("spec.repeat") < REFERENCE_REPEAT)
+    launches = load_frame(results, [_launches_name(score)], [bed.cluster], VALIDATION_COLUMNS)
     register = registered.read(score.predictions)
     measured = tables.measured_cases(launches, results, register, score.sweep.parent)
     if not measured:

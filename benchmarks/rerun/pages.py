@@ -9,19 +9,17 @@ from typing import Any
 
 from benchmarks.rerun import figures
 from benchmarks.testbed import CLUSTER, Testbed
-from hpcbench.config.run_spec import REFERENCE_REPEAT
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reruns.md"
 _BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 HERE = Path(__file__).resolve().parents[2] / "docs" / "reruns"
 _PLOTS = ("throughput", "scaling", "parts", "memory", "predicted")
-_NO_REFERENCE = f"repeat < {REFERENCE_REPEAT}"
 _TABLES = {
-    "throughput": ("samples_per_s", _NO_REFERENCE),
-    "memory": ("peak_memory_bytes", _NO_REFERENCE),
-    "seconds": ("step_time_s,compute_s,exposed_comm_s", f"{_NO_REFERENCE} and devices == 4"),
+    "throughput": ("samples_per_s",),
+    "memory": ("peak_memory_bytes",),
+    "seconds": ("step_time_s,compute_s,exposed_comm_s", "--where", "devices == 4"),
 }
-"""Metric and selection of further tables: a column for each strategy."""
+"""Metric and options of further tables: a column for each strategy."""
 _LAYOUTS = {"ddlbench-small": "ddlbench", "paradl-small": "paradl"}
 
 
@@ -34,13 +32,11 @@ def write(bed: Testbed, sweep: str) -> None:
     # Not committed: a page of some megabytes.
     one = ("--cluster", CLUSTER)
     bed.output("report", sweep, *one, "--predict", "--out", f"{HERE}/{sweep}.html")
-    # As the cases are: without the drift, whose reference is then no launch.
-    steady = (sweep, *one, "--remove-drift", "--where")
-    bed.output("table", *steady, _NO_REFERENCE, "--out", f"{HERE}/{sweep}.parquet")
-    bed.output("table", *steady, _NO_REFERENCE, "--layout", _LAYOUTS[sweep], "--out", f"{HERE}/{sweep}-paper.md")
-    for name, (metric, chosen) in _TABLES.items():
+    bed.output("table", sweep, *one, "--out", f"{HERE}/{sweep}.parquet")
+    bed.output("table", sweep, *one, "--layout", _LAYOUTS[sweep], "--out", f"{HERE}/{sweep}-paper.md")
+    for name, (metric, *chosen) in _TABLES.items():
         by = ("--by", "model,dataset,devices", "--pivot", "strategy", "--metric", metric)
-        bed.output("table", *steady, chosen, *by, "--out", f"{HERE}/{sweep}-{name}.md")
+        bed.output("table", sweep, *one, *chosen, *by, "--out", f"{HERE}/{sweep}-{name}.md")
     for kind in _PLOTS:
         predicted = ("--predict",) if kind in ("scaling", "predicted") else ()
         bed.hpcbench("plot", kind, sweep, *one, *predicted, "--out", f"{HERE}/{sweep}-{kind}.svg")

@@ -212,10 +212,6 @@ def collect(**options: Any) -> None:
     shell_complete=complete_columns,
     help="Order of the rows; -COLUMN has the largest first.",
 )
-@click.option(
-    "--remove-drift", is_flag=True,
-    help="Remove the drift of the machine that the launches of the sweep's reference show.",
-)  # fmt: skip
 @click.option("--layout", metavar="NAME", help="Layout of a paper's table: ddlbench, paradl.")
 @out_option(".csv .json .md .tex .xlsx or .parquet")
 @output_options

@@ -14,7 +14,6 @@ from hpcbench.cli.common import make_console, print_json, print_message, why_not
 from hpcbench.report.configurations import ROW_ORDER, filter_launches, rows_from_frame, sort_rows
 from hpcbench.report.load_results import export_json, export_table, iter_collected, load_frame
 from hpcbench.report.pivot_table import TableRequest, grouped_view, parse_table_request
-from hpcbench.report.reference_drift import drift_notes, reference_drifts, remove_drift
 from hpcbench.report.results_table import results_data_view, results_text_view, table_json
 from hpcbench.report.table_files import view_encoder, view_json, write_view
 from hpcbench.report.table_model import View
@@ -75,9 +74,6 @@ def show_table(
     if not sources:
         # Runs of a sweep are in its order; the names of folders have none.
         frame = frame.sort(["cluster", *ROW_ORDER], nulls_last=True)
-    drifts, removed = list(reference_drifts(frame)), bool(request and request.remove_drift)
-    if removed:
-        frame = remove_drift(frame)
     kept = filter_launches(frame, request.where if request else None)
     rows = rows_from_frame(kept, request.baseline if request else None)
     if request and request.sort:
@@ -96,8 +92,6 @@ def show_table(
         return
     names = ", ".join(sorted({row.cluster for row in rows}))
     print_view(results_text_view(rows, f"{title} on {names}"))
-    for note in drift_notes(drifts, removed=removed):
-        print_message(note)
 
 
 def _table_title(results: ResultsTree, sources: Sequence[str]) -> str:

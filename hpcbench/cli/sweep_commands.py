@@ -110,7 +110,6 @@ def _plan_json(plan: SweepPlan, forecast: PlanForecast) -> dict[str, Any]:
         "dropped": [{"spec": point.point, "reason": point.reason} for point in plan.dropped],
         "elsewhere": list(plan.elsewhere),
         "order": {"kind": plan.sweep.order, "seed": plan.order_seed},
-        "reference": plan.reference_ids,
         "stopped": [{"run_id": run_id, "reason": reason} for run_id, reason in plan.stopped.items()],
         "jobs": [
             {

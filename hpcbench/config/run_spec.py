@@ -16,9 +16,6 @@ from hpcbench.units import MAX_COUNT
 SPEC_VERSION = 1
 """Raised whenever a default below changes: the same words must never come to mean another run."""
 
-REFERENCE_REPEAT = 100_000
-"""The launches of a sweep's reference have ``repeat`` numbers from here on, which no point has."""
-
 DEGREE_NAMES = ("dp_degree", "tp_degree", "sp_degree", "pp_degree")
 
 Count = Annotated[int, Meta(ge=1, le=MAX_COUNT)]

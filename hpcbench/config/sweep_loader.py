@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +76,6 @@ class Sweep:
     def order(self) -> str:
         """The order of the runs: ``shuffled`` or ``grid``."""
         return self.submit.order or ("shuffled" if self.repeats > 1 else "grid")
-
-    @property
-    def reference(self) -> Sweep | None:
-        """The configuration that is run again and again, as a sweep of one point; ``None`` if there is none."""
-        if self.submit.reference is None:
-            return None
-        settings = _flatten_tables(self.submit.reference.model_dump(exclude_none=True))
-        return replace(self, repeats=1, axes=[], includes=[settings], excludes=[], stops=[], submit=SubmitTable())
 
     @property
     def has_product(self) -> bool:

@@ -36,8 +36,6 @@ def check_names(sweep: Sweep, profile: ClusterProfile | None = None) -> None:
     problems += _option_problems(sweep, "model_options", "model", shipped_model_entries())
     if problems:
         raise ConfigErrors(problems)
-    if sweep.reference is not None:
-        check_names(sweep.reference, profile)
 
 
 def _custom_model_problems(sweep: Sweep, profile: ClusterProfile | None) -> list[ConfigError]:

@@ -15,7 +15,6 @@ from hpcbench.fileio import printable_text
 from hpcbench.paths import results_folder
 from hpcbench.report import column_names, configurations
 from hpcbench.report.load_results import load_frame
-from hpcbench.report.reference_drift import DRIFT_COLUMNS, remove_drift
 from hpcbench.report.results_table import results_data_view
 from hpcbench.report.table_files import unique_column_names
 from hpcbench.report.table_model import Column, View, WarningFootnotes, column_heading, format_spread, format_value
@@ -38,8 +37,6 @@ class TableRequest:
     best: bool = False
     sort: str | None = None
     """A key or metric; with ``-`` the largest first."""
-    remove_drift: bool = False
-    """Whether the drift that a sweep's reference shows is removed from the figures."""
 
     @property
     def is_grouped(self) -> bool:
@@ -65,7 +62,6 @@ class TableRequest:
         columns = column_names.source_columns([*self.keys, *self.metrics])
         columns += [column for condition in (self.where, self.baseline) if condition for column in condition.columns]
         columns += [configurations.THROUGHPUT] if self.best else []
-        columns += DRIFT_COLUMNS if self.remove_drift else []
         if self.predictions:
             columns += [configurations.STEP_TIME, *configurations.SPEC_COLUMNS]
         return configurations.required_columns([*columns, "warnings"], speedups=self.speedups)
@@ -107,7 +103,7 @@ def parse_table_request(**options: Any) -> TableRequest:
 
     Args:
         options: ``by``, ``metrics`` (comma-separated), ``pivot``, ``where``, ``baseline``, ``scaling``, ``best``,
-            ``sort``, ``remove_drift``, and ``layout``, which sets those that are absent.
+            ``sort``, and ``layout``, which sets those that are absent.
 
     Raises:
         ConfigError: a name is no column, a metric no figure, or the layout unknown.
@@ -363,8 +359,6 @@ def grouped_view(
 ) -> tuple[View, int]:
     """A table with the keys of ``request``, and the number of runs before its filter."""
     frame = load_frame(tree, sources, clusters, request.columns())
-    if request.remove_drift:
-        frame = remove_drift(frame)
     add_predictions: AddPredictions | None = None
     if request.predictions:
         # Imported here: other tables need no oracle.
@@ -387,12 +381,12 @@ def table(
         results: the tree of the sweeps; else ``$HPCBENCH_RESULTS``, else ``results``.
         clusters: only these.
         options: those of the command as text: ``by``, ``pivot``, ``metrics``, ``where``, ``baseline``, ``scaling``,
-            ``best``, ``sort``, ``layout``; ``remove_drift=True``.
+            ``best``, ``sort``, ``layout``.
 
     Raises:
         HpcbenchError: there is no such source, column or option.
     """
-    choices = ("by", "pivot", "metrics", "where", "baseline", "scaling", "best", "sort", "layout", "remove_drift")
+    choices = ("by", "pivot", "metrics", "where", "baseline", "scaling", "best", "sort", "layout")
     for name in options:
         if name not in choices:
             raise ConfigError(f"table() has no option {name!r}", hint=did_you_mean(name, choices))
@@ -402,8 +396,6 @@ def table(
         view, _ = grouped_view(tree, names, clusters, request, "table")
     else:
         frame = load_frame(tree, names, clusters)
-        if request.remove_drift:
-            frame = remove_drift(frame)
         rows = configurations.rows_from_frame(configurations.filter_launches(frame, request.where), request.baseline)
         view = results_data_view(configurations.sort_rows(rows, request.sort) if request.sort else rows, "table")
     return pl.DataFrame(view.raw, unique_column_names(view), orient="row", infer_schema_length=None, strict=False)

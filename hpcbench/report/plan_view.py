@@ -131,12 +131,6 @@ def _plan_notes(plan: SweepPlan, groups: list[JobGroup]) -> Iterator[str]:
     if plan.order_seed is not None:
         arrays = plan.arrays(plan.missing)
         yield f"order: shuffled (seed {plan.order_seed}), sent as {pluralize(len(arrays), 'array')}"
-    if plan.reference_ids:
-        spec = plan.runs[plan.reference_ids[0]]
-        yield (
-            f"reference: {pluralize(len(plan.reference_ids), 'run')} of {strategy_label(spec)} on {spec.model}, "
-            f"one every {plan.sweep.submit.every} runs and one at the end"
-        )
     limit = plan.profile.scheduler.max_submitted_jobs
     if limit is not None and packed > limit:
         yield f"{plan.profile.name} takes {limit} jobs at once: {packed - limit} wait in the submission's folder"

@@ -21,7 +21,7 @@ import msgspec
 
 import hpcbench
 from hpcbench.config.cluster_profile import ClusterProfile
-from hpcbench.config.run_spec import DEGREE_NAMES, REFERENCE_REPEAT, RunSpec, run_id
+from hpcbench.config.run_spec import DEGREE_NAMES, RunSpec, run_id
 from hpcbench.config.sweep_file import TABLE_PARAMETERS, ParameterPath, StopRule, SubmitTable
 from hpcbench.config.sweep_loader import ExcludedPoint, Sweep, expand_sweep, find_exclusion
 from hpcbench.errors import ConfigError
@@ -35,7 +35,7 @@ from hpcbench.render.launch_step import LAUNCH_OVERHEAD_S, JobShape, has_nccl_pi
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_BROKEN, STATUS_OK, ResultSummary
 from hpcbench.results.stop_rules import StopGroup, format_stop_reason, is_smaller_run
-from hpcbench.submit.run_order import MAX_SLICES, insert_references, interleave, order_seed, shuffle_runs
+from hpcbench.submit.run_order import MAX_SLICES, interleave, order_seed, shuffle_runs
 
 _VERSIONED_PACKAGES = ("torch", "torchvision", "numpy", "scikit_learn", "horovod", "fairscale")
 _DIST_INFO_PATTERN = re.compile(r"(?P<name>[A-Za-z0-9_.]+)-(?P<version>[^-]+)\.dist-info")
@@ -213,16 +213,13 @@ class SweepPlan:
     """The folder of data sets."""
     profile_file: Path | None = None
     """The profile, if it is not found by its name."""
-    reference_ids: list[str] = field(default_factory=list)
-    """The runs of the sweep's reference, in order; they are in ``runs``, too."""
     _keys: dict[str | None, str] = field(default_factory=dict, init=False, repr=False)
     _shapes: dict[tuple[Any, ...], JobShape] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def stops(self) -> StopGroups:
         """The runs that can stop one another."""
-        references = set(self.reference_ids)
-        return stop_groups(self.sweep, {key: spec for key, spec in self.runs.items() if key not in references})
+        return stop_groups(self.sweep, self.runs)
 
     @cached_property
     def stopped(self) -> dict[str, str]:
@@ -324,16 +321,13 @@ class SweepPlan:
 
     def arrays(self, runs: dict[str, RunSpec]) -> list[JobGroup]:
         """``runs`` in the arrays and in the order in which submit sends them."""
-        references = [key for key in self.reference_ids if key in runs]
-        groups = self.groups({key: spec for key, spec in runs.items() if key not in set(references)})
+        groups = self.groups(runs)
         table, seed = self.sweep.submit, self.order_seed
         if seed is not None:
             stops = self.stops.groups
             groups = {shape: shuffle_runs(keys, runs, stops, seed) for shape, keys in groups.items()}
         slices = 1 if seed is None else MAX_SLICES
         ordered = interleave(groups, lambda shape: runs_per_job(shape, table, self.profile), slices=slices)
-        if references:
-            ordered = insert_references(ordered, self.shape(runs[references[0]]), references)
         return [
             JobGroup(shape, keys, min(runs_per_job(shape, table, self.profile), len(keys))) for shape, keys in ordered
         ]
@@ -375,8 +369,6 @@ def make_plan(sweep: Sweep, profile: ClusterProfile, tree: ClusterTree) -> Sweep
             dropped.append(InfeasiblePoint(point, rule))
         else:
             runs.setdefault(run_id(resolved), resolved)
-    references = _reference_runs(sweep, profile, len(runs)) if runs else {}
-    runs |= references
     if not runs:
         reasons = sorted({point.reason for point in dropped})
         all_of = "the only point" if len(dropped) == 1 else f"every one of the {len(dropped)} points"
@@ -386,30 +378,7 @@ def make_plan(sweep: Sweep, profile: ClusterProfile, tree: ClusterTree) -> Sweep
             hint="\n  ".join(reasons[:10]),
         )
     models, datasets = custom_model_folder(sweep, profile), data_folder(None, profile.data_folder)
-    plan = SweepPlan(sweep, profile, runs, dropped, tree, tree.summaries(runs), models, datasets)
-    plan.reference_ids = list(references)
-    return plan
-
-
-def _reference_runs(sweep: Sweep, profile: ClusterProfile, runs: int) -> dict[str, RunSpec]:
-    """The runs of the sweep's reference: one before every ``every`` of its ``runs``, and one at the end.
-
-    Raises ``ConfigError`` if the reference is infeasible.
-    """
-    reference, every = sweep.reference, sweep.submit.every
-    if reference is None or every is None:
-        return {}
-    (point,) = expand_sweep(reference)
-    assert not isinstance(point, ExcludedPoint), "a reference has no exclusions"
-    limits = partition_limits(profile, point.get("partition") or profile.default_partition)
-    specs: dict[str, RunSpec] = {}
-    for number in range(-(-runs // every) + 1):
-        spec = resolve_point({**point, "repeat": REFERENCE_REPEAT + number}, limits)
-        if isinstance(spec, InfeasiblePoint):
-            where = sweep.source.where(("submit", "reference"))
-            raise ConfigError(f"submit.reference is infeasible on {profile.name}: {spec.reason}", where=where)
-        specs[run_id(spec)] = spec
-    return specs
+    return SweepPlan(sweep, profile, runs, dropped, tree, tree.summaries(runs), models, datasets)
 
 
 def partition_limits(profile: ClusterProfile, partition: str | None) -> PartitionLimits:

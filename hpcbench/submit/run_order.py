@@ -5,8 +5,6 @@ array is shuffled, and arrays are cut into slices that alternate; the launches o
 
     one shape     [ launch 1 of every configuration | launch 2 of every configuration | ... ]   each part shuffled
     two shapes    a0 b0 a1 b1 a2 b2 ...                                                         slices of both arrays
-
-Reference runs are put between the others at equal distances.
 """
 
 from __future__ import annotations
@@ -117,62 +115,3 @@ def interleave(
             part = list(run_ids[bounds[index] : bounds[index + 1]])
             ordered.append(((index + 0.5) / count, number, shape, part))
     return [(shape, part) for _, _, shape, part in sorted(ordered, key=lambda entry: entry[:2])]
-
-
-def insert_references(
-    arrays: Sequence[tuple[_Shape, list[str]]], shape: _Shape, references: Sequence[str]
-) -> list[tuple[_Shape, list[str]]]:
-    """``arrays`` with the reference runs at equal distances, the first at the start and the last at the end.
-
-    They go into the nearest array of their shape; if one is too far away, they all go into arrays of their own.
-
-    Args:
-        arrays: as ``interleave`` returns them.
-        shape: of the reference runs.
-        references: their ``run_id``s in order.
-    """
-    total = sum(len(run_ids) for _, run_ids in arrays)
-    places = [round(index * total / max(1, len(references) - 1)) for index in range(len(references))]
-    starts = [sum(len(run_ids) for _, run_ids in arrays[:number]) for number in range(len(arrays))]
-    equal = [number for number, (other, _) in enumerate(arrays) if other == shape]
-    if not equal:
-        return _insert_arrays(arrays, shape, references)
-    inserted: dict[int, list[tuple[int, str]]] = {}
-    for place, run_id in zip(places, references, strict=True):
-        distances = {
-            number: max(starts[number] - place, place - starts[number] - len(arrays[number][1]), 0) for number in equal
-        }
-        nearest = min(equal, key=distances.__getitem__)
-        if distances[nearest] * len(references) > total:
-            return _insert_arrays(arrays, shape, references)
-        offset = min(max(place - starts[nearest], 0), len(arrays[nearest][1]))
-        inserted.setdefault(nearest, []).append((offset, run_id))
-    merged = []
-    for number, (other, run_ids) in enumerate(arrays):
-        with_references = list(run_ids)
-        for offset, run_id in reversed(inserted.get(number, [])):
-            with_references.insert(offset, run_id)
-        merged.append((other, with_references))
-    return merged
-
-
-def _insert_arrays(
-    arrays: Sequence[tuple[_Shape, list[str]]], shape: _Shape, references: Sequence[str]
-) -> list[tuple[_Shape, list[str]]]:
-    """``arrays`` cut at equal distances, with an array of reference runs at each cut; at most ``MAX_SLICES`` cuts."""
-    total, count = sum(len(run_ids) for _, run_ids in arrays), min(MAX_SLICES, len(references))
-    cuts = [round(index * total / max(1, count - 1)) for index in range(count)]
-    bounds = [len(references) * index // count for index in range(count + 1)]
-    parts = [list(references[bounds[index] : bounds[index + 1]]) for index in range(count)]
-    merged: list[tuple[_Shape, list[str]]] = []
-    start = 0
-    for other, run_ids in arrays:
-        rest = list(run_ids)
-        while parts and cuts[0] < start + len(rest):
-            before, rest = rest[: cuts[0] - start], rest[cuts[0] - start :]
-            start = cuts.pop(0)
-            merged += [(other, before)] if before else []
-            merged.append((shape, parts.pop(0)))
-        merged.append((other, rest))
-        start += len(rest)
-    return [*merged, *((shape, part) for part in parts)]

@@ -26,8 +26,6 @@ dataset = "digits"
 batch_size = 8
 [submit]
 order = "shuffled"
-reference = { strategy = "ddp", nodes = 2 }
-every = 4
 [[include]]
 strategy = "single"
 [[include]]
@@ -78,10 +76,8 @@ def test_data_parallelism_is_launched_more_often_and_known_launches_never_again(
     # The only one of its model on one device, and data parallelism: five; the other one three.
     assert seeds(path) == {"single": [0, 1, 2, 3, 4], "fsdp": [0, 1, 2], "ddp": [0, 1, 2, 3, 4]}
     plan = score._plan(bed, path)
-    assert len(plan.runs) == 13 + len(plan.reference_ids)
-    ddp = {
-        spec.seed: key for key, spec in plan.runs.items() if spec.strategy == "ddp" and key not in plan.reference_ids
-    }
+    assert len(plan.runs) == 13
+    ddp = {spec.seed: key for key, spec in plan.runs.items() if spec.strategy == "ddp"}
     spec = plan.runs[ddp[1]]
     document = ScoreCases(sweep="s", sources=[], cases=[case(spec, [ddp[1], ddp[3]], [1.0, 1.1])])
     cases.write(own.cases, document)

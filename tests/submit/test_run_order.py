@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from hpcbench.config.cluster_profile import ClusterProfile
-from hpcbench.config.run_spec import REFERENCE_REPEAT, config_id
+from hpcbench.config.run_spec import config_id
 from hpcbench.config.sweep_loader import Sweep
 from hpcbench.errors import ConfigErrors, HpcbenchError
 from hpcbench.report.plan_view import _plan_notes
@@ -116,47 +115,17 @@ def test_render_shows_the_order_that_submit_sends(
         assert (folder / name).read_bytes() == data
 
 
-REFERENCE = "[submit]\nreference = {{ batch_size = {batch}, nodes = {nodes} }}\nevery = 5\n"
-
-
-@pytest.mark.parametrize(("batch", "nodes"), [(8, 1), (64, 1), (8, 4)])
-@pytest.mark.parametrize("order", ["shuffled", "grid"])
-def test_reference_runs_are_evenly_spaced_with_distinct_repeats(
-    planned: Callable[..., SweepPlan], batch: int, nodes: int, order: str
-) -> None:
-    plan = planned(ONE_SHAPE, REFERENCE.format(batch=batch, nodes=nodes) + f'order = "{order}"\n')
-    assert len(plan.reference_ids) == 5
-    assert len(plan.runs) == 25
-    references = [plan.runs[key] for key in plan.reference_ids]
-    assert [spec.repeat for spec in references] == [REFERENCE_REPEAT + number for number in range(5)]
-    assert {(spec.batch_size, spec.nodes) for spec in references} == {(batch, nodes)}
-    run_ids = sent(plan)
-    assert Counter(run_ids) == Counter(list(plan.runs))
-    assert [run_ids.index(key) for key in plan.reference_ids] == [0, 6, 12, 18, 24]
-
-
-def test_the_reference_lies_between_arrays_of_other_shapes(planned: Callable[..., SweepPlan]) -> None:
-    plan = planned(TWO_SHAPES, REFERENCE.format(batch=8, nodes=2))
-    places = [sent(plan).index(key) for key in plan.reference_ids]
-    assert len(places) == 9
-    assert places == sorted(places)
-    assert max(second - first for first, second in itertools.pairwise(places)) <= 10
-
-
-def test_plan_states_order_and_reference(planned: Callable[..., SweepPlan]) -> None:
-    plan = planned(ONE_SHAPE, REFERENCE.format(batch=8, nodes=1))
+def test_plan_states_the_order(planned: Callable[..., SweepPlan]) -> None:
+    plan = planned(ONE_SHAPE)
     notes = "\n".join(_plan_notes(plan, plan.jobs(plan.missing)))
     assert f"order: shuffled (seed {plan.order_seed})" in notes
-    assert "reference: 5 runs of ddp on resnet18, one every 5 runs and one at the end" in notes
 
 
 @pytest.mark.parametrize(
     ("submit_table", "words"),
     [
-        ("every = 5", "belong together"),
         ('order = "random"', "shuffled"),
-        ('reference = { strategy = "dpp" }\nevery = 5', "did you mean 'ddp'"),
-        ("reference = { batch_size = 7, micro_batches = 2 }\nevery = 5", "reference is infeasible"),
+        ('reference = { strategy = "ddp" }', "unknown key 'reference' in [submit]"),
     ],
 )
 def test_wrong_order_keys_are_refused(planned: Callable[..., SweepPlan], submit_table: str, words: str) -> None:

@@ -27,7 +27,6 @@ from hpcbench.report.findings.finding import (
     configurations_of,
     group_by_workload,
 )
-from hpcbench.report.findings.problem_findings import order_findings
 from hpcbench.report.hypothesis_tests import EQUIVALENT, INCONCLUSIVE, SIGNIFICANT
 from hpcbench.units import pluralize
 
@@ -65,15 +64,13 @@ def derive_findings(
     rows, broken = configurations_of(frame, where)
     table = group_by_workload(rows)
     subjects = SubjectNames(table)
-    fastest = throughput_findings.fastest_findings(table, subjects)
     findings = [
-        *fastest,
+        *throughput_findings.fastest_findings(table, subjects),
         *throughput_findings.crossover_findings(table, subjects),
         *throughput_findings.efficiency_findings(table, subjects, bound),
         *problem_findings.memory_findings(table, subjects),
         *problem_findings.failure_findings(rows, broken),
         *problem_findings.unfinished_findings(sweeps), *problem_findings.data_quality_findings(rows),
-        *order_findings(frame, where, fastest),
     ]  # fmt: skip
     statuses = Counter(status for row in [*rows, *broken] for status in [row.status] * len(row.run_ids))
     times = sorted(frame["file.mtime_ns"].drop_nulls().to_list())

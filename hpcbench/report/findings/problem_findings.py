@@ -1,15 +1,11 @@
-"""Findings about problems: data quality (warnings, spread, changed environments), memory limits, failures, and drift
-of the machine while the runs were made."""
+"""Findings about problems: data quality (warnings, spread, changed environments), memory limits, failures."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import polars as pl
-
 from hpcbench.fileio import printable_excerpt
-from hpcbench.report.column_names import Condition
 from hpcbench.report.findings.finding import (
     OBSERVED,
     ConfigurationLaunches,
@@ -17,12 +13,8 @@ from hpcbench.report.findings.finding import (
     Finding,
     SubjectNames,
     WorkloadTable,
-    configurations_of,
     evidence_of,
-    group_by_workload,
 )
-from hpcbench.report.findings.throughput_findings import fastest_findings
-from hpcbench.report.reference_drift import reference_drifts, remove_drift
 from hpcbench.report.table_model import group_warnings, message_pattern
 from hpcbench.results.schema import STATUS_BROKEN, STATUS_OK
 from hpcbench.units import format_bytes, join_words, pluralize
@@ -191,40 +183,3 @@ def _cause_finding(status: str, kind: str, failed: Configurations) -> Finding:
 def _first_line(message: str) -> str:
     lines = printable_excerpt(message).strip().splitlines()
     return lines[0][:_MAX_MESSAGE] if lines else ""
-
-
-DRIFT_THRESHOLD = 0.05
-"""A finding reports a reference whose step time changed by more than this share."""
-_SETTLE = "`hpcbench table --remove-drift`"
-
-
-def order_findings(frame: pl.DataFrame, where: Condition | None, fastest: Sequence[Finding]) -> list[Finding]:
-    """Drift that the references of sweeps show, and answers that are different with it removed.
-
-    Args:
-        frame: results with all columns.
-        where: restricts the configurations.
-        fastest: the findings about the fastest strategy in ``frame``.
-    """
-    drifts = list(reference_drifts(frame))
-    if not drifts:
-        return []
-    findings = [
-        Finding(
-            "doubt", f"sweep {printable_excerpt(drift.sweep)} on {printable_excerpt(drift.cluster)}",
-            f"step times of the reference changed by {drift.change:+.0%} while the sweep ran "
-            f"({pluralize(len(drift.slowness), 'launch', 'launches')})",
-            OBSERVED, settle=_SETTLE, cluster=drift.cluster,
-        )
-        for drift in drifts
-        if abs(drift.change) > DRIFT_THRESHOLD
-    ]  # fmt: skip
-    rows, _ = configurations_of(remove_drift(frame), where)
-    table = group_by_workload(rows)
-    without_drift = {finding.subject: finding for finding in fastest_findings(table, SubjectNames(table))}
-    for finding in fastest:
-        other = without_drift.get(finding.subject, finding)
-        if (other.strategy, other.sure) != (finding.strategy, finding.sure):
-            text = f"the answer depends on the order of the runs; with the drift of the reference removed: {other.text}"
-            findings.append(Finding("doubt", finding.subject, text, OBSERVED, settle=_SETTLE, cluster=finding.cluster))
-    return findings
