@@ -17,7 +17,7 @@ EXIT_PREEMPTED = 11
 """Exit code of the worker's ``end`` where the job is being preempted and the run is to be run again."""
 
 
-INSTALL_REPORT = "pip install altair vl-convert-python xlsxwriter"
+INSTALL_REPORT = "pip install altair scipy vl-convert-python xlsxwriter"
 """Installs what plots as files and Excel files need: packages, never the distribution."""
 INSTALL_WORKER = "pip install torch torchvision scikit-learn numpy pillow h5py nvidia-ml-py msgspec psutil"
 """Installs what a rank needs."""

@@ -21,7 +21,7 @@ from hpcbench.fileio import printable_excerpt, printable_text
 from hpcbench.report import comparison
 from hpcbench.report.column_names import Condition, resolve_column, short_name
 from hpcbench.report.configurations import aggregate_launches, filter_launches, ok_results, run_spec_of
-from hpcbench.report.hypothesis_tests import INCONCLUSIVE, SIGNIFICANCE_LEVEL, VERDICT_WORDS
+from hpcbench.report.hypothesis_tests import INCONCLUSIVE, SIGNIFICANCE_LEVEL
 from hpcbench.report.results_table import data_column, identity_columns, parameter_column, split_parameters
 from hpcbench.report.table_model import View, format_value, text_column
 from hpcbench.units import pluralize
@@ -135,10 +135,7 @@ def verdict_summary(rows: Sequence[ComparisonRow]) -> str:
 def verdict_word(verdict: str, rows: Sequence[ComparisonRow]) -> str:
     """The printed word for ``verdict``: ``slower`` and ``faster`` where only times and rates are compared."""
     is_timed = all(short_name(row.metric).endswith("_s") or row.metric.endswith(".median") for row in rows)
-    words: dict[str, str] = {
-        **VERDICT_WORDS,
-        **({comparison.WORSE: "slower", comparison.BETTER: "faster"} if is_timed else {}),
-    }
+    words = {comparison.WORSE: "slower", comparison.BETTER: "faster"} if is_timed else {}
     return words.get(verdict, verdict)
 
 

@@ -119,7 +119,7 @@ def scales_view(recommendations: Sequence[Recommendation]) -> View:
                _of_best(lambda row, best: format_rate(best.predicted.samples_per_s / row.nodes), "")),
         Column("node_hours", "node-h/epoch", _of_best(_node_hours),
                _of_best(lambda row, best: f"{_node_hours(row, best):.3g}", "")),
-        Column("alike", "equivalent", _of_best(lambda row, _: _count_equivalent(row.candidates))),
+        Column("equivalent", "equivalent", _of_best(lambda row, _: _count_equivalent(row.candidates))),
     ]  # fmt: skip
     notes = ["equivalent: other candidates that are not significantly slower"]
     return View.from_rows("the best at every scale", columns, recommendations, notes)
@@ -151,7 +151,7 @@ def _candidate_json(candidate: Candidate) -> dict[str, Any]:
     return {
         "spec": spec_document(candidate.spec), "predicted": msgspec.to_builtins(candidate.predicted),
         "ratio": {"value": candidate.ratio, "low": candidate.ratio_low, "high": candidate.ratio_high},
-        "told_apart": candidate.is_told_apart, "largest_batch_size": candidate.largest_batch_size,
+        "significant": candidate.is_told_apart, "largest_batch_size": candidate.largest_batch_size,
     }  # fmt: skip
 
 
@@ -294,7 +294,7 @@ def _layout_json(recommendation: LayoutRecommendation, row: RankedLayout) -> dic
             "peak_memory_bytes": int(row.peak_memory_gib * _GIB),
         },
         "ratio": {"value": row.ratio, "low": row.ratio_low, "high": row.ratio_high},
-        "told_apart": row.is_told_apart,
+        "significant": row.is_told_apart,
         "priced_only": row.priced_only,
         "run": None if row.priced_only else run_point(row.layout),
     }

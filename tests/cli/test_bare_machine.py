@@ -1,4 +1,4 @@
-"""A machine with Python's packages on PYTHONPATH and hpcbench as a checkout, and without polars.
+"""A machine with Python's packages on PYTHONPATH and hpcbench as a checkout, and without polars or scipy.
 
 GPU nodes without a network are used so: packages come as wheels, and polars is larger than all others together.
 """
@@ -37,14 +37,15 @@ class BareMachine:
         self.folder = folder
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "python")], check=True)
         (folder / "short.toml").write_text(SWEEP)
-        (folder / "absent").mkdir()
-        (folder / "absent/polars.py").write_text(
-            "raise ModuleNotFoundError(\"No module named 'polars'\", name='polars')\n"
-        )
+        for package in ("polars", "scipy"):
+            (folder / package).mkdir()
+            (folder / package / f"{package}.py").write_text(
+                f"raise ModuleNotFoundError(\"No module named '{package}'\", name='{package}')\n"
+            )
 
-    def call(self, *words: str) -> subprocess.CompletedProcess[str]:
+    def call(self, *words: str, absent: str = "polars") -> subprocess.CompletedProcess[str]:
         """Run a command of hpcbench."""
-        packages = os.pathsep.join((os.path.relpath(self.folder / "absent", ROOT), sysconfig.get_path("purelib")))
+        packages = os.pathsep.join((os.path.relpath(self.folder / absent, ROOT), sysconfig.get_path("purelib")))
         kept = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
         return subprocess.run(
             [str(self.folder / "python/bin/python"), "-m", "hpcbench", *words], cwd=ROOT, text=True, check=False,
@@ -83,10 +84,20 @@ def test_what_measures_and_predicts_needs_no_polars(bare: BareMachine, command: 
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("command", ["table", "report", "validate", "compare short short", "collect"])
-def test_what_needs_polars_names_it_in_one_line(bare: BareMachine, command: str) -> None:
-    done = bare.call(*command.split())
+@pytest.mark.parametrize(
+    ("package", "command"),
+    [
+        *(("polars", command) for command in ("table", "report", "validate", "compare short short", "collect")),
+        *(("scipy", command) for command in ("report", "compare short short")),
+    ],
+)
+def test_what_needs_a_package_names_it_in_one_line(bare: BareMachine, package: str, command: str) -> None:
+    done = bare.call(*command.split(), absent=package)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        f"error: this needs the package polars: {bare.folder}/python/bin/python -m pip install polars\n"
+        f"error: this needs the package {package}: {bare.folder}/python/bin/python -m pip install {package}\n"
     )
+
+
+def test_tables_need_no_scipy(bare: BareMachine) -> None:
+    assert bare.call("table", absent="scipy").returncode == 0

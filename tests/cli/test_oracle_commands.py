@@ -144,7 +144,7 @@ def test_a_recommendation_ranks_candidates_and_gives_reasons_for_the_rest(tmp_pa
     rates = [one["predicted"]["samples_per_s"] for one in found["candidates"]]
     assert rates == sorted(rates, reverse=True)
     best = found["candidates"][0]
-    assert (best["ratio"], best["told_apart"]) == ({"value": 1.0, "low": 1.0, "high": 1.0}, False)
+    assert (best["ratio"], best["significant"]) == ({"value": 1.0, "low": 1.0, "high": 1.0}, False)
     assert best["largest_batch_size"] > best["spec"]["batch_size"]
     assert {one["kind"] for one in found["refused"]} == {"limit"}
     (tensor,) = [one for one in found["refused"] if one["strategy"] == "tensor"]

@@ -87,29 +87,29 @@ FIVE, SLOWER = [1.00, 1.01, 1.02, 1.03, 1.04], [1.10, 1.11, 1.12, 1.13, 1.14]
         (pair(SLOWER, FIVE), STEP, "better"),
         (pair(FIVE, SLOWER), "metrics.samples_per_s", "better"),
         (pair(FIVE[:3], SLOWER[:3]), STEP, "worse"),
-        (pair(FIVE[:2], SLOWER), STEP, "cannot tell"),
-        (pair(FIVE, []), STEP, "cannot tell"),
+        (pair(FIVE[:2], SLOWER), STEP, "inconclusive"),
+        (pair(FIVE, []), STEP, "inconclusive"),
         (pair(FIVE, [], oom=2), STEP, "fails"),
-        (pair(FIVE, [], cancelled=2), STEP, "cannot tell"),
-        (pair([], [], oom=2), STEP, "cannot tell"),
-        (pair(FIVE, [1.005, 1.015, 1.02, 1.03, 1.045]), STEP, "cannot tell"),
-        (pair([1.0, 1.001, 1.002, 0.999, 0.998], [1.003, 1.0, 1.001, 0.997, 1.002]), STEP, "alike"),
-        (pair([1.0, 1.0001, 1.0002, 1.0003, 1.0004], [1.01, 1.0101, 1.0102, 1.0103, 1.0104]), STEP, "alike"),
-        (pair([2.0**30] * 3, [2.0**30] * 3), "metrics.peak_memory_bytes", "alike"),
+        (pair(FIVE, [], cancelled=2), STEP, "inconclusive"),
+        (pair([], [], oom=2), STEP, "inconclusive"),
+        (pair(FIVE, [1.005, 1.015, 1.02, 1.03, 1.045]), STEP, "inconclusive"),
+        (pair([1.0, 1.001, 1.002, 0.999, 0.998], [1.003, 1.0, 1.001, 0.997, 1.002]), STEP, "equivalent"),
+        (pair([1.0, 1.0001, 1.0002, 1.0003, 1.0004], [1.01, 1.0101, 1.0102, 1.0103, 1.0104]), STEP, "equivalent"),
+        (pair([2.0**30] * 3, [2.0**30] * 3), "metrics.peak_memory_bytes", "equivalent"),
         (pair([2.0**30] * 3, [2.0**31] * 3), "metrics.peak_memory_bytes", "worse"),
     ],
 )
 def test_a_pair_of_configurations_gets_the_expected_verdict(one: ConfigurationPair, column: str, verdict: str) -> None:
     judge_pairs([one], column, 0.02)
     assert one.verdict == verdict
-    assert bool(one.reason) == (verdict in ("cannot tell", "fails"))
+    assert bool(one.reason) == (verdict in ("inconclusive", "fails"))
 
 
 def test_five_launches_must_differ_by_rank_too() -> None:
     """A single launch that is far off moves the mean, and no rank."""
     one = pair([1.0, 1.001, 1.002, 1.003, 1.004], [1.0005, 1.0015, 1.0025, 1.0035, 9.0])
     judge_pairs([one], STEP, 0.02)
-    assert one.verdict == "cannot tell"
+    assert one.verdict == "inconclusive"
 
 
 def test_holm_adjusted_p_values_are_the_textbook_ones() -> None:
@@ -222,7 +222,11 @@ def test_the_command_compare_exits_with_1_where_slower(trees: Path) -> None:
     assert call(new, old).exit_code == 0
     document = json.loads(call(old, new, "--threshold", "20", "--json").stdout)
     (row,) = document["rows"]
-    assert (row["verdict"], row["launches_base"], row["ratio"]) == ("alike", 5, pytest.approx(1.12 / 1.02, rel=1e-3))
+    assert (row["verdict"], row["launches_base"], row["ratio"]) == (
+        "equivalent",
+        5,
+        pytest.approx(1.12 / 1.02, rel=1e-3),
+    )
     with pytest.raises(ConfigError, match="no configuration of base and new can be compared"):
         call(old, old)
     done = call(old, new, "--where", "nodes == 2", "--allow-empty")

@@ -119,7 +119,7 @@ def test_an_impossible_plot_names_the_reason(tree: Path, tmp_path: Path, monkeyp
             patched.setitem(sys.modules, module, None)
             with pytest.raises(ConfigError, match="plots as files need the package") as missing:
                 call(tree, "plot", "energy", "--out", str(tmp_path / "x.png"))
-            assert "pip install altair vl-convert-python" in str(missing.value)
+            assert "pip install altair scipy vl-convert-python" in str(missing.value)
             assert "devices" in call(tree, "plot", "energy").stdout
     assert list(tmp_path.iterdir()) == []
 

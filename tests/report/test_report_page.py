@@ -123,7 +123,10 @@ def test_a_command_that_writes_a_page_without_plots_states_why(tmp_path: Path, m
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     planted.write(planted.overlapping(), tmp_path / "tree")
     done = CliRunner().invoke(cli, ["report", str(tmp_path / "tree"), "--out", str(tmp_path / "r.html")])
-    assert (done.exit_code, "the page has no plots: pip install altair vl-convert-python" in done.stderr) == (0, True)
+    assert (done.exit_code, "the page has no plots: pip install altair scipy vl-convert-python" in done.stderr) == (
+        0,
+        True,
+    )
 
 
 def test_equal_results_give_an_equal_page(page: str, tmp_path: Path) -> None:

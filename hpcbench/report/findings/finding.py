@@ -24,8 +24,8 @@ from hpcbench.report.configurations import (
 from hpcbench.results.schema import STATUS_BROKEN, STATUS_OK
 from hpcbench.units import pluralize
 
-Certainty = Literal["told", "alike", "cannot tell", "counted"]
-OBSERVED: Literal["counted"] = "counted"
+Certainty = Literal["significant", "equivalent", "inconclusive", "observed"]
+OBSERVED: Literal["observed"] = "observed"
 """Measured or counted as it stands, without any inference; the other values are those of ``hypothesis_tests``."""
 
 FINDING_KINDS = {

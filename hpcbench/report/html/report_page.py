@@ -27,7 +27,6 @@ from hpcbench.report.findings.problem_findings import UnfinishedSweep
 from hpcbench.report.findings.throughput_findings import EFFICIENCY_BOUND
 from hpcbench.report.html import page_elements
 from hpcbench.report.html.page_elements import HtmlTable, PageFigure, html_table
-from hpcbench.report.hypothesis_tests import VERDICT_WORDS
 from hpcbench.report.plots.plot_model import PlotRequest, ReadFullResults
 from hpcbench.report.table_model import Column, WarningFootnotes
 from hpcbench.units import pluralize
@@ -218,7 +217,7 @@ def _findings_section(findings: Findings) -> PageSection:
 
 
 def _page_finding(ident: str, finding: Finding) -> PageFinding:
-    word = VERDICT_WORDS[finding.sure]
+    word = finding.sure
     # The certainty stands before the text.
     text = finding.text.removeprefix(f"{word}; ").removeprefix(f"{word}: ")
     columns, rows = page_elements.EVIDENCE_COLUMNS, finding.evidence
@@ -244,7 +243,7 @@ def _scales_table(findings: Findings) -> HtmlTable | None:
         Column("ratio", "ahead %", lambda finding: percent(finding.ratio)),
         Column("low", "from %", lambda finding: percent(finding.ratio_low)),
         Column("high", "to %", lambda finding: percent(finding.ratio_high)),
-        Column("sure", "certainty", lambda finding: VERDICT_WORDS[finding.sure], choices=True),
+        Column("sure", "certainty", attrgetter("sure"), choices=True),
     ]
     fastest = findings.of_kind("fastest")
     caption = "The fastest strategy per workload, scale and cluster"
