@@ -55,7 +55,8 @@ def plots() -> None:
     from hpcbench.report.configurations import filter_launches
     from hpcbench.report.load_results import full_results, load_frame
     from hpcbench.report.plots.plot_model import PlotRequest
-    from hpcbench.report.plots.plotting import TerminalPlot, draw_plot, save_plot
+    from hpcbench.report.plots.plotting import draw_plot, save_plot
+    from hpcbench.report.plots.terminal_plots import print_plot
 
     with tempfile.TemporaryDirectory() as folder:
         write_planted(Path(folder, "made-up"))
@@ -73,7 +74,7 @@ def plots() -> None:
             assert path.stat().st_size < MOST_BYTES, f"{path} has {path.stat().st_size} bytes"
             if name == "scaling":
                 console = recorder()
-                console.print(TerminalPlot(picture))
+                print_plot(picture, console)
                 write_terminal(console, "plot-terminal", "hpcbench plot scaling")
 
 

@@ -17,7 +17,6 @@ from hpcbench.report.load_results import full_results, is_results_path, load_fra
 from hpcbench.report.plots.plot_model import Plot
 from hpcbench.report.plots.plotting import (
     PLOTS,
-    TerminalPlot,
     can_draw_files,
     check_plot_suffix,
     plot_kind,
@@ -25,6 +24,7 @@ from hpcbench.report.plots.plotting import (
     plot_specification,
     save_plot,
 )
+from hpcbench.report.plots.terminal_plots import print_plot
 from hpcbench.report.sweep_bundle import write_bundle
 from hpcbench.results.bundle_archive import BUNDLE_SUFFIXES, is_bundle_path
 from hpcbench.results.results_tree import ResultsTree
@@ -141,7 +141,7 @@ def draw_plot(
         for note in drawn.notes:
             print_message(note)
     if not as_json and out is None:
-        make_console().print(TerminalPlot(drawn))
+        print_plot(drawn, make_console())
 
 
 def _plot_json(drawn: Plot) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from hpcbench.errors import ConfigError
 from hpcbench.report.column_names import Condition
 from hpcbench.report.configurations import filter_launches
 from hpcbench.report.load_results import full_results, load_frame
-from hpcbench.report.plots.bar_charts import SPAN_COLUMNS, GanttChart
+from hpcbench.report.plots.charts import SPAN_COLUMNS, GanttChart
 from hpcbench.report.plots.plot_model import Plot, PlotRequest
 from hpcbench.report.plots.plotting import PLOTS, draw_plot, plot_columns, plot_specification
 from hpcbench.report.plots.theme import PlotAxis

@@ -16,7 +16,8 @@ from hpcbench.report.column_names import Condition
 from hpcbench.report.configurations import filter_launches
 from hpcbench.report.load_results import full_results, load_frame
 from hpcbench.report.plots.plot_model import Plot, PlotRequest
-from hpcbench.report.plots.plotting import PLOTS, TerminalPlot, draw_plot
+from hpcbench.report.plots.plotting import PLOTS, draw_plot
+from hpcbench.report.plots.terminal_plots import print_plot
 from hpcbench.report.plots.theme import format_tick, linear_ticks, log_ticks, make_axis
 from hpcbench.results.frame import collected_frame
 from hpcbench.results.results_tree import ResultsTree
@@ -50,7 +51,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Plot]:
 
 def text(picture: Plot, width: int, encoding: str) -> str:
     out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    Console(file=out, width=width, highlight=False, markup=False).print(TerminalPlot(picture))
+    print_plot(picture, Console(file=out, width=width, highlight=False, markup=False))
     out.flush()
     written = out.buffer.getvalue().decode(encoding)
     return "\n".join(line.rstrip() for line in written.splitlines()) + "\n"
@@ -79,7 +80,7 @@ def test_panels_follow_each_other_with_the_same_scales() -> None:
         "resnet18, batch 8 per replica", "vgg11, batch 4 per replica", "vgg11, batch 8 per replica",
         "vgg11, batch 16 per replica",
     ]  # fmt: skip
-    margins = [[line[:5] for line in lines[place + 2 : place + 16]] for place in headings]
+    margins = [[line.partition("│")[0] for line in lines[place + 2 : place + 16]] for place in headings]
     assert all(one == margins[0] for one in margins)
 
 
@@ -126,3 +127,10 @@ def test_units_suit_the_figures() -> None:
     assert make_axis("memory", "B", [2.0**31]).heading == "memory (GiB)"
     assert make_axis("memory", "B", []).shown(1536.0) == 1536
     assert [format_tick(value) for value in (0.1 + 0.2, 12345, 1.5e7)] == ["0.3", "12,345", "1.5e+07"]
+
+
+def test_hostile_names_are_neither_codes_nor_markup(pictures: list[Plot]) -> None:
+    rows = [entry(100, model="[red]m\x1b[31m\x07[/red]"), entry(60, model="[red]m\x1b[31m\x07[/red]", nodes=2)]
+    shown = text(draw_plot("throughput", collected_frame(rows)), 80, "utf-8")
+    assert "[red]m" in shown
+    assert not set(shown) & set(map(chr, [*range(10), *range(11, 32), 127]))

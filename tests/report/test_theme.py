@@ -8,8 +8,8 @@ import pytest
 
 from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.report.plots import theme
-from hpcbench.report.plots.bar_charts import ACTION_STYLES
 from hpcbench.report.plots.breakdown_plots import STEP_PARTS
+from hpcbench.report.plots.charts import ACTION_STYLES
 
 Colour = tuple[float, float, float]
 

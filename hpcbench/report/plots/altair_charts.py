@@ -12,18 +12,24 @@ import msgspec
 import polars
 
 from hpcbench.report.plots import theme
-from hpcbench.report.plots.bar_charts import (
+from hpcbench.report.plots.charts import (
     ACTION_STYLES,
+    BAND,
     BOX_NUMBERS,
     BOX_ROLE,
+    CROSSOVER,
     DOT_ROLE,
+    IDEAL,
+    MAX_INTEGER_TICKS,
+    MEASURED,
     MISSING_ROLE,
     OTHER_ACTION,
+    PREDICTED,
     BoxChart,
     GanttChart,
+    LineChart,
     StackedBarChart,
 )
-from hpcbench.report.plots.line_chart import BAND, CROSSOVER, IDEAL, MAX_INTEGER_TICKS, MEASURED, PREDICTED, LineChart
 from hpcbench.report.plots.plot_model import Plot
 from hpcbench.report.plots.theme import PlotAxis, column_values, log_ticks
 

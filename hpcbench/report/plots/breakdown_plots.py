@@ -10,7 +10,7 @@ from typing import Any
 import polars as pl
 
 from hpcbench.report.configurations import STEP_TIME
-from hpcbench.report.plots import bar_charts, theme
+from hpcbench.report.plots import charts, theme
 from hpcbench.report.plots.plot_model import NothingToDraw, Plot, PlotRequest, join_texts, typed_frame
 from hpcbench.report.plots.point_data import plot_points, printable_name, row_name_column, select_rows, with_labels
 from hpcbench.report.plots.theme import make_axis
@@ -21,11 +21,11 @@ COMPUTE, HIDDEN_COMM, EXPOSED_COMM, BUBBLE, REST = (
     "computation", "computation over communication", "communication", "bubble", "rest",
 )  # fmt: skip
 STEP_PARTS = {
-    COMPUTE: bar_charts.StackPart(theme.BLUE, "#FFFFFF", "█", "#"),
-    HIDDEN_COMM: bar_charts.StackPart(theme.SKY, "#000000", "▓", "="),
-    EXPOSED_COMM: bar_charts.StackPart(theme.VERMILLION, "#000000", "▒", "+"),
-    BUBBLE: bar_charts.StackPart(theme.LIGHT_GREY, "#000000", "░", "."),
-    REST: bar_charts.StackPart("#FFFFFF", "#000000", "·", " "),
+    COMPUTE: charts.StackPart(theme.BLUE, "#FFFFFF", "█"),
+    HIDDEN_COMM: charts.StackPart(theme.SKY, "#000000", "▓"),
+    EXPOSED_COMM: charts.StackPart(theme.VERMILLION, "#000000", "▒"),
+    BUBBLE: charts.StackPart(theme.LIGHT_GREY, "#000000", "░"),
+    REST: charts.StackPart("#FFFFFF", "#000000", "·"),
 }  # fmt: skip
 _MAX_ROWS_IN_ALT_TEXT = 6
 _PHASES = ("compute_s", "comm_s", "exposed_comm_s", "step_s")
@@ -50,7 +50,7 @@ def step_parts_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
     ]  # fmt: skip
     if not parts:
         raise NothingToDraw("no run has both its parts and its step time", notes)
-    drawn = typed_frame(parts, bar_charts.STACK_COLUMNS, bar_charts.STACK_NUMBERS)
+    drawn = typed_frame(parts, charts.STACK_COLUMNS, charts.STACK_NUMBERS)
     explanations = ["computation, communication: of the profiled steps, the rank's that computes longest"]
     if BUBBLE in drawn["part"]:
         explanations.append(
@@ -58,7 +58,7 @@ def step_parts_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
         )
     if rows["launches"].max() != 1:
         explanations.append("of several launches the median of each part")
-    chart = bar_charts.StackedBarChart(make_axis("time", "s", drawn["total"]), STEP_PARTS, "step time")
+    chart = charts.StackedBarChart(make_axis("time", "s", drawn["total"]), STEP_PARTS, "step time")
     return Plot("", "", points.shared, _parts_alt_text(drawn), chart, drawn, [*explanations, *notes])
 
 
@@ -128,9 +128,9 @@ def memory_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
     results = request.read_results(rows)
     boxes: list[dict[str, Any]] = []
     for row in rows.iter_rows(named=True):
-        boxes += bar_charts.box_rows(row, _rank_peaks(_results_of(row, results)) or [row[_PEAK_MEMORY]])
+        boxes += charts.box_rows(row, _rank_peaks(_results_of(row, results)) or [row[_PEAK_MEMORY]])
     oom = _oom_rows(frame, request, {row["panel"] for row in boxes})
-    drawn = typed_frame([*boxes, *oom[:_MAX_OOM_ROWS]], bar_charts.BOX_COLUMNS, bar_charts.BOX_NUMBERS)
+    drawn = typed_frame([*boxes, *oom[:_MAX_OOM_ROWS]], charts.BOX_COLUMNS, charts.BOX_NUMBERS)
     fullest = [f"{name} {format_bytes(value)}" for name, value in _named_figures(drawn, "high")]
     alt = f"Peak memory of {pluralize(len(fullest), 'configuration')}, the largest rank: {join_texts(fullest)}."
     if oom:
@@ -139,14 +139,14 @@ def memory_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
     if not results:
         notes = ["the largest rank alone: single ranks were not read", *notes]
     axis = make_axis("peak memory", "B", drawn["high"])
-    chart = bar_charts.BoxChart(axis, "from the smallest rank to the largest", bars=True)
+    chart = charts.BoxChart(axis, "from the smallest rank to the largest", bars=True)
     notes = ["bar: the largest rank; thin marks (of files): single ranks", *notes]
     return Plot("", "", points.shared, alt, chart, drawn, notes)
 
 
 def _named_figures(drawn: pl.DataFrame, column: str) -> list[tuple[str, float]]:
     """The rows' names, with their panel where they have one, and their figure in ``column``."""
-    rows = drawn.filter(drawn["role"] == bar_charts.BOX_ROLE)["panel", "row", column].iter_rows()
+    rows = drawn.filter(drawn["role"] == charts.BOX_ROLE)["panel", "row", column].iter_rows()
     return [(f"{panel}, {row}" if panel else row, value) for panel, row, value in rows]
 
 
@@ -173,9 +173,7 @@ def _oom_rows(frame: pl.DataFrame, request: PlotRequest, panels: set[str]) -> li
         name = f"{row['row']}, batch {row['spec.batch_size']}"
         if len(panels) > 1:
             name += f", {printable_name(row['spec.model'])} on {printable_name(row['cluster'])}"
-        oom_rows.append(
-            {"series": row["series"], "role": bar_charts.MISSING_ROLE, "note": "out of memory", "row": name}
-        )
+        oom_rows.append({"series": row["series"], "role": charts.MISSING_ROLE, "note": "out of memory", "row": name})
     panel = next(iter(panels)) if len(panels) == 1 else "out of memory"
     return [{"panel": panel, **row} for row in oom_rows]
 
@@ -202,19 +200,18 @@ def distribution_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
         counts += map(len, launches)
         if launches:
             every_step = [time for times in launches for time in times]
-            boxes += bar_charts.box_rows(row, every_step, _WHISKER_SHARES)
+            boxes += charts.box_rows(row, every_step, _WHISKER_SHARES)
     if not boxes:
         raise NothingToDraw("no result holds its single steps", notes)
-    drawn = typed_frame(boxes, bar_charts.BOX_COLUMNS, bar_charts.BOX_NUMBERS)
+    drawn = typed_frame(boxes, charts.BOX_COLUMNS, charts.BOX_NUMBERS)
     medians = [f"{name} {format_seconds(value)}" for name, value in _named_figures(drawn, "median")]
     alt = f"Step times of {pluralize(len(medians), 'configuration')}, medians: {join_texts(medians)}."
     launch_count = pluralize(len(counts), "launch", "launches")
     explanations = [
         f"box: the middle half of {sum(counts)} steps of {launch_count}; whiskers: from 10 % to 90 % of them",
-        f"thin marks (of files): single steps, at most {bar_charts.MAX_DOTS} a row, "
-        "the fastest and the slowest among them",
+        f"thin marks (of files): single steps, at most {charts.MAX_DOTS} a row, the fastest and the slowest among them",
     ]
-    chart = bar_charts.BoxChart(make_axis("step time", "s", drawn["median"]), "10 % to 90 % of the steps")
+    chart = charts.BoxChart(make_axis("step time", "s", drawn["median"]), "10 % to 90 % of the steps")
     return Plot("", "", points.shared, alt, chart, drawn, [*explanations, *notes])
 
 
@@ -266,13 +263,13 @@ def timeline_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
         "measured: one untimed step of the first replica; planned: the same schedule, every action as long as the "
         "median of its kind, messages at no cost"
     )
-    numbers = [name for name in bar_charts.SPAN_COLUMNS if name.endswith("_s")]
+    numbers = [name for name in charts.SPAN_COLUMNS if name.endswith("_s")]
     every_span = [span for spans in drawn.values() for span in spans]
     return Plot(
         subtitle=", ".join(filter(None, [*(drawn if len(drawn) == 1 else ()), points.shared])),
         alt=f"Timelines of {pluralize(len(drawn), 'pipeline')}. {'. '.join(summaries)}.",
-        drawing=bar_charts.GanttChart(axes),
-        frame=typed_frame(every_span, bar_charts.SPAN_COLUMNS, numbers, integers=("rank", "chunk", "micro_batch")),
+        drawing=charts.GanttChart(axes),
+        frame=typed_frame(every_span, charts.SPAN_COLUMNS, numbers, integers=("rank", "chunk", "micro_batch")),
         notes=[explanation, *summaries, *notes],
     )  # fmt: skip
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import polars as pl
-from rich.text import Text
 
 from hpcbench.report.column_names import short_name
+from hpcbench.report.plots.charts import Chart
 from hpcbench.report.plots.theme import column_values
 from hpcbench.results.schema import RunResult
 from hpcbench.units import count_span, pluralize
@@ -41,14 +41,6 @@ class NothingToDraw(Exception):
     def __init__(self, reason: str, notes: Sequence[str] = ()) -> None:
         super().__init__(reason)
         self.notes = list(notes)
-
-
-class Chart(Protocol):
-    """A form of picture, over the columns that it names."""
-
-    def text(self, frame: pl.DataFrame, width: int, *, plain: bool) -> list[Text]:
-        """Lines of at most ``width`` characters, of ASCII alone where ``plain``."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
-"""The registry of plots, and their output as image, page, specification or terminal text."""
+"""The registry of plots, and their output as image, page or specification."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 import jinja2
 import msgspec
 import polars as pl
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.text import Text
 
 from hpcbench.errors import INSTALL_REPORT, ConfigError, did_you_mean
 from hpcbench.fileio import escape_control_characters, write_atomic
@@ -242,34 +240,3 @@ def _import_package(module: str, name: str) -> ModuleType:
         raise ConfigError(
             f"plots as files need the package {name}", hint=f"install it with: {INSTALL_REPORT}"
         ) from None
-
-
-_MAX_PLOT_WIDTH = 100
-_MIN_PLOT_WIDTH = 24
-_ASCII_REPLACEMENTS = str.maketrans({"µ": "u"})
-
-
-@dataclass(frozen=True)
-class TerminalPlot:
-    """``picture`` as wide as the terminal, up to ``_WIDEST``; ASCII alone where the terminal's encoding is no UTF."""
-
-    picture: Plot
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the lines of the plot for ``console``."""
-        plot, plain = self.picture, options.ascii_only
-        width = max(_MIN_PLOT_WIDTH, min(options.max_width, _MAX_PLOT_WIDTH))
-        lines = [Text(plot.title, style="bold")]
-        lines += [Text(plot.subtitle, style="dim")] if plot.subtitle else []
-        if plot.drawing is None or plot.frame is None:
-            lines.append(Text(f"nothing to draw: {plot.nothing}"))
-        else:
-            lines += [Text(""), *plot.drawing.text(plot.frame, width, plain=plain), Text("")]
-        for line in [*lines, *(Text(note, style="dim") for note in plot.notes)]:
-            yield _ascii_text(line) if plain else line
-
-
-def _ascii_text(line: Text) -> Text:
-    """``line`` for a terminal that would refuse or spoil anything else."""
-    plain = line.plain.translate(_ASCII_REPLACEMENTS).encode("ascii", "replace").decode()
-    return Text(plain, style=line.style, spans=line.spans)

@@ -14,7 +14,7 @@ import polars as pl
 
 from hpcbench.report.configurations import HIGH, LOW, STEP_TIME, THROUGHPUT
 from hpcbench.report.plots import plot_model
-from hpcbench.report.plots.line_chart import BAND, CROSSOVER, IDEAL, MEASURED, PREDICTED, LineChart, line_rows
+from hpcbench.report.plots.charts import BAND, CROSSOVER, IDEAL, MEASURED, PREDICTED, LineChart, line_rows
 from hpcbench.report.plots.plot_model import NothingToDraw, Plot, PlotRequest, legend_title, whisker_notes
 from hpcbench.report.plots.point_data import PlotPoints, plot_points, printable_name, with_printable_names
 from hpcbench.report.plots.theme import PlotAxis, device_axis, make_axis

@@ -15,7 +15,7 @@ from hpcbench.parallel.catalog import STRATEGIES
 BLACK, BLUE, VERMILLION, GREEN = "#000000", "#0072B2", "#D55E00", "#009E73"
 PURPLE, SKY, ORANGE = "#CC79A7", "#56B4E9", "#E69F00"
 COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
-GREY, LIGHT_GREY = "#6B6B6B", "#D9D9D9"
+GREY, LIGHT_GREY, WHITE = "#6B6B6B", "#D9D9D9", "#FFFFFF"
 
 _STAR = ((0, -1), (0.26, -0.36), (0.95, -0.31), (0.42, 0.14), (0.59, 0.81), (0, 0.44), (-0.59, 0.81), (-0.42, 0.14),
          (-0.95, -0.31), (-0.26, -0.36))  # fmt: skip
@@ -121,11 +121,6 @@ def _hybrid_style(name: str) -> SeriesStyle | None:
         return None
     colour, shape, dash = _STRATEGY_STYLE_PARTS[base]
     return _make_style(colour, shape, "dots" if len(degrees) > 2 else dash, hollow=True)
-
-
-def terminal_colour(colour: str) -> str:
-    """A style for rich: what is as dark or as light as a terminal's ground is left to the terminal."""
-    return "" if colour in (BLACK, LIGHT_GREY, "#FFFFFF") else colour
 
 
 _UNITS: dict[str, tuple[tuple[float, str], ...]] = {
