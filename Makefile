@@ -126,9 +126,8 @@ format: $(VENV)/.dev ## format and fix by ruff
 docs: reference ## build the documentation as a site, into build/docs/site
 	$(BIN)/python docs/make_site.py
 
-reference: $(VENV)/.dev ## write the generated pages (commands, catalog, schemas, live screen)
+reference: $(VENV)/.dev ## write the generated pages (commands, catalog, schemas)
 	$(BIN)/python docs/make_reference.py
-	$(BIN)/python docs/make_live_picture.py
 
 schemas: $(VENV)/.dev ## write docs/schemas
 	@for kind in cluster sweep result; do $(BIN)/hpcbench schema $$kind > docs/schemas/$$kind.json; done

@@ -263,9 +263,9 @@ def progress_bar() -> Progress:
     from rich import progress
 
     bar, count = progress.BarColumn(), progress.MofNCompleteColumn()
-    columns = (progress.TextColumn("{task.description}"), bar, count, progress.TimeRemainingColumn())
+    columns = (progress.TextColumn("{task.description}", markup=False), bar, count, progress.TimeRemainingColumn())
     screen = make_console(stderr=True)
-    return progress.Progress(*columns, console=screen, disable=not screen.is_terminal)
+    return progress.Progress(*columns, console=screen, disable=not screen.is_terminal, speed_estimate_period=86_400)
 
 
 def plain_table(

@@ -16,7 +16,7 @@ from hpcbench.errors import EXIT_OK, ConfigError, SubmitError
 from hpcbench.report.status_text import EndedRunLog, suspect_nodes_text
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.submit.journal import read_journal
-from hpcbench.submit.plan import SweepPlan, available_cores
+from hpcbench.submit.plan import SweepPlan
 from hpcbench.submit.run_state import RunState
 from hpcbench.submit.scheduler import SendOutcome
 from hpcbench.submit.submission_record import read_sweep_record
@@ -198,16 +198,10 @@ def watch_runs(plan: SweepPlan, superseded: Mapping[str, str]) -> dict[str, RunS
     """
     name = plan.sweep.name
     watcher = SweepWatcher(plan.tree.root, plan.profile, {name: list(plan.runs)}, superseded=superseded)
-    if plan.profile.scheduler.traits.runs_here:
-        # Imported here: `submit` predicts nothing. On a cluster, the jobs of others decide when the runs end.
-        from hpcbench.forecast.forecast import forecast_plan
-
-        remaining_s = forecast_plan(plan, plan.tree).remaining_s(plan.missing, available_cores())
-        watcher.predicted_s |= {} if remaining_s is None else {name: remaining_s}
     try:
         if sys.stderr.isatty():
             with LiveScreen(sys.stderr) as screen:
-                return wait_for_runs(watcher, plan.profile, lambda states: screen.show(watcher.snapshots(states)))
+                return wait_for_runs(watcher, plan.profile, lambda states: screen.show([(watcher, states)]))
         return wait_for_runs(watcher, plan.profile, EndedRunLog(print_message, plan.runs, plan.finished).update)
     except KeyboardInterrupt:
         print_message(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from hpcbench.cli.common import make_console, print_json, print_message, why_nothing
+from hpcbench.cli.common import make_console, print_json, print_message, progress_bar, why_nothing
 from hpcbench.config.run_spec import RunSpec, spec_document
 from hpcbench.errors import EXIT_RUNS_FAILED, ConfigError, StorageError, did_you_mean
 from hpcbench.fileio import UnsafeFileError, open_regular, printable_text
@@ -35,20 +35,22 @@ from hpcbench.submit.submission_record import (
     read_run_specs,
     select_sweeps,
 )
-from hpcbench.submit.watcher import SweepSnapshot, SweepWatcher, Watched, has_active_runs, refresh_until_query
+from hpcbench.submit.watcher import SweepWatcher, Watched, has_active_runs, refresh_until_query
 
 if TYPE_CHECKING:
-    from rich.text import Text
+    from rich.progress import TaskID
 
     States = list[tuple[str, str, dict[str, RunState]]]
     """Sweep, cluster and the state of each run."""
 
 _LOG_PART_CHARACTERS = 2**20
 _FOLLOW_PAUSE_S = 0.5
+_REDRAW_S = 5.0
+"""Period of the live screen's elapsed and remaining times where no run changes its state."""
 
 
 class LiveScreen:
-    """Draws snapshots of sweeps in place, and only if they differ from the last ones.
+    """A bar for each sweep over the rows of ``status``, drawn in place.
 
     A terminal that has gone, as that of a closed laptop, does not end the command: nothing more is drawn.
     """
@@ -59,7 +61,11 @@ class LiveScreen:
 
         self._console = make_console(stderr=stream is sys.stderr)
         self._live = Live(console=self._console, auto_refresh=False)
-        self._shown: tuple[int, list[Text]] | None = None
+        self._bars = progress_bar()
+        self._tasks: dict[str, TaskID] = {}
+        self._catalogs: dict[str, RunCatalog] = {}
+        self._shown: tuple[int, States] | None = None
+        self._next_s = 0.0
 
     def __enter__(self) -> LiveScreen:
         with contextlib.suppress(OSError):
@@ -72,17 +78,32 @@ class LiveScreen:
         with contextlib.suppress(OSError):
             self._live.stop()
 
-    def show(self, snapshots: Sequence[SweepSnapshot]) -> None:
+    def show(self, watched: Watched) -> None:
+        """Draw the present states: at once where they have changed, else every ``_REDRAW_S``."""
         from rich.console import Group
+        from rich.text import Text
 
-        from hpcbench.report.live_screen import live_screen_lines
-
-        options = self._console.options
-        lines = live_screen_lines(snapshots, options.max_width, ascii_only=options.ascii_only)
-        if (options.max_width, lines) != self._shown:
-            self._shown = (options.max_width, lines)
-            with contextlib.suppress(OSError):
-                self._live.update(Group(*lines), refresh=True)
+        width, entries = self._console.width, _states_by_sweep(watched)
+        if (width, entries) == self._shown and time.monotonic() < self._next_s:
+            return
+        self._shown, self._next_s = (width, entries), time.monotonic() + _REDRAW_S
+        for watcher, _ in watched:
+            self._catalogs.setdefault(watcher.tree.root.name, RunCatalog(watcher.tree))
+        parts = []
+        for sweep, cluster, states in entries:
+            ended = sum(state.state not in (*ACTIVE_STATES, "planned") for state in states.values())
+            name = printable_text(f"{sweep} on {cluster}")
+            if name not in self._tasks:
+                self._tasks[name] = self._bars.add_task(name)
+            self._bars.update(self._tasks[name], completed=ended, total=len(states))
+            rows = status_text(sweep, cluster, states, width, self._catalogs[cluster].details)
+            parts.append(Text.from_ansi(f"\n{rows}"))
+        if has_active_runs(watched):
+            name = f" {entries[0][0]}" if len(entries) == 1 else ""
+            hint = f"\nCtrl-C leaves this screen, the runs go on; back: hpcbench status{name} --watch"
+            parts.append(Text(printable_text(hint), "dim"))
+        with contextlib.suppress(OSError):
+            self._live.update(Group(self._bars, *parts), refresh=True)
 
 
 def show_status(
@@ -227,7 +248,7 @@ def _watch_states(sweeps: tuple[str, ...], cluster_name: str | None, results: Re
     def show(watched: Watched) -> None:
         nonlocal last_text
         if screen is not None:
-            screen.show([snapshot for watcher, states in watched for snapshot in watcher.snapshots(states)])
+            screen.show(watched)
             return
         text = "\n\n".join(status_text(*entry, None) for entry in _states_by_sweep(watched))
         if text != last_text:

@@ -304,13 +304,6 @@ class PlanForecast:
         priced = [spec.nodes * self.run_time_s[key] for key, spec in runs.items() if key in self.run_time_s]
         return sum(priced) / 3600 if priced else None
 
-    def remaining_s(self, runs: dict[str, RunSpec], cores: int) -> float | None:
-        """Seconds that this machine's ``cores`` will take for ``runs``; ``None`` if one of them is not predicted."""
-        if not runs or any(key not in self.run_time_s for key in runs):
-            return None
-        work = sum(self.run_time_s[key] * min(spec.ranks, cores) for key, spec in runs.items())
-        return max(work / cores, *(self.run_time_s[key] for key in runs))
-
     def not_fitting(self, runs: dict[str, RunSpec]) -> list[str]:
         """Return the ids of the runs that are predicted not to fit into memory."""
         return [key for key in runs if key in self.predictions and self.predictions[key].fits is False]

@@ -1,1 +1,1 @@
-"""Tables, findings, plots, HTML pages and terminal screens made from results and predictions."""
+"""Tables, findings, plots and HTML pages made from results and predictions."""

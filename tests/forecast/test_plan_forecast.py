@@ -50,22 +50,6 @@ def test_node_hours_of_a_plan_sum_its_predicted_runs() -> None:
     assert plan_forecast().warnings(runs) == ["nothing is predicted for 2 runs: no formulas"]
 
 
-@pytest.mark.parametrize(
-    ("times", "cores", "remaining_s"),
-    [
-        ({"a": 10.0, "b": 20.0}, 1, 30.0),
-        # Two ranks fill both cores; one rank leaves half of them.
-        ({"a": 10.0, "b": 20.0}, 2, 25.0),
-        ({"a": 10.0, "b": 20.0}, 8, 20.0),
-        ({"a": 10.0}, 2, None),
-    ],
-)
-def test_remaining_time_on_several_cores_is_of_all_runs(
-    times: dict[str, float], cores: int, remaining_s: float | None
-) -> None:
-    assert plan_forecast(**times).remaining_s({"a": spec(1), "b": spec(2)}, cores) == remaining_s
-
-
 def forecast_sweep(folder: Path, text: str = SWEEP) -> Any:
     path = folder / "tiny.toml"
     path.write_text(text)

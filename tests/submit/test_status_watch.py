@@ -17,16 +17,12 @@ import pytest
 from click.testing import CliRunner
 
 from hpcbench.cli import status_commands
-from hpcbench.config.run_spec import run_label
 from hpcbench.errors import StorageError
 from hpcbench.fileio import read_error
-from hpcbench.results.attempts import begin_attempt
 from hpcbench.results.results_tree import ClusterTree
-from hpcbench.results.schema import FailureRecord, RunResult
 from hpcbench.submit.plan import SweepPlan
-from hpcbench.submit.submission_record import list_submissions
 from hpcbench.submit.submit import submit
-from hpcbench.submit.watcher import ArrayShape, SweepWatcher, poll_pause_s
+from hpcbench.submit.watcher import SweepWatcher, poll_pause_s
 
 
 @pytest.fixture
@@ -86,45 +82,6 @@ def test_several_sweeps_of_a_cluster_need_one_query(project: Path, fake_slurm: P
 )
 def test_the_polling_pause_grows_with_the_answer_time(every_s: float, took_s: float, expected_s: float) -> None:
     assert poll_pause_s(every_s, took_s) == pytest.approx(expected_s)
-
-
-def test_a_snapshot_contains_arrays_durations_and_failures(project: Path, plan: SweepPlan, fake_slurm: Path) -> None:
-    """One of two arrays with two runs each has a run that is ok and one that failed."""
-    tree = ClusterTree(project / "results" / "test")
-    watcher = SweepWatcher(tree.root, plan.profile, {"small": list(plan.runs)})
-    answer(fake_slurm, "RUNNING|None")
-    ((_, record),) = list_submissions(tree)
-    good, bad = record.arrays[0].run_ids
-    for run_id, state in ((good, "ok"), (bad, "failed")):
-        began = begin_attempt(
-            tree.run_folder(run_id),
-            launch="1",
-            host="h",
-            started_unix_s=time.time() - 30,
-            task_file=f"{record.submission}/0.jsonl",
-        )
-        spec = plan.runs[run_id]
-        error = FailureRecord(type="RuntimeError", message="first line\nsecond") if state == "failed" else None
-        made = RunResult(
-            run_id=run_id,
-            config_id="c",
-            attempt=began.number,
-            sweep="small",
-            cluster="test",
-            status=state,
-            spec=spec,
-            error=error,
-        )
-        tree.write_result(made)
-    (fake_slurm / "squeue").write_text("4711_0|COMPLETED|None|N/A|\n4711_1|FAILED|None|N/A|\n")
-    (look,) = watcher.snapshots(watcher.query())
-    first, second = look.arrays
-    assert (first.name, first.shape, first.counts) == ("small-0001/0", ArrayShape(1, 1), {"ok": 1, "failed": 1})
-    assert [(one.is_ok, round(one.took_s, -1)) for one in first.timed] == [(True, 30.0), (False, 30.0)]
-    assert sum(second.counts.values()) == 2
-    failure = look.failures[-1]
-    assert (failure.run_id, failure.label, failure.reason) == (bad, run_label(plan.runs[bad]), "first line\nsecond")
-    assert look.counts["ok"] == 1
 
 
 def test_ctrl_c_leaves_without_a_traceback(project: Path) -> None:
