@@ -1,12 +1,12 @@
 """The table model: columns with the source of their values, views of rows, and footnotes for warnings.
 
 A ``View`` has three renderers: ``table_output.render_view`` (terminal), ``table_files.write_view`` (files) and
-``html.page_elements.html_table`` (page)."""
+the page's template (``html/template/page.html.j2``)."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from string import ascii_lowercase
 from typing import Any
@@ -59,12 +59,15 @@ def text_column(name: str, text: Callable[[Any], str], **options: Any) -> Column
     return Column(name, options.pop("heading", name), text, text, **{"is_number": False, **options})
 
 
+_MAX_CHOICES = 24
+
+
 @dataclass
 class View:
     """A table that a terminal, a file and a page show: values, formatted cells and notes.
 
-    ``table_output.render_view`` prints it, ``table_files.write_view`` writes it to a file, ``html_table`` makes a part
-    of a page.
+    ``table_output.render_view`` prints it, ``table_files.write_view`` writes it to a file, the page's template shows
+    it.
 
     Example::
 
@@ -84,6 +87,8 @@ class View:
     """Lines below the table about its figures."""
     warnings: list[str] = field(default_factory=list)
     """Reasons of failures and the meaning of marks in cells."""
+    name: str = ""
+    """Its address on a page."""
 
     @classmethod
     def from_rows(
@@ -103,6 +108,24 @@ class View:
         raw = [[column.raw_of(row) for column in columns] for row in rows]
         cells = [[column.cell_of(row) for column in columns] for row in rows]
         return cls(title, list(columns), raw, cells, list(notes), list(warnings))
+
+    @property
+    def lines(self) -> Iterator[Iterator[tuple[str, Any]]]:
+        """Cell and value by row and column."""
+        return (zip(cells, raw, strict=True) for cells, raw in zip(self.cells, self.raw, strict=True))
+
+    @property
+    def numeric(self) -> list[bool]:
+        """Whether each column has a number."""
+        return [any(isinstance(row[index], (int, float)) for row in self.raw) for index in range(len(self.columns))]
+
+    def choices(self, index: int) -> list[str]:
+        """The values of a column with ``choices`` that a reader can select from; empty where they are one or many."""
+        values = dict.fromkeys(row[index] for row in self.raw if row[index] not in (None, ""))
+        if not self.columns[index].choices or not 1 < len(values) <= _MAX_CHOICES:
+            return []
+        are_numbers = all(isinstance(value, (int, float)) for value in values)
+        return [printable_excerpt(str(value)) for value in sorted(values, key=None if are_numbers else str)]
 
 
 COLUMN_HEADINGS = {

@@ -23,19 +23,17 @@ from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_
 from hpcbench.report.configurations import rows_from_frame
 from hpcbench.report.html.page_elements import (
     MAX_HTML_ROWS,
-    HtmlCell,
-    HtmlTable,
-    environments_html_table,
-    html_table,
+    environments_view,
+    page_view,
     plain_columns,
     reproducing_commands,
     reproducing_sweep_toml,
-    results_html_table,
-    runs_html_table,
+    results_view,
+    runs_view,
     sample_runs,
-    warnings_html_table,
+    warnings_view,
 )
-from hpcbench.report.html.report_page import TEMPLATE_FOLDER, ReportRequest
+from hpcbench.report.html.report_page import TEMPLATE_FOLDER, PageSection, ReportRequest, render_page
 from hpcbench.report.html.report_page import report_html as page_of
 from hpcbench.report.table_model import WarningFootnotes
 from hpcbench.results.schema import FailureRecord
@@ -233,22 +231,18 @@ def test_hostile_strings_of_results_stay_text(tmp_path: Path) -> None:
         assert "\u202e" not in svg
 
 
-def texts(found: HtmlTable) -> list[list[str]]:
-    return [[one.text for one in row] for row in found.rows]
-
-
 def test_warnings_are_letters_that_are_explained() -> None:
     noise = ["noise above 10%: much", "drift above 5%: more"]
     rows = rows_from_frame(
         planted.frame_of([*launches(0.1, 1, warnings=noise), *launches(0.1, 1, nodes=2, warnings=noise[1:])])
     )
     marks = WarningFootnotes(rows)
-    found = results_html_table(rows, {}, marks)
+    found = results_view(rows, {}, marks)
     (place,) = [number for number, column in enumerate(found.columns) if column.name == "warnings"]
-    assert [line[place] for line in texts(found)] == ["a,b", "b"]
-    explained = warnings_html_table(rows, marks)
+    assert [line[place] for line in found.cells] == ["a,b", "b"]
+    explained = warnings_view(rows, marks)
     assert explained is not None
-    assert [line[:3] for line in texts(explained)] == [["a", "1", noise[0]], ["b", "2", noise[1]]]
+    assert [line[:3] for line in explained.cells] == [["a", "1", noise[0]], ["b", "2", noise[1]]]
 
 
 def test_provenance_is_grouped_by_environment_on_the_page() -> None:
@@ -257,13 +251,13 @@ def test_provenance_is_grouped_by_environment_on_the_page() -> None:
         one.provenance = {"hosts": [f"n{number}", "n7"], "torch": "2.13.0", "memory_bytes": 2**34, "cores": 4}
     results[2].provenance = {"torch": "2.12.0", "job": {"partition": "gpu"}, "packages": {"numpy": "2.4"}}
     frame = planted.frame_of(results)
-    assert texts(runs_html_table(frame)) == [
+    assert runs_view(frame).cells == [
         ["c", "planted", "e1", "3", "2", "1 oom"], ["c", "planted", "e2", "1", "1", ""],
     ]  # fmt: skip
-    found = environments_html_table(results, len(results))
+    found = environments_view(results, len(results))
     assert found is not None
     assert [column.heading for column in found.columns] == ["fact", "c e1", "c e2"]
-    assert texts(found) == [
+    assert found.cells == [
         ["hosts", "n0, n7 and n1", ""], ["logical cores", "4", ""], ["memory of a host", "16.0 GiB", ""],
         ["partition", "", "gpu"], ["torch", "2.13.0", "2.12.0"], ["packages", "", "numpy 2.4"],
     ]  # fmt: skip
@@ -279,8 +273,8 @@ def test_predictions_have_a_place() -> None:
     place = cells.index("90.0 ms")
     assert cells[place - 1 : place + 2] == ["ddp", "90.0 ms", "100 ms"]
     assert "plot-predicted" in [one["id"] for one in parts.named("figure")]
-    bounds = html_table("t", "c", plain_columns(["step_time_s.low", "step_time_s.high"]), [[0.08, 0.12]])
-    assert [cell.text for cell in bounds.rows[0]] == ["80.0 ms", "120 ms"]
+    bounds = page_view("t", "c", plain_columns(["step_time_s.low", "step_time_s.high"]), [[0.08, 0.12]])
+    assert bounds.cells[0] == ["80.0 ms", "120 ms"]
     assert "plot-predicted" not in page_of(frame, ReportRequest("t", ["t"]))
 
 
@@ -295,19 +289,26 @@ def test_without_the_plots_package_the_rest_is_there(monkeypatch: pytest.MonkeyP
 
 def test_a_large_table_is_cut_with_a_note() -> None:
     rows = [[number, "x"] for number in range(MAX_HTML_ROWS + 5)]
-    found = html_table("t", "many", plain_columns(["number", "word"]), rows)
-    assert len(found.rows) == MAX_HTML_ROWS
+    found = page_view("t", "many", plain_columns(["number", "word"]), rows)
+    assert len(found.cells) == MAX_HTML_ROWS
     assert found.notes == [f"the first {MAX_HTML_ROWS} of {MAX_HTML_ROWS + 5} rows; `hpcbench table --out` writes all"]
 
 
 def test_tables_show_units_and_sort_by_figures() -> None:
     rows: list[list[Any]] = [[4, 0.012, 3 * 2**30, None], [16, 0.0012, 2**20, None], [8, None, None, None]]
     names = ["spec.nodes", "metrics.step_time_s.median", "metrics.peak_memory_bytes", "metrics.mfu"]
-    found = html_table("t", "c", plain_columns(names, keys=["spec.nodes"]), rows)
+    found = page_view("t", "c", plain_columns(names, keys=["spec.nodes"]), rows)
     assert [column.heading for column in found.columns] == ["nodes", "step time", "peak memory"]
-    assert found.columns[0].choices == ("4", "8", "16")
-    assert found.rows[0] == [HtmlCell("4", "4"), HtmlCell("12.0 ms", "0.012"), HtmlCell("3.0 GiB", str(3 * 2**30))]
-    assert found.rows[2][1] == HtmlCell("")
+    assert (found.choices(0), found.choices(1)) == (["4", "8", "16"], [])
+    assert found.numeric == [True, True, True]
+    page = render_page("t", "", None, [PageSection("s", "s", grids=[found])])
+    cells = re.findall(r"<td([^>]*)>([^<]*)</td>", page)
+    assert cells[:3] == [
+        (' class="number" data-sort="4"', "4"), (' class="number" data-sort="0.012"', "12.0 ms"),
+        (f' class="number" data-sort="{3 * 2**30}"', "3.0 GiB"),
+    ]  # fmt: skip
+    assert cells[7] == (' class="number"', "")
+    assert "data-filters" in page
 
 
 def test_the_sweep_of_a_page_has_its_very_runs(tmp_path: Path) -> None:

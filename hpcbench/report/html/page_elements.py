@@ -8,7 +8,7 @@ import json
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from hpcbench.config.run_spec import DEGREE_NAMES, RunSpec, spec_document, strat
 from hpcbench.config.sweep_file import sweep_toml
 from hpcbench.errors import ConfigError
 from hpcbench.fileio import escape_control_characters, printable_excerpt
+from hpcbench.report.findings.finding import Finding
 from hpcbench.report.plots.plot_model import Plot, PlotRequest
 from hpcbench.report.plots.plotting import PLOTS, draw_plot, encode_plot, plot_specification
 from hpcbench.report.results_table import ResultRow, parameter_text, split_parameters
@@ -29,61 +30,15 @@ from hpcbench.units import format_bytes, join_words
 
 MAX_HTML_ROWS = 2000
 """A page with more rows would open slowly; ``table --out`` writes all."""
-_MAX_CHOICES = 24
-_MAX_CELL_CHARS = 400
 
 
-class HtmlCell(NamedTuple):
-    """``sort`` is a number; if it is empty, the text is compared."""
-
-    text: str
-    sort: str = ""
-
-
-class HtmlColumn(NamedTuple):
-    """``choices``: the values that a reader can select, if they are few."""
-
-    name: str
-    heading: str
-    is_number: bool = False
-    choices: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class HtmlTable:
-    """A table for the template; ``ident`` is unique on its page, ``filters`` offers to narrow it."""
-
-    ident: str
-    caption: str
-    columns: list[HtmlColumn]
-    rows: list[list[HtmlCell]]
-    notes: list[str] = field(default_factory=list)
-    filters: bool = True
-
-
-def html_table(
-    ident: str, caption: str, columns: Sequence[Column], rows: Sequence[Any], *,
-    notes: Sequence[str] = (), filters: bool = True,
-) -> HtmlTable:  # fmt: skip
-    """Return the table of a view of ``rows``, without columns that are empty and rows above ``MAX_HTML_ROWS``."""
-    view = View.from_rows(caption, columns, rows[:MAX_HTML_ROWS], notes)
-    if len(rows) > MAX_HTML_ROWS:
-        view.notes.insert(0, f"the first {MAX_HTML_ROWS} of {len(rows)} rows; `hpcbench table --out` writes all")
-    numbers = [number for number in range(len(columns)) if any(row[number] not in (None, "") for row in view.raw)]
-    heads = [_html_column(columns[number], [row[number] for row in view.raw]) for number in numbers]
-    lines = zip(view.cells, view.raw, strict=True)
-    body = [[_html_cell(cells[number], raw[number]) for number in numbers] for cells, raw in lines]
-    return HtmlTable(ident, caption, heads, body, view.notes, filters and len(view.raw) > 1)
-
-
-def _html_column(column: Column, figures: Sequence[Any]) -> HtmlColumn:
-    values = dict.fromkeys(figure for figure in figures if figure not in (None, ""))
-    are_numbers = [isinstance(value, (int, float)) for value in values]
-    choices: tuple[str, ...] = ()
-    if column.choices and 1 < len(values) <= _MAX_CHOICES:
-        ordered = sorted(values, key=None if all(are_numbers) else str)
-        choices = tuple(printable_excerpt(str(value)) for value in ordered)
-    return HtmlColumn(column.name, printable_excerpt(column.heading), any(are_numbers), choices)
+def page_view(name: str, title: str, columns: Sequence[Column], rows: Sequence[Any], notes: Sequence[str] = ()) -> View:
+    """Return a view of ``rows`` for a page, without columns that are empty and rows above ``MAX_HTML_ROWS``."""
+    shown = rows[:MAX_HTML_ROWS]
+    filled = [column for column in columns if any(column.raw_of(row) not in (None, "") for row in shown)]
+    more = f"the first {MAX_HTML_ROWS} of {len(rows)} rows; `hpcbench table --out` writes all"
+    view = View.from_rows(title, filled, shown, [more, *notes] if len(rows) > MAX_HTML_ROWS else notes)
+    return replace(view, name=name)
 
 
 def plain_columns(
@@ -95,13 +50,6 @@ def plain_columns(
         Column(name, texts.get(name, column_heading(name)), itemgetter(number), choices=name in keys)
         for number, name in enumerate(names)
     ]
-
-
-def _html_cell(text: str, value: Any) -> HtmlCell:
-    text = printable_excerpt(text)
-    if len(text) > _MAX_CELL_CHARS:
-        text = f"{text[:_MAX_CELL_CHARS]} ..."
-    return HtmlCell(text, repr(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else "")
 
 
 def _parameter(name: str, read: Callable[[RunSpec], Any], heading: str = "") -> Column:
@@ -126,7 +74,7 @@ _LAST_COLUMNS = [
 ]
 
 
-def results_html_table(rows: Sequence[ResultRow], sweeps: Mapping[str, str], marks: WarningFootnotes) -> HtmlTable:
+def results_view(rows: Sequence[ResultRow], sweeps: Mapping[str, str], marks: WarningFootnotes) -> View:
     """Every configuration with its figures and differing parameters; ``sweeps`` names the sweep of each run."""
     valid = [row for row in rows if row.spec is not None]
     varying, shared = split_parameters([row.spec for row in valid if row.spec is not None])
@@ -155,7 +103,7 @@ def results_html_table(rows: Sequence[ResultRow], sweeps: Mapping[str, str], mar
         notes.append("warnings: the letters of the table below")
     if any(row.speedup for row in valid):
         notes.append("speed-up: samples/s over that of one device with the same batch per replica")
-    return html_table("results", "Every configuration", columns, valid, notes=notes)
+    return page_view("results", "Every configuration", columns, valid, notes=notes)
 
 
 def _attribute_columns(*entries: tuple[str, str, str]) -> list[Column]:
@@ -174,7 +122,7 @@ _RESULT_FIGURES = _attribute_columns(
     ("metrics.peak_memory_bytes", "peak_memory_bytes", "peak memory"), ("metrics.loss.last", "loss_last", "last loss"),
     ("metrics.accuracy", "accuracy", ""),
 )  # fmt: skip
-EVIDENCE_COLUMNS = _attribute_columns(
+_EVIDENCE_COLUMNS = _attribute_columns(
     ("spec.strategy", "strategy", ""), ("spec.nodes", "nodes", ""), ("devices", "devices", ""),
     ("spec.batch_size", "batch_size", "batch"), ("launches", "launches", ""),
     ("metrics.samples_per_s", "samples_per_s", ""), ("metrics.samples_per_s.low", "samples_per_s_low", "min"),
@@ -184,17 +132,23 @@ EVIDENCE_COLUMNS = _attribute_columns(
 )  # fmt: skip
 
 
-def warnings_html_table(rows: Sequence[ResultRow], marks: WarningFootnotes) -> HtmlTable | None:
-    """The letters of ``results_html_table``; ``None`` without warnings."""
+def evidence_view(finding: Finding, number: int) -> View | None:
+    """The configurations behind the finding of this number of its kind; ``None`` without any."""
+    name = f"rows-{finding.kind}-{number}"
+    return page_view(name, "Evidence", _EVIDENCE_COLUMNS, finding.evidence) if finding.evidence else None
+
+
+def warnings_view(rows: Sequence[ResultRow], marks: WarningFootnotes) -> View | None:
+    """The letters of ``results_view``; ``None`` without warnings."""
     table = [
         [letter, len(texts), texts[0], next(row.run_ids[0] for row in rows if texts[0] in row.warnings)]
         for letter, texts in marks.kinds()
     ]
     names = ["letter", "configurations", "warning, the first of similar ones", "run"]
-    return html_table("warned", "Warnings by kind", plain_columns(names), table, filters=False) if table else None
+    return page_view("warned", "Warnings by kind", plain_columns(names), table) if table else None
 
 
-def failures_html_table(rows: Sequence[ResultRow]) -> HtmlTable | None:
+def failures_view(rows: Sequence[ResultRow]) -> View | None:
     """Runs that did not end well, one by one; ``None`` without any."""
     failed = [row for row in rows if row.status != STATUS_OK]
     if not failed:
@@ -204,7 +158,7 @@ def failures_html_table(rows: Sequence[ResultRow]) -> HtmlTable | None:
     reason = Column("reason", "reason", lambda row: row.reason or "no reason was left")
     notes = ["`hpcbench logs RUN` shows the output of a run"]
     columns = [cluster, status, *shape, reason, run]
-    return html_table("failed", "Runs that did not end well", columns, failed, notes=notes)
+    return page_view("failed", "Runs that did not end well", columns, failed, notes=notes)
 
 
 PREDICTED_PLOT, SCALING_PLOT = "predicted", "scaling"
@@ -222,7 +176,7 @@ class PageFigure(NamedTuple):
     source: str
     specification: str
     notes: list[str]
-    data: HtmlTable
+    data: View
 
 
 def draw_page_figures(
@@ -262,9 +216,8 @@ def make_page_figure(plot: Plot) -> PageFigure:
     rows = [list(map(_plain_value, row.values())) for row in plot.rows]
     notes = [f"the first {_MAX_DATA_ROWS} of {len(rows)} points"] if len(rows) > _MAX_DATA_ROWS else []
     title = printable_excerpt(plot.title)
-    data = html_table(
-        f"data-{plot.name}", f"Points of {title}", plain_columns(names), rows[:_MAX_DATA_ROWS], notes=notes,
-        filters=False,
+    data = page_view(
+        f"data-{plot.name}", f"Points of {title}", plain_columns(names), rows[:_MAX_DATA_ROWS], notes=notes
     )  # fmt: skip
     return PageFigure(
         plot.name, title, printable_excerpt(plot.alt), f"data:image/svg+xml;base64,{image}",
@@ -291,7 +244,7 @@ _MAX_VALUES = 12
 _MAX_ENVIRONMENTS = 8
 
 
-def runs_html_table(frame: pl.DataFrame) -> HtmlTable:
+def runs_view(frame: pl.DataFrame) -> View:
     """Number, statuses and times of runs by cluster, sweep and environment."""
     keys = ["cluster", "sweep", "environment_digest"]
     time_ns = pl.col("file.mtime_ns")
@@ -308,7 +261,7 @@ def runs_html_table(frame: pl.DataFrame) -> HtmlTable:
     headings = {"environment_digest": "environment", "others": "not ok", "first": "first result", "last": "last result"}
     notes = ["times (UTC) of the result files"] if any(row[6] for row in table) else []
     columns = plain_columns(names, headings)
-    return html_table("runs", "Runs by cluster, sweep and environment", columns, table, notes=notes, filters=False)
+    return page_view("runs", "Runs by cluster, sweep and environment", columns, table, notes=notes)
 
 
 def _status_counts(statuses: Sequence[str]) -> str:
@@ -332,7 +285,7 @@ def sample_runs(frame: pl.DataFrame) -> list[tuple[str, str]]:
     return list(ended.select("cluster", "run_id").iter_rows())
 
 
-def environments_html_table(results: Iterable[RunResult], runs: int) -> HtmlTable | None:
+def environments_view(results: Iterable[RunResult], runs: int) -> View | None:
     """One row per fact and one column per environment: hosts, devices, software; ``None`` if nothing is known."""
     environments: dict[tuple[str, str], dict[str, dict[str, None]]] = {}
     read = 0
@@ -354,7 +307,7 @@ def environments_html_table(results: Iterable[RunResult], runs: int) -> HtmlTabl
     if len(environments) > _MAX_ENVIRONMENTS:
         notes.append(f"the first {_MAX_ENVIRONMENTS} of {len(environments)} environments")
     columns = plain_columns(names, {name: name for name in names})
-    return html_table("environments", "Hardware and software", columns, table, notes=notes, filters=False)
+    return page_view("environments", "Hardware and software", columns, table, notes=notes)
 
 
 def _fact_texts(provenance: dict[str, Any], path: str) -> list[str]:

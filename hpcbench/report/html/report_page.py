@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 import polars as pl
@@ -26,22 +26,12 @@ from hpcbench.report.findings.findings_report import Findings
 from hpcbench.report.findings.problem_findings import UnfinishedSweep
 from hpcbench.report.findings.throughput_findings import EFFICIENCY_BOUND
 from hpcbench.report.html import page_elements
-from hpcbench.report.html.page_elements import HtmlTable, PageFigure, html_table
+from hpcbench.report.html.page_elements import PageFigure, page_view
 from hpcbench.report.plots.plot_model import PlotRequest, ReadFullResults
-from hpcbench.report.table_model import Column, WarningFootnotes
+from hpcbench.report.table_model import Column, View, WarningFootnotes
 from hpcbench.units import pluralize
 
 TEMPLATE_FOLDER = Path(__file__).resolve().parent / "template"
-
-
-class PageFinding(NamedTuple):
-    """A finding with the printed word for its certainty, the lines below it, and its evidence."""
-
-    subject: str
-    text: str
-    certainty: str
-    details: list[str]
-    evidence: HtmlTable | None
 
 
 @dataclass(frozen=True)
@@ -51,10 +41,10 @@ class PageSection:
     ident: str
     heading: str
     texts: list[str] = field(default_factory=list)
-    groups: list[tuple[str, list[PageFinding], str]] = field(default_factory=list)
+    groups: list[tuple[str, list[Finding], str]] = field(default_factory=list)
     """Heading, findings, and a note about findings that are not shown."""
     figures: list[PageFigure] = field(default_factory=list)
-    grids: list[HtmlTable] = field(default_factory=list)
+    grids: list[View] = field(default_factory=list)
     blocks: list[tuple[str, str]] = field(default_factory=list)
     """Heading and text that keeps its lines."""
     notes: list[str] = field(default_factory=list)
@@ -70,7 +60,8 @@ def render_page(
         loader=jinja2.FileSystemLoader(str(TEMPLATE_FOLDER)), undefined=jinja2.StrictUndefined, autoescape=True,
         finalize=_printable_value, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
-    environment.filters.update(script_json=page_elements.script_json, script_text=_script_text)
+    environment.filters.update(script_json=page_elements.script_json, script_text=_script_text, excerpt=_excerpt)
+    environment.globals.update(details=findings_report.finding_details, evidence=page_elements.evidence_view)
     return environment.get_template("page.html.j2").render(
         title=title, overview=overview, where=where or "", sections=sections, version=hpcbench.__version__,
         style=_trusted_markup(style), scripts=[_trusted_markup(script) for script in scripts],
@@ -104,11 +95,18 @@ def _printable_value(value: Any) -> Any:
     return printable_text(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
+def _excerpt(text: str) -> str:
+    """A cell as printable text of a readable length."""
+    text = printable_excerpt(text)
+    return text if len(text) <= _MAX_CELL_CHARS else f"{text[:_MAX_CELL_CHARS]} ..."
+
+
 def _script_text(text: str) -> Markup:
     assert "<" not in text, "only JSON of script_json can stand in a script element"
     return Markup(text)  # noqa: S704
 
 
+_MAX_CELL_CHARS = 400
 _MAX_FINDINGS_OF_A_KIND = 60
 _MAX_SUMMARY_WARNINGS = 3
 _CERTAINTY_NOTES = [
@@ -162,11 +160,11 @@ def report_html(frame: pl.DataFrame, request: ReportRequest) -> str:
         narrowed, PlotRequest(whole=request.whole), request.predicted, request.lines
     )
     sweeps = dict(narrowed.select("run_id", "sweep").drop_nulls().iter_rows())
-    results = [page_elements.results_html_table(rows, sweeps, marks), page_elements.failures_html_table(rows)]
-    provenance: list[HtmlTable | None] = [page_elements.runs_html_table(narrowed)]
+    results = [page_elements.results_view(rows, sweeps, marks), page_elements.failures_view(rows)]
+    provenance: list[View | None] = [page_elements.runs_view(narrowed)]
     if request.whole is not None:
         sample = request.whole(page_elements.sample_runs(narrowed))
-        provenance.append(page_elements.environments_html_table(sample, len(narrowed)))
+        provenance.append(page_elements.environments_view(sample, len(narrowed)))
     not_drawn = ["Not drawn: " + "; ".join(left_out)] if left_out else []
     sections = [
         *_summary_section(findings, marks),
@@ -174,7 +172,7 @@ def report_html(frame: pl.DataFrame, request: ReportRequest) -> str:
         _findings_section(findings),
         *_tables_section("predicted", "Predicted and measured", [_predicted_table(request.predicted)]),
         *_tables_section("configurations", "All results", results),
-        *_tables_section("warnings", "Warnings", [page_elements.warnings_html_table(rows, marks)]),
+        *_tables_section("warnings", "Warnings", [page_elements.warnings_view(rows, marks)]),
         *_tables_section("provenance", "Runs, hardware and software", provenance),
         _reproduce_section(findings, request),
     ]
@@ -193,7 +191,7 @@ def _summary_section(findings: Findings, marks: WarningFootnotes) -> list[PageSe
     return [PageSection("summary", "Summary", warnings, grids=[table] if table else [])]
 
 
-def _tables_section(ident: str, heading: str, tables: Sequence[HtmlTable | None]) -> list[PageSection]:
+def _tables_section(ident: str, heading: str, tables: Sequence[View | None]) -> list[PageSection]:
     """A section of those tables that exist; nothing without any."""
     grids = [table for table in tables if table is not None]
     return [PageSection(ident, heading, grids=grids)] if grids else []
@@ -207,8 +205,7 @@ def _findings_section(findings: Findings) -> PageSection:
         hidden = len(of_kind) - len(shown)
         more = f"{hidden} more are not shown; --where narrows the question" if hidden else ""
         if shown:
-            entries = [_page_finding(f"{kind}-{number}", finding) for number, finding in enumerate(shown, 1)]
-            groups.append((heading, entries, more))
+            groups.append((heading, shown, more))
     heading, suggestions = findings_report.inconclusive_summary(findings)
     texts = "; ".join(f"{text} ({count})" for text, count in suggestions)
     notes = [f"{heading}. To resolve them: {texts}."] if suggestions else []
@@ -216,16 +213,7 @@ def _findings_section(findings: Findings) -> PageSection:
     return PageSection("findings", "Findings", empty, groups, notes=[*notes, *_CERTAINTY_NOTES])
 
 
-def _page_finding(ident: str, finding: Finding) -> PageFinding:
-    word = finding.sure
-    # The certainty stands before the text.
-    text = finding.text.removeprefix(f"{word}; ").removeprefix(f"{word}: ")
-    columns, rows = page_elements.EVIDENCE_COLUMNS, finding.evidence
-    evidence = html_table(f"rows-{ident}", "Evidence", columns, rows, filters=False) if rows else None
-    return PageFinding(finding.subject, text, word, findings_report.finding_details(finding), evidence)
-
-
-def _scales_table(findings: Findings) -> HtmlTable | None:
+def _scales_table(findings: Findings) -> View | None:
     """The fastest strategies: scales, workloads and clusters side by side."""
 
     def percent(ratio: float | None) -> float | None:
@@ -247,16 +235,16 @@ def _scales_table(findings: Findings) -> HtmlTable | None:
     ]
     fastest = findings.of_kind("fastest")
     caption = "The fastest strategy per workload, scale and cluster"
-    return html_table("glance", caption, columns, fastest) if fastest else None
+    return page_view("glance", caption, columns, fastest) if fastest else None
 
 
-def _predicted_table(frame: pl.DataFrame | None) -> HtmlTable | None:
+def _predicted_table(frame: pl.DataFrame | None) -> View | None:
     if frame is None or frame.is_empty():
         return None
     names = [_PREDICTED_COLUMN_NAMES.get(name, name) for name in frame.columns]
     headings = {column: name for name, column in _PREDICTED_COLUMN_NAMES.items()}
     columns = page_elements.plain_columns(names, headings, keys=("spec.strategy",))
-    return html_table("predicted-rows", "Step times as predicted and as measured", columns, list(frame.iter_rows()))
+    return page_view("predicted-rows", "Step times as predicted and as measured", columns, list(frame.iter_rows()))
 
 
 _PREDICTED_COLUMN_NAMES = {
