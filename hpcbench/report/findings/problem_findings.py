@@ -25,12 +25,7 @@ SPREAD_THRESHOLD = 1.1
 
 def data_quality_findings(rows: Configurations) -> list[Finding]:
     """Warnings by kind, configurations whose launches differ widely, clusters with several environments."""
-    return [
-        *_warning_findings(rows),
-        *_spread_findings(rows),
-        *_environment_findings(rows),
-        *_single_launch_findings(rows),
-    ]
+    return [*_warning_findings(rows), *_spread_findings(rows), *_environment_findings(rows)]
 
 
 class UnfinishedSweep(NamedTuple):
@@ -99,16 +94,6 @@ def _environment_findings(rows: Configurations) -> list[Finding]:
         )
         for cluster, environments in sorted(by_cluster.items()) if len(environments) > 1
     ]  # fmt: skip
-
-
-def _single_launch_findings(rows: Configurations) -> list[Finding]:
-    single = [row for row in rows if len(row.rates) == 1]
-    if not single:
-        return []
-    return [Finding(
-        "doubt", f"launches, {pluralize(len(single), 'configuration')} of {len(rows)}",
-        "measured once only: run-to-run variation is unknown", OBSERVED, settle="set `repeats = 5` in the sweep",
-    )]  # fmt: skip
 
 
 _NO_FAILURE = frozenset({STATUS_OK, "oom", "skipped"})
