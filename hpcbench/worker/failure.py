@@ -35,6 +35,11 @@ _PEER_LOST_MESSAGE = re.compile(
 _NO_COMPILER_MESSAGE = re.compile(r"No working C\+\+ compiler|working triton|Failed to find C compiler", re.IGNORECASE)
 _SHARED_GPU_MESSAGE = re.compile(r"Duplicate GPU detected")
 """NCCL's, for two ranks on one GPU or on MIG instances of one (its issue 418)."""
+LOADER_HINT = (
+    "a process that reads samples ended: killed for the job's memory, or with /dev/shm full, which holds the batches "
+    "(df -h /dev/shm on the node; a container may need --shm-size); a smaller batch_size needs less of both"
+)
+_LOADER_MESSAGE = re.compile(r"DataLoader worker|shared memory|torch_shm|file </torch_")
 _PEER_LOST_TYPES = {"DistNetworkError", "DistBackendError", "DistStoreError", "PeerEnded"}
 _POSSIBLY_PEER_LOST_TYPES = {"RuntimeError", "OSError", "TimeoutError", "ConnectionError", "ConnectionResetError",
                      "ConnectionRefusedError", "ConnectionAbortedError", "BrokenPipeError",
@@ -65,6 +70,8 @@ def describe_error(error: BaseException) -> tuple[str, FailureRecord]:
         message = _first_lines(message)
     if _SHARED_GPU_MESSAGE.search(message):
         hint = "NCCL takes one rank per GPU, and MIG instances of one GPU are one: give each rank a GPU of its own"
+    if _LOADER_MESSAGE.search(message) and status == "failed":
+        hint = hint or LOADER_HINT
     if status == "oom" and "CUDA" not in message:
         # The framework says itself what an accelerator has.
         message = f"{message or type(error).__name__} ({describe_own_job_memory()})"

@@ -37,8 +37,8 @@ from hpcbench.worker.strategies.base import Strategy, resolve_runtime
 from hpcbench.worker.training_loop import LoopProgress, make_evaluate_hook, run_training_loop
 from hpcbench.worker.verification.verify import VerificationInputs, verify_run
 
-MAX_LOADER_THREADS = 8
-"""Threads that read samples: more would wait for the interpreter's lock."""
+MAX_LOADER_WORKERS = 8
+"""Processes of a rank that read samples: each holds batches in shared memory."""
 
 
 def measure_run(finalizer: RunFinalizer) -> None:
@@ -75,7 +75,7 @@ def measure_run(finalizer: RunFinalizer) -> None:
     runtime = resolve_runtime(spec.strategy)
     strategy = runtime()
     data_folder = expand_path(header.data_folder) if header.data_folder else None
-    source = DataSource(data_folder, loader_thread_count(header, info))
+    source = DataSource(data_folder, loader_worker_count(header, info))
     with closing(make_feed(spec, device, source)) as feed:
         provenance["data"] = feed.description()
         strategy.setup(wrap_blocks(build_model(spec, header.model_folder), spec), spec, rank_context)
@@ -165,11 +165,11 @@ def set_torch_threads(env: Mapping[str, str], header: TaskFileHeader, info: rank
     return rank_environment.core_warnings(cores, header.cores_per_task, info.local_world_size, os.cpu_count() or cores)
 
 
-def loader_thread_count(header: TaskFileHeader, info: rank_environment.RankInfo) -> int:
-    """Return how many threads of a rank may read samples: its cores but one, which drives the device."""
+def loader_worker_count(header: TaskFileHeader, info: rank_environment.RankInfo) -> int:
+    """Return how many processes of a rank may read samples: its cores but one, which drives the device."""
     cores = len(rank_environment.cpu_mask())
     share = min(cores, header.cores_per_task or max(1, cores // info.local_world_size))
-    return max(1, min(MAX_LOADER_THREADS, share - 1))
+    return max(1, min(MAX_LOADER_WORKERS, share - 1))
 
 
 def recomputed_share(spec: RunSpec) -> float:

@@ -131,7 +131,8 @@ class RankPool:
     def _start(self, count: int) -> None:
         for rank in range(len(self._ranks), count):
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            # No daemon, which might start no loader workers. It ends with its pipe.
+            process = self._context.Process(target=_serve, args=(rank, theirs), daemon=False)
             process.start()
             theirs.close()
             self._ranks.append((process, ours))

@@ -53,9 +53,10 @@ def test_samples_in_files(tmp_path: Path) -> None:
     assert isinstance(feed, FileFeed)
     try:
         feed.prepare(0)
-        pending = list(feed._pending.values())
-        assert pending
-        assert all(batch.inputs.is_pinned() and batch.targets.is_pinned() for batch in pending)
+        assert feed._batches is not None
+        read = next(feed._batches)
+        assert all(tensor.is_pinned() for tensor in read)
+        feed.prepare(0)
         for step in range(3):
             inputs, _ = batch_without_wait(feed, step)
             assert inputs.shape == (spec.batch_size, 3, SIZE, SIZE)

@@ -39,7 +39,7 @@ class Pool:
         self._pipes, self._calls = [ours for ours, _ in pipes], 0
         self._processes = [
             context.Process(
-                target=_serve, args=(rank, ranks, self._store.port, theirs, self._stacks_of(rank)), daemon=True
+                target=_serve, args=(rank, ranks, self._store.port, theirs, self._stacks_of(rank)), daemon=False
             )
             for rank, (_, theirs) in enumerate(pipes)
         ]

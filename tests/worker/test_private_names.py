@@ -102,6 +102,7 @@ MEMBERS: dict[str, Callable[[], Any]] = {
     "_process_group_name": lambda: importlib.import_module("torch.distributed.distributed_c10d"),
     "_reversed_padding_repeated_twice": lambda: nn.Conv2d(1, 1, 1),
     "_schema": lambda: torch.ops.aten.add.Tensor,
+    "_shutdown_workers": lambda: importlib.import_module("torch.utils.data.dataloader")._MultiProcessingDataLoaderIter,
     "_sequence_nr": lambda: torch.ones(1, requires_grad=True).sum().grad_fn,
     # No underscore, and not documented: the profiler's raw events.
     "linked_correlation_id": _profiler_event,

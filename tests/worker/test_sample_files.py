@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from PIL import Image
@@ -17,10 +21,10 @@ from PIL import Image
 from hpcbench.errors import WorkerError
 from hpcbench.worker.data import feeds
 from hpcbench.worker.data.feed import DataFeed, DataSource
-from hpcbench.worker.data.feeds import PREFETCHED_BATCHES, BatchLoader, SampleLayout, make_feed
+from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.data.sample_files import decode_image
 from hpcbench.worker.data.sample_generator import SampleGenerator
-from hpcbench.worker.failure import describe_error
+from hpcbench.worker.failure import LOADER_HINT, describe_error
 from tests.worker.helpers import make_spec
 
 CPU = torch.device("cpu")
@@ -56,7 +60,6 @@ def test_prefetched_batches_equal_those_read_directly(data_folder: Path) -> None
         for found in (ahead.batch(step, 1), ahead.batch(step, 1)):
             assert torch.equal(found[0], expected[0])
             assert torch.equal(found[1], expected[1])
-    assert len(ahead._pending) == PREFETCHED_BATCHES  # type: ignore[attr-defined]
     ahead.close()
     plain.close()
 
@@ -75,7 +78,7 @@ def test_an_epoch_goes_through_the_pool_again_and_again(data_folder: Path) -> No
 
 
 def samples_of(feed: DataFeed) -> Any:
-    return feed._samples  # type: ignore[attr-defined]
+    return feed._samples._samples  # type: ignore[attr-defined]
 
 
 def test_an_image_is_its_pixels_normalised(data_folder: Path) -> None:
@@ -166,72 +169,124 @@ def test_a_truncated_image_is_named(tmp_path: Path) -> None:
         decode_image(str(path), (3, 64, 64))
 
 
-def test_an_error_of_a_loader_thread_fails_its_step() -> None:
-    class Broken:
-        location = "there"
+def with_reader(feed: DataFeed, read: Callable[[int], None]) -> None:
+    """Have ``read`` called with the index of each sample before the feed's reader gets it."""
+    reader = samples_of(feed)
+    plain = reader.read
 
-        def __len__(self) -> int:
-            return 8
+    def read_after(index: int, inputs: Any, target: Any) -> None:
+        read(index)
+        plain(index, inputs, target)
 
-        def read(self, index: int, inputs: Any, target: Any) -> None:
-            if index == 5:
-                raise WorkerError("number 5 is broken")
-            inputs[:] = index
-
-    reading = BatchLoader(Broken(), SampleLayout((2,), (), "class"), 2, pinned=False)
-    assert reading.wait(reading.begin(range(4)))[0][:, 0].tolist() == [0, 1, 2, 3]
-    with pytest.raises(WorkerError, match="number 5 is broken"):
-        reading.wait(reading.begin(range(4, 8)))
-    assert reading.wait(reading.begin([7]))[0][0, 0] == 7, "the threads go on"
-    reading.close()
+    reader.read = read_after
 
 
-def test_a_file_system_that_is_stuck_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    release = threading.Event()
+def test_a_file_that_a_worker_cannot_read_fails_its_step_with_the_hint(data_folder: Path) -> None:
+    feed = feed_of(data_folder, "cifar10", 16)
+    broken = int(feed.sample_indices(1, 0)[3]) % 300
 
-    class Stuck:
-        location = "the slow place"
+    def read(index: int) -> None:
+        if index == broken:
+            raise WorkerError(f"number {index} is broken", status="unsupported", hint="make it again")
 
-        def __len__(self) -> int:
-            return 1
-
-        def read(self, index: int, inputs: Any, target: Any) -> None:
-            release.wait(30)
-
-    monkeypatch.setattr(feeds, "SAMPLE_TIMEOUT_S", 0.05)
-    reading = BatchLoader(Stuck(), SampleLayout((2,), (), "class"), 1, pinned=False)
-    with pytest.raises(WorkerError, match="for a sample of the slow place"):
-        reading.wait(reading.begin([0]))
-    release.set()
-    reading.close()
+    with_reader(feed, read)
+    feed.prepare(0)
+    feed.batch(0, 0)
+    with pytest.raises(WorkerError, match=f"number {broken} is broken") as caught:
+        feed.batch(1, 0)
+    assert (caught.value.status, caught.value.hint) == ("unsupported", "make it again")
+    assert feed.batch(2, 0)[0].shape == (8, 3, 16, 16), "the workers go on"
+    feed.close()
 
 
-def test_threads_end_with_the_feed(data_folder: Path) -> None:
-    before = set(threading.enumerate())
+def test_another_error_of_a_worker_keeps_its_type_and_its_place(data_folder: Path) -> None:
+    feed = feed_of(data_folder, "cifar10", 16)
+
+    def read(index: int) -> None:
+        raise IndexError("no such row")
+
+    with_reader(feed, read)
+    feed.prepare(0)
+    with pytest.raises(IndexError, match=r"in read_after[\s\S]*no such row"):
+        feed.batch(0, 0)
+    feed.close()
+
+
+def test_a_file_system_that_is_stuck_is_given_up(data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeds, "BATCH_TIMEOUT_S", 1)
+    feed = feed_of(data_folder, "cifar10", 16)
+    with_reader(feed, lambda _: time.sleep(0.25))
+    feed.prepare(0)
+    with pytest.raises(WorkerError, match=r"waited 1 s for a batch of .*cifar10-16"):
+        feed.batch(0, 0)
+    feed.close()
+
+
+def test_a_worker_that_is_killed_is_named_with_what_may_have_killed_it(data_folder: Path) -> None:
+    feed = feed_of(data_folder, "cifar10", 16)
+    with_reader(feed, lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    feed.prepare(0)
+    with pytest.raises(
+        RuntimeError, match=r"DataLoader worker .*(killed by signal: Killed|exited unexpectedly)"
+    ) as caught:
+        feed.batch(0, 0)
+    status, failure = describe_error(caught.value)
+    assert (status, failure.hint) == ("failed", LOADER_HINT)
+    feed.close()
+
+
+def test_full_shared_memory_fails_the_step_with_a_hint(data_folder: Path) -> None:
+    spaces = ["unshare", "--user", "--map-root-user", "--mount"]
+    mount = "mount -t tmpfs -o size=64k tmpfs /dev/shm"
+    if shutil.which("unshare") is None or subprocess.run([*spaces, "sh", "-c", mount], check=False).returncode:
+        pytest.skip("this machine lets nobody mount a small /dev/shm")
+    code = f"""
+from pathlib import Path
+from tests.worker.test_sample_files import describe_error, feed_of
+feed = feed_of(Path({str(data_folder)!r}), "cifar10", 16, batch_size=64)
+feed.prepare(0)
+try:
+    feed.batch(0, 0)
+except BaseException as error:
+    print(*describe_error(error))
+feed.close()
+"""
+    words = [*spaces, "sh", "-c", f'{mount} && exec "$0" -c "$1"', sys.executable, code]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+    assert ended.stdout.startswith("failed FailureRecord"), ended.stderr
+    assert "/dev/shm full" in ended.stdout
+
+
+def test_a_signal_to_all_processes_of_a_job_ends_no_worker(data_folder: Path) -> None:
+    feed = feed_of(data_folder, "cifar10", 16)
+    feed.prepare(0)
+    expected = feed.batch(0, 0)
+    for child in psutil.Process().children():
+        child.send_signal(signal.SIGTERM)
+    feed.batch(1, 0)
+    assert torch.equal(feed.batch(0, 0)[0], expected[0])
+    feed.close()
+
+
+def test_workers_and_their_reads_ahead_shrink_with_the_size_of_a_batch(
+    data_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch_bytes = 4 * 8 * 3 * 16 * 16
+    for limit, expected in ((4, (2, 2)), (3, (2, 1)), (1, (1, 1)), (0, (1, 1))):
+        monkeypatch.setattr(feeds, "_MAX_SHARED_BYTES", limit * batch_bytes)
+        feed = feed_of(data_folder, "cifar10", 16)
+        assert (feed._workers, feed._prefetch_factor) == expected  # type: ignore[attr-defined]
+
+
+def test_workers_end_with_the_feed(data_folder: Path) -> None:
+    before = {child.pid for child in psutil.Process().children()}
     feed = feed_of(data_folder, "cifar10", 16, batch_size=64)
     feed.prepare(0)
-    assert set(threading.enumerate()) - before, "there are some"
+    started = [child for child in psutil.Process().children() if child.pid not in before]
+    assert len(started) == 2
     feed.close()
-    give_up = time.monotonic() + 30
-    while set(threading.enumerate()) - before:
-        assert time.monotonic() < give_up, "a thread goes on"
-        time.sleep(0.01)
-
-
-def test_threads_that_are_stuck_keep_no_process_alive() -> None:
-    code = """
-import time
-from hpcbench.worker.data.feeds import BatchLoader, SampleLayout
-class Stuck:
-    location = "there"
-    def __len__(self): return 1
-    def read(self, index, inputs, target): time.sleep(600)
-reading = BatchLoader(Stuck(), SampleLayout((2,), (), "class"), 2, pinned=False)
-reading.begin([0, 0, 0])
-time.sleep(0.1)
-reading.close()
-"""
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    psutil.wait_procs(started, timeout=30)
+    assert not any(child.is_running() for child in started)
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,10 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 class DataSource(NamedTuple):
-    """The folder of samples that lie in files, and how many threads of this rank may read them."""
+    """The folder of samples that lie in files, and how many processes of this rank may read them."""
 
     folder: Path | None = None
-    threads: int = 1
+    workers: int = 1
 
 
 NO_FILES = DataSource()
@@ -136,7 +136,7 @@ class DataFeed(ABC):
         return None
 
     def close(self) -> None:  # noqa: B027 - optional
-        """Release threads and files."""
+        """Release worker processes and files."""
 
     def description(self) -> dict[str, Any]:
         """Return the facts that a result records about its samples."""

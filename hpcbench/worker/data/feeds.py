@@ -1,19 +1,18 @@
-"""The feeds of a run: synthetic samples on the device or the host, samples that background threads read from files, and
+"""The feeds of a run: synthetic samples on the device or the host, samples that worker processes read from files, and
 the choice among all feeds."""
 
 from __future__ import annotations
 
 import math
-import queue
-import threading
-import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
@@ -123,119 +122,52 @@ def draw_tokens(phrase: Tensor, count: int, shape: tuple[int, ...], source: torc
     return noisy[:, :-1].contiguous(), noisy[:, 1:].contiguous()
 
 
-PREFETCHED_BATCHES = 2
-"""Batches that are read while a step computes."""
-_LARGE_BATCH_BYTES = 2**30
-"""Size of a batch from which on only one batch is read ahead."""
+_PREFETCH_FACTOR = 2
+"""Batches that a loader worker reads ahead, torch's default."""
+_MAX_SHARED_BYTES = 2**31
+"""Bytes of a rank's batches in shared memory: a smaller prefetch, then fewer workers keep below. One batch must fit."""
+BATCH_TIMEOUT_S = 600
+"""A run fails if it waits for a batch for this time."""
 
 
-SAMPLE_TIMEOUT_S = 300.0
-"""A run fails after this time without a single new sample."""
-_CLOSE_TIMEOUT_S = 1.0
+class FileSamples(Dataset[Batch]):
+    """The samples of files as ``DataLoader`` reads them: a whole batch at once, in memory that processes share."""
 
+    def __init__(self, samples: SampleReader, inputs: tuple[int, ...], targets: tuple[int, ...], target: str) -> None:
+        self._samples, self._inputs, self._targets = samples, inputs, targets
+        self._inputs_type = torch.int64 if target == "tokens" else torch.float32
+        self._targets_type = torch.float32 if target == "values" else torch.int64
 
-class SampleLayout:
-    """Shapes and dtypes of one sample in memory; ``target`` is ``class``, ``values`` or ``tokens``."""
+    def __len__(self) -> int:
+        return len(self._samples)
 
-    def __init__(self, inputs: tuple[int, ...], targets: tuple[int, ...], target: str) -> None:
-        self.inputs, self.targets = inputs, targets
-        self.inputs_type = torch.int64 if target == "tokens" else torch.float32
-        self.targets_type = torch.float32 if target == "values" else torch.int64
+    def read(self, indexes: Sequence[int], shared: bool = False) -> Batch:
+        """Return the samples ``indexes``; raises ``WorkerError`` for a file that cannot be read."""
+        inputs = torch.empty(len(indexes), *self._inputs, dtype=self._inputs_type)
+        targets = torch.empty(len(indexes), *self._targets, dtype=self._targets_type)
+        if shared:
+            # Before they are filled: full shared memory is then an error of this process' main thread, which reports
+            # it.
+            for tensor in (inputs, targets):
+                tensor.share_memory_()  # type: ignore[no-untyped-call]
+        rows = targets.numpy().reshape(len(indexes), -1)
+        for index, row, target in zip(indexes, inputs.numpy(), rows, strict=True):
+            self._samples.read(index, row, target)
+        return inputs, targets
 
-
-class PendingBatch:
-    """A batch that reader threads are filling."""
-
-    def __init__(self, indexes: Sequence[int], shape: SampleLayout, pinned: bool) -> None:
-        count = len(indexes)
-        self.indexes = indexes
-        self.inputs = torch.empty(count, *shape.inputs, dtype=shape.inputs_type, pin_memory=pinned)
-        self.targets = torch.empty(count, *shape.targets, dtype=shape.targets_type, pin_memory=pinned)
-        self.arrays = (self.inputs.numpy(), self.targets.numpy().reshape(count, -1))
-        self.error: BaseException | None = None
-        self.dropped = False
-        self._left = count
-        self._progress = threading.Condition()
-
-    def sample_done(self, error: BaseException | None) -> None:
-        """Count one more sample, which was read or failed with ``error``."""
-        with self._progress:
-            self.error = self.error or error
-            self._left -= 1
-            self._progress.notify_all()
-
-    def wait(self, location: str) -> tuple[Tensor, Tensor]:
-        """Return the complete batch; raises the exception of a failed read."""
-        with self._progress:
-            while self._left and self.error is None:
-                before = self._left
-                if not self._progress.wait(SAMPLE_TIMEOUT_S) and self._left == before:
-                    message = f"waited {SAMPLE_TIMEOUT_S:.0f} s for a sample of {location}: the file system is stuck"
-                    raise WorkerError(message)
-        if self.error is not None:
-            raise self.error
-        return self.inputs, self.targets
-
-
-class BatchLoader:
-    """``threads`` readers of one set, which load the next batches while a step computes.
-
-    Reading and decoding release the interpreter lock. The threads are daemons: a rank that ends does not wait for a
-    file system.
-    """
-
-    def __init__(self, samples: SampleReader, shape: SampleLayout, threads: int, pinned: bool) -> None:
-        self.threads = threads
-        self._samples, self._shape, self._pinned = samples, shape, pinned
-        self._jobs: queue.SimpleQueue[tuple[PendingBatch, int] | None] = queue.SimpleQueue()
-        self._readers = [
-            threading.Thread(target=self._serve, name=f"loader-{number}", daemon=True) for number in range(threads)
-        ]
-        for reader in self._readers:
-            reader.start()
-
-    def begin(self, indexes: Sequence[int]) -> PendingBatch:
-        """Start reading a batch; returns at once."""
-        pending = PendingBatch(indexes, self._shape, self._pinned)
-        for position in range(len(indexes)):
-            self._jobs.put((pending, position))
-        return pending
-
-    def wait(self, pending: PendingBatch) -> tuple[Tensor, Tensor]:
-        """Return the batch's inputs and targets on the host."""
-        return pending.wait(self._samples.location)
-
-    def close(self) -> None:
-        """End the threads, each after its current sample; a thread that is stuck ends with the process."""
-        while True:
-            try:
-                self._jobs.get_nowait()
-            except queue.Empty:
-                break
-        for _ in self._readers:
-            self._jobs.put(None)
-        give_up = time.monotonic() + _CLOSE_TIMEOUT_S
-        for reader in self._readers:
-            reader.join(max(0.0, give_up - time.monotonic()))
-
-    def _serve(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            pending, position = job
-            if pending.dropped or pending.error is not None:
-                continue
-            inputs, targets = pending.arrays
-            try:
-                self._samples.read(pending.indexes[position], inputs[position], targets[position])
-            except BaseException as error:  # noqa: BLE001 - raised by the step that waits
-                pending.sample_done(error)
-            else:
-                pending.sample_done(None)
+    def __getitems__(self, indexes: list[int]) -> Batch | WorkerError:
+        """Return the batch, or its error: torch would turn a raised one into text, without its status and hint."""
+        try:
+            return self.read(indexes, shared=True)
+        except WorkerError as error:
+            return error
 
 
 class FileFeed(DataFeed):
     """Samples in files. A step's data phase is the wait for a batch and its copy to the device; reads overlap steps.
 
-    An epoch repeats the samples of a synthetic pool until it is as long as the data set's.
+    An epoch repeats the samples of a synthetic pool until it is as long as the data set's. Worker processes read the
+    batches of the replica that is prepared, in the order of steps; this process reads those of others itself.
     """
 
     storage = "files"
@@ -247,71 +179,114 @@ class FileFeed(DataFeed):
         super().__init__(spec, device, samples=len(samples) if is_real else None)
         self.kind = "real" if is_real else "synthetic"
         self.distinct_samples = min(self.samples, len(samples))
-        self._folder, self._spec, self._samples = folder, spec, samples
-        dataset = DATASETS[spec.dataset]
-        targets = {"class": (), "values": (dataset.outputs,), "tokens": self.shape}[dataset.target]
-        self._layout = SampleLayout(self.shape, targets, dataset.target)
-        self._pinned = device.type == "cuda"
-        self._loader = BatchLoader(samples, self._layout, max(1, source.threads), self._pinned)
-        self._pending: dict[tuple[int, int], PendingBatch] = {}
-        self._prefetch_replica: int | None = None
+        self._folder, self._spec, self._location = folder, spec, samples.location
+        self._samples = self._with_layout(samples)
         batch_bytes = 4 * math.prod(self.shape) * self.batch_size
-        self._prefetched = PREFETCHED_BATCHES if batch_bytes < _LARGE_BATCH_BYTES else 1
+        self._workers = max(1, min(source.workers, _MAX_SHARED_BYTES // batch_bytes))
+        fits = _PREFETCH_FACTOR * self._workers * batch_bytes <= _MAX_SHARED_BYTES
+        self._prefetch_factor = _PREFETCH_FACTOR if fits else 1
+        self._replica: int | None = None
+        self._loader: DataLoader[Batch] | None = None
+        self._batches: Iterator[Any] | None = None
+        self._next_step = 0
 
     def prepare(self, replica: int) -> None:
-        """Begin to read the first batches; later batches are prefetched for this replica only."""
-        self._prefetch_replica = replica
-        self._prefetch(range(self._prefetched), replica)
+        """Start the workers, which begin to read the batches of ``replica`` from step 0 on."""
+        self._replica = replica
+        self._loader = self._open_loader(self._samples, self)
+        self._begin_at(0)
 
     def batch(self, step: int, replica: int) -> Batch:
         """Return the batch; waits if reading is slower than the steps."""
-        pending = self._pending.pop((step, replica), None) or self._begin(step, replica)
-        stale = [key for key in self._pending if key[1] == replica and not step < key[0] <= step + self._prefetched]
-        for key in stale:
-            self._pending.pop(key).dropped = True
-        if replica == self._prefetch_replica:
-            self._prefetch(range(step + 1, step + 1 + self._prefetched), replica)
-        return self._finish(self._loader, pending)
+        if replica != self._replica:
+            return self._finish(self._samples.read(self._file_indices(step, replica)))
+        if step != self._next_step:
+            self._begin_at(step)
+        self._next_step += 1
+        assert self._batches is not None, "prepare begins to read"
+        return self._finish(self._wait(self._batches))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield the indices of the prepared replica's samples from the next step on: a loader's ``batch_sampler``."""
+        assert self._replica is not None, "prepare chooses it"
+        return (self._file_indices(step, self._replica) for step in count(self._next_step))
+
+    def _file_indices(self, step: int, replica: int) -> list[int]:
+        return [index % len(self._samples) for index in self.sample_indices(step, replica).tolist()]
 
     def held_out(self) -> Iterator[Batch] | None:
         """Return an iterator over the held-out samples (ImageNet's ``val``); ``None`` if there are none."""
         if self.kind != "real" or DATASETS[self._spec.dataset].target != "class":
             return None
         samples = open_real_samples(self._spec, self._folder, held_out=True)
-        return self._iterate(samples) if len(samples) else None
+        return self._iterate(self._with_layout(samples)) if len(samples) else None
 
     def close(self) -> None:
-        self._loader.close()
+        """End the workers, each after its current batch or, where it is stuck, with the job."""
+        if self._batches is not None:
+            _end_workers(self._batches)
+        self._batches = self._loader = None
 
     def description(self) -> dict[str, Any]:
-        """Return the facts for the result, with the data folder and the number of reader threads."""
-        return super().description() | {"data_folder": str(self._folder), "loader_workers": self._loader.threads}
+        """Return the facts for the result, with the data folder and the number of loader workers."""
+        return super().description() | {"data_folder": str(self._folder), "loader_workers": self._workers}
 
-    def _iterate(self, samples: SampleReader) -> Iterator[Batch]:
-        loader = BatchLoader(samples, self._layout, self._loader.threads, self._pinned)
-        pending: deque[PendingBatch] = deque()
+    def _with_layout(self, samples: SampleReader) -> FileSamples:
+        dataset = DATASETS[self._spec.dataset]
+        targets = {"class": (), "values": (dataset.outputs,), "tokens": self.shape}[dataset.target]
+        return FileSamples(samples, self.shape, targets, dataset.target)
+
+    def _open_loader(self, samples: FileSamples, sampler: Iterable[list[int]]) -> DataLoader[Batch]:
+        # By fork: a worker that imports torch anew would cost seconds and a file system a thousand files. Workers touch
+        # neither the device nor a process group.
+        return DataLoader(
+            samples, batch_sampler=sampler, num_workers=self._workers, prefetch_factor=self._prefetch_factor,
+            persistent_workers=True, pin_memory=self.device.type == "cuda", collate_fn=lambda read: read,
+            worker_init_fn=_leave_signals_to_the_rank, multiprocessing_context="fork", timeout=BATCH_TIMEOUT_S,
+        )  # fmt: skip
+
+    def _begin_at(self, step: int) -> None:
+        assert self._loader is not None, "prepare opens it"
+        self._next_step = step
+        self._batches = iter(self._loader)
+
+    def _iterate(self, samples: FileSamples) -> Iterator[Batch]:
+        starts = range(0, len(samples), self.batch_size)
+        batches = [list(range(first, min(len(samples), first + self.batch_size))) for first in starts]
+        read = iter(self._open_loader(samples, batches))
         try:
-            for first in range(0, len(samples), self.batch_size):
-                pending.append(loader.begin(range(first, min(len(samples), first + self.batch_size))))
-                if len(pending) > PREFETCHED_BATCHES:
-                    yield self._finish(loader, pending.popleft())
-            while pending:
-                yield self._finish(loader, pending.popleft())
+            for _ in batches:
+                yield self._finish(self._wait(read))
         finally:
-            loader.close()
+            _end_workers(read)
 
-    def _finish(self, loader: BatchLoader, pending: PendingBatch) -> Batch:
-        inputs, targets = loader.wait(pending)
+    def _wait(self, batches: Iterator[Any]) -> Batch:
+        try:
+            read: Batch | WorkerError = next(batches)
+        except RuntimeError as error:
+            if "timed out" not in str(error):
+                raise
+            message = f"waited {BATCH_TIMEOUT_S} s for a batch of {self._location}: the file system is stuck"
+            raise WorkerError(message) from error
+        if isinstance(read, WorkerError):
+            raise read
+        return read
+
+    def _finish(self, read: Batch) -> Batch:
+        inputs, targets = read
         return self.to_device(inputs), self.to_device(targets)
 
-    def _prefetch(self, steps: range, replica: int) -> None:
-        for step in steps:
-            if (step, replica) not in self._pending:
-                self._pending[step, replica] = self._begin(step, replica)
 
-    def _begin(self, step: int, replica: int) -> PendingBatch:
-        distinct = len(self._samples)
-        return self._loader.begin([index % distinct for index in self.sample_indices(step, replica).tolist()])
+def _end_workers(batches: Any) -> None:
+    """End the workers of a loader's iterator: an exception that passes through the run delays its deletion."""
+    batches._shutdown_workers()
+
+
+def _leave_signals_to_the_rank(_worker: int) -> None:
+    """A scheduler signals all processes of a job: the rank decides what follows, and ends its workers."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def make_feed(spec: RunSpec, device: torch.device, source: DataSource = NO_FILES) -> DataFeed:
@@ -320,7 +295,7 @@ def make_feed(spec: RunSpec, device: torch.device, source: DataSource = NO_FILES
     Args:
         spec: The run; ``dataset`` and ``data`` decide the feed.
         device: The device of the batches.
-        source: The data folder and the number of reader threads, for data in files.
+        source: The data folder and the number of loader workers, for data in files.
 
     Raises:
         WorkerError: ``unsupported`` if the data set's files are missing.

@@ -1,7 +1,7 @@
 """Readers of samples in files: images, CosmoFlow's HDF5 volumes and flat token files; and the lookup of a run's files.
 
-Readers are called from several threads at once and call no torch. pillow and h5py are optional packages, imported when
-a file of their kind is opened.
+Readers serve forked processes, and call no torch. pillow and h5py are optional packages, imported when a file of their
+kind is opened.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ IMAGENET_STATISTICS = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class SampleReader(Protocol):
-    """A data set in files. ``read`` is called from several threads at once and calls no torch, which would start more.
+    """A data set in files.
 
     Args of ``read``: the sample's index, and the numpy arrays to fill: ``inputs`` [*sample shape] and ``target`` [1],
     [values] or [length]. It raises ``WorkerError`` for a file that cannot be read.
@@ -61,7 +61,7 @@ class ImageReader:
         location: str = "",
     ) -> None:  # fmt: skip
         assert len(files) == len(labels), "every image has a label"
-        importlib.import_module("PIL")  # A missing package is reported here, not by a reader thread.
+        importlib.import_module("PIL")  # A missing package is reported here, not by a loader worker.
         self.location = location or (str(Path(files[0]).parent.parent) if files else "no images")
         self._files, self._labels, self._shape = files, labels, shape
         channels = (shape[0], 1, 1)
@@ -148,9 +148,7 @@ class VolumeReader:
                 if len(shape) != 4 or shape[3] != channels or min(shape[:3]) < extent:
                     wanted = f"{extent} x {extent} x {extent} x {channels} is wanted"
                     raise WorkerError(f"{path} holds a volume of {' x '.join(map(str, shape))}; {wanted}")
-                counts = _read_contiguous(path, full) if self._per_edge == 1 else None
-                if counts is None:
-                    counts = full[region]
+                counts = full[region]
                 values = file["unitPar"][: self._values]
         except (OSError, KeyError, RuntimeError) as error:
             raise WorkerError(f"cannot read the volume {path}: {error}", hint=_REPLACE_HINT) from error
@@ -160,18 +158,6 @@ class VolumeReader:
         for channel in range(channels):
             np.log1p(counts[..., channel], out=inputs[channel], dtype=np.float32, casting="unsafe")
         target[:] = values
-
-
-def _read_contiguous(path: Path, full: Any) -> Any:
-    """Read a contiguous data set without the HDF5 library, which lets only one thread in at a time; else ``None``."""
-    offset = full.id.get_offset()
-    if offset is None or full.chunks is not None or full.compression is not None:
-        return None
-    with open(path, "rb") as file:
-        counts = np.fromfile(file, dtype=full.dtype, count=full.size, offset=offset)
-    if counts.size != full.size:
-        raise OSError(f"it ends after {counts.size} of {full.size} numbers")
-    return counts.reshape(full.shape)
 
 
 class TokenReader:
