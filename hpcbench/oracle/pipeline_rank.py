@@ -44,7 +44,7 @@ from hpcbench.parallel.traffic import Traffic
 
 BUCKET_CAP_BYTES = int(DEFAULT_BUCKET_CAP_MB * MIB)
 _PREFETCHED_MESSAGES = 2
-"""Equal to ``worker.strategies.pipeline.p2p.PREFETCHED_RECEIVES``."""
+"""Messages of a link that may have arrived before their action begins."""
 
 
 class TiedWeight(NamedTuple):

@@ -19,9 +19,6 @@ from tests.cuda.cases import exclusion, gpu_run
 from tests.cuda.gpu_recorder import GpuRecorder
 
 IMITATED = torch.device("cpu", 0)
-PAIRED = ("model", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "pipedream")
-"""On cuda their messages have fixed places; a dry run steps the cpu's transport."""
-_PAIRED_TOLERANCE = 0.05
 _ATTENTION = (
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -100,7 +97,4 @@ def test_dry_run_figures_on_fake_tensors_equal_those_on_cuda(key: str) -> None:
             imitated = processes.submit(imitated_figures, key, kind).result()
     else:
         imitated = imitated_figures(key, kind)
-    if key in PAIRED:
-        assert imitated.peak_bytes == pytest.approx(on_cuda.peak_bytes, rel=_PAIRED_TOLERANCE)
-        imitated, on_cuda = (one._replace(peak_bytes=0, calls=sorted(one.calls)) for one in (imitated, on_cuda))
     assert imitated == on_cuda

@@ -19,7 +19,7 @@ from hpcbench.worker.distributed import gradient_reducer
 from hpcbench.worker.dry_run import modelled_libraries
 from hpcbench.worker.strategies.base import DataParallelStrategy
 from hpcbench.worker.strategies.fsdp import FsdpStrategy
-from hpcbench.worker.strategies.pipeline.p2p import PairedTransport
+from hpcbench.worker.strategies.pipeline.p2p import MessageTransport
 from tests.cuda.cases import gpu_run, ranks_to_step
 from tests.cuda.checks import memory_problems, order_problems, step_problems
 from tests.cuda.fake_gpu import step_on_gpu
@@ -161,10 +161,10 @@ def test_two_swapped_sums_of_a_pipeline_are_found(monkeypatch: pytest.MonkeyPatc
 
 def test_swapped_pipeline_exchanges_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two exchanges of one link or of two, without an action between: no action is disturbed, but the other rank waits elsewhere."""
-    spec, order = gpu_run("1f1b", "transformer", 8), PairedTransport.order
+    spec, order = gpu_run("1f1b", "transformer", 8), MessageTransport.begin_step
 
-    def swapped(self: PairedTransport, ranks: Any, layout: Any, rank: int) -> Any:
-        program = list(order(self, ranks, layout, rank))
+    def swapped(self: MessageTransport, ranks: Any, layout: Any, rank: int, shapes: Any) -> Any:
+        program = list(order(self, ranks, layout, rank, shapes))
         pairs = [
             number
             for number in range(len(program) - 1)
@@ -176,7 +176,7 @@ def test_swapped_pipeline_exchanges_are_found(monkeypatch: pytest.MonkeyPatch) -
         return program
 
     assert order_found(spec, ranks_to_step(spec)) == []
-    monkeypatch.setattr(PairedTransport, "order", swapped)
+    monkeypatch.setattr(MessageTransport, "begin_step", swapped)
     problems = order_found(spec, ranks_to_step(spec))
     assert len(problems) == 1
     assert "rank 1 exchanges" in problems[0]

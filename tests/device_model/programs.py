@@ -1,13 +1,12 @@
-"""The programs of pipeline ranks for the device model, with receives posted ahead and with paired exchanges.
+"""The programs of pipeline ranks for the device model.
 
-The order of actions and exchanges is the package's own (``schedules``, ``exchange_order``). The two functions below
-follow ``PipelineRuntime`` with its two transports; ``tests/worker/test_pipeline_transports.py`` compares the calls that
+The order of actions and exchanges is the package's own (``schedules``, ``exchange_order``). ``pipeline_programs``
+follows ``PipelineRuntime`` with its transport; ``tests/worker/test_pipeline_transports.py`` compares the calls that
 these make with the kernels here.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -27,8 +26,6 @@ from hpcbench.parallel.pipeline.weight_versions import Staleness, stage_step_act
 from tests.device_model.device import Enter, Kernel, Part, Program, SyncPoint
 
 SHIPPED = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "pipedream")
-PREFETCHED_RECEIVES = 2
-"""Receives per link that the transport for CPUs posts ahead."""
 
 StepActions = list[list[Action]]
 """The actions of every rank in one step."""
@@ -49,74 +46,7 @@ def pipeline_steps(schedule: str, stages: int, micro_batches: int) -> tuple[Pipe
     return layout, [[[*actions, Action(UPDATE, layout.stage_of(rank), 0)] for rank, actions in enumerate(ranks)]]
 
 
-def prefetching_programs(
-    layout: PipelineLayout, steps: Sequence[StepActions], every_action: bool = False, are_links_open: bool = True
-) -> list[Program]:
-    """The order of ``P2PTransport``: two receives of every link are posted before they can be needed.
-
-    Args:
-        layout: The pipeline.
-        steps: The actions of every rank in each step.
-        every_action: Whether any action's first kernel may wait for the device, not only the first of its kind.
-        are_links_open: Whether the communicators exist; otherwise the first call of each creates it.
-    """
-    hosts = [_Host(rank, every_action) for rank in range(layout.ranks)]
-    for ranks in steps:
-        for host in hosts:
-            _prefetching_step(host, ranks, layout, are_links_open)
-    _check_matching(hosts)
-    return [host.program for host in hosts]
-
-
-def _prefetching_step(host: _Host, ranks: StepActions, layout: PipelineLayout, are_links_open: bool) -> None:
-    messages = received_messages(ranks, layout, host.rank)
-    receiver = _Prefetching(host, messages, are_links_open)
-    for action in ranks[host.rank]:
-        needed = host.needed_message(action, layout)
-        if needed is not None:
-            receiver.receive(needed)
-        host.compute(action)
-        message = message_after(action, layout)
-        if message is not None:
-            receiver.transfer(message)
-    for message in host.ahead(messages, ranks):
-        receiver.receive(message)
-    host.wait_for_sends()
-
-
-class _Prefetching:
-    """The calls of ``P2PTransport`` in one step of a rank."""
-
-    def __init__(self, host: _Host, messages: Iterable[PipelineMessage], are_links_open: bool) -> None:
-        self._host = host
-        self._are_links_open = are_links_open
-        self._links: dict[tuple[int, bool], deque[PipelineMessage]] = {}
-        for message in messages:
-            self._links.setdefault((message.source, message.is_forward), deque()).append(message)
-        for link in self._links.values():
-            for _ in range(PREFETCHED_RECEIVES):
-                self._post(link)
-
-    def _post(self, link: deque[PipelineMessage]) -> None:
-        if link:
-            self.transfer(link.popleft())
-
-    def receive(self, message: PipelineMessage) -> None:
-        link = self._links[message.source, message.is_forward]
-        while message not in self._host.kernel_of:
-            self._post(link)
-        self._post(link)
-        self._host.wait_for(message)
-
-    def transfer(self, message: PipelineMessage) -> None:
-        # Two neighbours have a communicator for each direction of activations and of gradients.
-        communicator = (message.source, message.target, message.is_forward)
-        if not self._are_links_open:
-            self._host.enter(communicator, (message.source, message.target))
-        self._host.transfer(communicator, [message])
-
-
-def paired_programs(
+def pipeline_programs(
     layout: PipelineLayout,
     steps: Sequence[StepActions],
     every_action: bool = False,
@@ -125,12 +55,12 @@ def paired_programs(
     sums_before_updates: bool = False,
     tied_ranks: tuple[int, ...] = (),
 ) -> list[Program]:
-    """The order of ``PairedTransport``, after it has opened the links.
+    """The order of ``MessageTransport``, after it has opened the links.
 
     Args:
         layout: The pipeline.
         steps: The actions of every rank in each step.
-        every_action: As in ``prefetching_programs``.
+        every_action: Whether any action's first kernel may wait for the device, not only the first of its kind.
         replicas: Number of pipelines, which sum up each chunk's gradients after its last backward pass.
         opens_reducers: Whether the communicators of these sums are created before the first step.
         sums_before_updates: Whether gradients are summed up before every update instead, as ``pipedream`` does.

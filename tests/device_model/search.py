@@ -88,14 +88,6 @@ def hangs_with_all_syncs(machine: Machine) -> bool:
     return not machine.is_finished(end_with(machine, points))
 
 
-def fewest_syncs(machine: Machine, syncs: SyncSet) -> SyncSet:
-    """Leave out waits of a hang as long as it stays one."""
-    for point in sorted(syncs):
-        if not machine.is_finished(end_with(machine, syncs - {point})):
-            syncs -= {point}
-    return syncs
-
-
 def all_ends(machine: Machine) -> tuple[set[State], int]:
     """Return the states without a transition that are reached by any interleaving, and the number of all states."""
     seen, stack, ends = {machine.start}, [machine.start], set[State]()

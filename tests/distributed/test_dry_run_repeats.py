@@ -11,6 +11,7 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.results.probe_records import DryRunTask
 from hpcbench.worker.dry_run import repeated_passes
 from hpcbench.worker.dry_run.fake_rank import record_step
+from hpcbench.worker.strategies.pipeline import strategy as pipeline_strategy
 from hpcbench.worker.strategies.pipeline.chunk import ModelChunk
 
 pytestmark = pytest.mark.slow
@@ -85,6 +86,8 @@ def test_schedules_with_equal_stages_share_their_recorded_passes(
     }
     for rank in range(2):
         figures(RunSpec(strategy="gpipe", **values), rank, repeats=True)
+    # Setup runs each chunk once.
+    monkeypatch.setattr(pipeline_strategy, "run_chunks_once", lambda *_: None)
     monkeypatch.setattr(ModelChunk, "forward", lambda *_: pytest.fail("gpipe has stepped this pass"))
     shared = [figures(RunSpec(strategy="1f1b", **values), rank, repeats=True) for rank in range(2)]
     monkeypatch.undo()

@@ -10,7 +10,6 @@ from torch import Tensor
 from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.parallel.strategy_entry import ParityCase
 from hpcbench.worker.distributed.point_to_point import Message, exchange, isend, receive, send, stage_messages
-from hpcbench.worker.strategies.pipeline.strategy import PipelineStrategy
 from tests.distributed.cases import EXACT, Case, OfRank, check, run_parallel, run_reference
 from tests.distributed.pool import Pool
 from tests.distributed.test_registry import training
@@ -25,14 +24,12 @@ SENDING = [
 
 
 def run_staged(case: Case, group: dist.ProcessGroup) -> OfRank:
-    """Train with staged messages, of pipelines in cuda's order."""
+    """Train with staged messages."""
     stage_messages(True)
-    pairs, PipelineStrategy.pairs_messages = PipelineStrategy.pairs_messages, True
     try:
         return run_parallel(case, group)
     finally:
         stage_messages(False)
-        PipelineStrategy.pairs_messages = pairs
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The runtime calls its transports in the order of the device model's programs: what is proved there is what runs."""
+"""The runtime calls its transport in the order of the device model's programs: what is proved there is what runs."""
 
 from __future__ import annotations
 
@@ -18,18 +18,15 @@ from hpcbench.worker.distributed import point_to_point
 from hpcbench.worker.distributed.point_to_point import Message
 from hpcbench.worker.distributed.process_groups import RankGroup
 from hpcbench.worker.model_execution import MixedPrecision
-from hpcbench.worker.strategies.pipeline import p2p
 from hpcbench.worker.strategies.pipeline.chunk import ActivationMeta, TensorMeta
-from hpcbench.worker.strategies.pipeline.p2p import P2PTransport, PairedTransport
+from hpcbench.worker.strategies.pipeline.p2p import MessageTransport
 from hpcbench.worker.strategies.pipeline.pipeline_runtime import ActionHooks, PipelineBatch, PipelineRuntime
 from tests.device_model.device import Kernel, Program
 from tests.device_model.programs import (
-    PREFETCHED_RECEIVES,
     SHIPPED,
     StepActions,
-    paired_programs,
+    pipeline_programs,
     pipeline_steps,
-    prefetching_programs,
     short,
 )
 
@@ -72,22 +69,7 @@ class Work(NamedTuple):
         return False
 
 
-class MessageGroup(NamedTuple):
-    """The group of one message, by which a call shows its message."""
-
-    message: PipelineMessage
-
-    def members(self) -> PipelineMessage:
-        return self.message
-
-
-class Groups:
-    """A group for every message."""
-
-    of = staticmethod(MessageGroup)
-
-
-class RecordingPaired(PairedTransport):
+class RecordingTransport(MessageTransport):
     """Records the messages of every exchange."""
 
     def __init__(self, recorder: Recorder, links: Sequence[tuple[int, int]]) -> None:
@@ -132,30 +114,22 @@ class Boundaries:
         return NUMBER
 
 
-def runtime_calls(layout: PipelineLayout, steps: list[StepActions], rank: int, pairs: bool) -> list[Call]:
+def runtime_calls(layout: PipelineLayout, steps: list[StepActions], rank: int) -> list[Call]:
     """Execute ``steps`` on one rank whose messages never arrive, and return its calls."""
     recorder = Recorder(rank)
-
-    def start(_tensor: Tensor, group: PipelineMessage, **_: Any) -> Work:
-        recorder.calls.append((recorder.label(group),))
-        return Work(recorder, recorder.label(group))
-
-    transport: Any = P2PTransport(Groups(), CPU, 1.0)  # type: ignore[arg-type]
-    if pairs:
-        transport = RecordingPaired(recorder, pipeline_links(steps[0], layout))
+    transport = RecordingTransport(recorder, pipeline_links(steps[0], layout))
     chunks: Any = {number: Chunk(number, recorder) for number in layout.chunks_of(rank)}
     hooks = ActionHooks(after=lambda action: recorder.compute(action) if action.kind == "U" else None)
     runtime = PipelineRuntime(
         layout, rank, chunks, transport, Boundaries(), MixedPrecision("fp32", CPU), hooks=hooks  # type: ignore[arg-type]
     )  # fmt: skip
-    with mock.patch.object(dist, "isend", start), mock.patch.object(dist, "irecv", start):
-        for ranks in steps:
-            numbers = range(1 + max(action.micro_batch for actions in ranks for action in actions))
-            tensors = dict.fromkeys(numbers, torch.zeros(1))
-            ones, sizes = dict.fromkeys(numbers, 1.0), dict.fromkeys(numbers, 1)
-            runtime.begin(ranks, PipelineBatch(tensors, tensors, sizes, sizes, ones))
-            runtime.execute()
-            runtime.end()
+    for ranks in steps:
+        numbers = range(1 + max(action.micro_batch for actions in ranks for action in actions))
+        tensors = dict.fromkeys(numbers, torch.zeros(1))
+        ones, sizes = dict.fromkeys(numbers, 1.0), dict.fromkeys(numbers, 1)
+        runtime.begin(ranks, PipelineBatch(tensors, tensors, sizes, sizes, ones))
+        runtime.execute()
+        runtime.end()
     return recorder.calls
 
 
@@ -176,24 +150,18 @@ def program_calls(program: Program) -> list[Call]:
     return calls
 
 
-@pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("schedule", SHIPPED)
-def test_the_runtime_follows_the_model(schedule: str, stages: int, pairs: bool) -> None:
+def test_the_runtime_follows_the_model(schedule: str, stages: int) -> None:
     for micro_batches in (1, 2, 5, 8):
         layout, steps = pipeline_steps(schedule, stages, micro_batches)
-        programs = (paired_programs if pairs else prefetching_programs)(layout, steps)
-        for rank, program in enumerate(programs):
-            assert as_whole(runtime_calls(layout, steps, rank, pairs)) == as_whole(program_calls(program))
+        for rank, program in enumerate(pipeline_programs(layout, steps)):
+            assert as_whole(runtime_calls(layout, steps, rank)) == as_whole(program_calls(program))
 
 
 def as_whole(calls: list[Call]) -> list[Call]:
     """The runtime calls the first half of a split backward pass ``B``."""
     return [tuple(label.replace("computes I", "computes B") for label in call) for call in calls]
-
-
-def test_the_model_posts_as_many_receives_ahead() -> None:
-    assert p2p.PREFETCHED_RECEIVES == PREFETCHED_RECEIVES
 
 
 @pytest.mark.parametrize("answers", [1, 2])

@@ -48,14 +48,13 @@ from hpcbench.worker.strategies.base import DataParallelStrategy, Strategy, reso
 from hpcbench.worker.strategies.data import DdpStrategy
 from hpcbench.worker.strategies.fsdp import TRAINS_ON_CPUS
 from hpcbench.worker.strategies.pipeline import stage_assignment
-from hpcbench.worker.strategies.pipeline.p2p import PREFETCHED_RECEIVES
 from hpcbench.worker.strategies.pipeline.strategy import PipelineStrategy
 
 _FAKE_DEVICES = {"cpu": torch.device("cpu"), "cuda": torch.device("cpu", 0)}
 """Device of the fake tensors by the kind of the run's device. Real tensors lose the index, fake ones keep it."""
 
-_WINDOWS = (PREFETCHED_RECEIVES, PREFETCHED_RECEIVES + 1)
-"""Micro-batches of the last two steps of an asynchronous pipeline: as many receives are posted as in a longer one."""
+_WINDOWS = (2, 3)
+"""Micro-batches of the last two steps of an asynchronous pipeline."""
 
 
 _COLLECTIVES = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]

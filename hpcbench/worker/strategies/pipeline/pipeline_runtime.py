@@ -12,8 +12,8 @@ An action with a result for another rank sends it and continues; an action that 
                                                      | loss
     B on stage 0 <--- gradients ----- B on stage 1 <-+
 
-A step is ``begin`` (receives are posted), ``execute`` (all actions in order) and ``end`` (sends are complete). Where
-the transport gives messages fixed places between the actions (``PairedTransport``), nothing is posted ahead.
+A step is ``begin``, ``execute`` (all actions in order, with the exchanges of messages at fixed places between them) and
+``end`` (sends are complete).
 
 When a step of an asynchronous pipeline ends, a stage is one forward pass ahead of the next one. Its output is received
 before the step ends, so that nothing is in flight between steps and other collectives are possible.
@@ -102,7 +102,7 @@ class PipelineRuntime:
         """Results of this rank for itself, and messages that were received before the step that needs them."""
 
     def begin(self, ranks: list[list[schedules.Action]], batch: PipelineBatch) -> None:
-        """Start a step and post its receives.
+        """Start a step.
 
         Args:
             ranks: The actions of every rank of the pipeline.
@@ -122,8 +122,7 @@ class PipelineRuntime:
         self._sent_ahead = [
             message for message in messages if message.is_forward and message.action.micro_batch not in forwarded
         ]
-        self._program = self.transport.order(ranks, self.layout, self.rank)
-        self.transport.post_receives(messages, self._message_shapes)
+        self._program = self.transport.begin_step(ranks, self.layout, self.rank, self._message_shapes)
 
     def execute(self) -> None:
         """Run all actions in order.

@@ -18,13 +18,13 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import unsupported
 from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.pipeline.exchange_order import pipeline_links
-from hpcbench.parallel.pipeline.schedules import Action, message_after, schedule_actions
+from hpcbench.parallel.pipeline.schedules import Action, schedule_actions
 from hpcbench.parallel.strategies.pipeline import cuts_exclusion, pipeline_layout
 from hpcbench.results.schema import TimelineSpan
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.distributed import point_to_point
 from hpcbench.worker.distributed.gradient_reducer import GradientReducer
-from hpcbench.worker.distributed.process_groups import RankContext, RankGroup, make_group, make_group_of_ranks
+from hpcbench.worker.distributed.process_groups import RankContext, RankGroup, make_group_of_ranks
 from hpcbench.worker.layers import zero_batch
 from hpcbench.worker.model_execution import MixedPrecision, summed_loss
 from hpcbench.worker.strategies.base import make_optimizer
@@ -44,21 +44,17 @@ class PipelineStrategy(ModelParallelStrategy):
 
     axis = "pp"
     module: stage_module.StageModule
-    pairs_messages: bool | None = None
-    """Whether messages are exchanged in pairs at fixed places between the actions (``PairedTransport``) or receives
-    are posted ahead (``P2PTransport``). ``None``: in pairs on cuda."""
 
     def setup(self, model: nn.Sequential, spec: RunSpec, context: RankContext) -> None:
         self.context = context
         super().setup(model, spec, context)
         splits = get_strategy(spec.strategy).splits_backward
         chunks = {number: ModelChunk(self.module.chunk(number), splits) for number in self._chunk_numbers}
-        pairs = context.device.type == "cuda" if self.pairs_messages is None else self.pairs_messages
         self.runtime = PipelineRuntime(
             layout=self.layout,
             rank=self.group.place,
             chunks=chunks,
-            transport=self._make_paired_transport(chunks) if pairs else self._make_p2p_transport(),
+            transport=self._make_transport(chunks),
             boundaries=self.boundaries,
             arithmetic=self.arithmetic,
             recompute=str(self.options["recompute"]),
@@ -70,23 +66,14 @@ class PipelineStrategy(ModelParallelStrategy):
             self._statistics = stage_module.DeferredBatchNorm(self.module)
             self.runtime.hooks.before = self._statistics.before
 
-    def _make_p2p_transport(self) -> p2p.P2PTransport:
-        context, schedule = self.context, self.schedule(self.spec.micro_batches)
-        groups = p2p.make_p2p_groups(
-            self.group, self.layout, lambda purpose: make_group(self.mesh, context, "pp", purpose=purpose)
-        )
-        messages = (message_after(action, self.layout) for actions in schedule for action in actions)
-        p2p.warm_up_links(groups, [message for message in messages if message], self.group.place, context.device)
-        return p2p.P2PTransport(groups, context.device, context.wait_s)
-
-    def _make_paired_transport(self, chunks: Mapping[int, ModelChunk]) -> p2p.PairedTransport:
+    def _make_transport(self, chunks: Mapping[int, ModelChunk]) -> p2p.MessageTransport:
         """Run the chunks once, create all communicators, and open the links last."""
         context, schedule = self.context, self.schedule(self.spec.micro_batches)
         recomputes = self.options["recompute"] != "never"
         run_chunks_once(chunks, self.boundaries, self.spec, self.arithmetic, self.reducers, recomputes)
         open_communicators([self._reduced_group] if self.reducers else [], self._ties, self.group, context.device)
         links = p2p.open_links(self.group, pipeline_links(schedule, self.layout), context)
-        return p2p.PairedTransport(links, context.device, context.wait_s)
+        return p2p.MessageTransport(links, context.device, context.wait_s)
 
     def split_model(self, model: nn.Sequential, spec: RunSpec) -> stage_module.StageModule:
         """Return this rank's chunks, with their names in ``model``.
