@@ -43,7 +43,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@ $(VENV)/.test $(VENV)/.worker
 
 # Horovod belongs to one torch: another one in .venv needs another wheel.
-$(VENV)/.horovod: $(VENV)/.worker hpcbench/tools/build_horovod.py
+$(VENV)/.horovod: $(VENV)/.worker hpcbench/tools/build_horovod.py hpcbench/tools/horovod-0.28.1.patch
 	$(BIN)/python -m hpcbench.tools.build_horovod --jobs $(JOBS)
 	@touch $@
 

@@ -166,7 +166,7 @@ ALLOWED_NAMES: dict[str, tuple[set[str], str]] = {
     "oracle/transformer/work.py": ({"tensor"}, "field of a layout"),
     "report/recommendation_view.py": ({"fsdp", "zero1"}, "words for the degrees of a layout"),
     "submit/plan.py": ({"horovod"}, "name of a package"),
-    "tools/build_horovod.py": ({"horovod", "data_filter"}, "name of a package, and of a function of tarfile"),
+    "tools/build_horovod.py": ({"horovod"}, "name of a package"),
     "worker/dry_run/modelled_libraries.py": ({"horovod"}, "name of a modelled library"),
     "worker/failure.py": ({"horovod"}, "name of a package"),
     "worker/measure/environment_record.py": ({"horovod"}, "name of a package"),
