@@ -230,10 +230,6 @@ class HostActivity(_ResultRecord, kw_only=True):
     """Seconds that a hypervisor gave to other virtual machines, on every core of the rank's mask."""
     own_s: float | None = None
     """Processor time of this rank's process and of what it started."""
-    siblings_s: float | None = None
-    """Processor time of the ranks of other runs on the mask's cores: by the cores that their threads used last."""
-    pinned_s: float | None = None
-    """Processor time of processes of no run that may use no core but the mask's."""
     throttled_s: float | None = None
     """Seconds for which a CPU quota held back threads of this rank's control groups."""
     cpu_quota_cores: float | None = None

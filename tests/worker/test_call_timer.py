@@ -8,7 +8,7 @@ from torch import nn
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.worker.measure.clocks import CallTimer
-from hpcbench.worker.microbench import kernel_probes
+from hpcbench.worker.microbench import block_probes
 
 CUDA = torch.device("cuda")
 KERNEL_S = 20e-6
@@ -82,8 +82,8 @@ def test_a_device_without_a_sleep_shows_its_hosts_launches(gpu: Gpu) -> None:
 def test_updates_are_timed_behind_one_sleep(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each size of weights one reading: that of its kernel, and not of 100 us in which it is launched."""
     module = nn.Sequential(*(nn.Linear(size, size, bias=False) for size in (4, 8, 16)))
-    monkeypatch.setattr(kernel_probes, "_optimizer_step", lambda _: gpu.launch(100e-6, KERNEL_S))
-    monkeypatch.setattr(kernel_probes, "CallTimer", lambda _: CallTimer(CUDA))
+    monkeypatch.setattr(block_probes, "_optimizer_step", lambda _: gpu.launch(100e-6, KERNEL_S))
+    monkeypatch.setattr(block_probes, "CallTimer", lambda _: CallTimer(CUDA))
     spec = RunSpec(model="resnet18", dataset="cifar10", strategy="single", batch_size=8)
-    probes = kernel_probes.measure_optimizer_updates(spec, module)
+    probes = block_probes.measure_optimizer_updates(spec, module)
     assert [probe.seconds for probe in probes] == [pytest.approx(KERNEL_S)] * 3

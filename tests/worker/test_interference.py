@@ -56,35 +56,6 @@ def test_ranks_that_share_cores_give_no_warning() -> None:
     assert of({"cpu_mask": [0, 1], "watched": watched(busy_s=[9.9, 10.0], own_s=16.0)}, chained) == []
 
 
-def test_other_hpcbench_runs_are_separated_from_other_processes() -> None:
-    both = {"cpu_mask": [0, 1], "watched": watched(busy_s=[10.0, 10.0], own_s=8.0, siblings_s=9.0)}
-    assert of(both) == [
-        "other runs of hpcbench used the cores during the timed steps: 45% of the 2 cores of rank 0 on n1",
-        "other processes used the cores during the timed steps: 15% of the 2 cores of rank 0 on n1",
-    ]
-    siblings = {"cpu_mask": [0, 1], "watched": watched(busy_s=[10.0, 10.0], own_s=10.0, siblings_s=50.0)}
-    assert [text.partition(" used")[0] for text in of(siblings)] == ["other runs of hpcbench"]
-
-
-def test_the_time_of_pinned_processes_is_not_that_of_other_runs() -> None:
-    shared = {"cpu_mask": [0], "watched": watched(own_s=4.0, siblings_s=9.0, pinned_s=5.0)}
-    assert of(shared) == [
-        "other runs of hpcbench used the cores during the timed steps: 10% of the 1 core of rank 0 on n1",
-        "other processes used the cores during the timed steps: 50% of the 1 core of rank 0 on n1",
-    ]
-    # Ticks are counted at different moments: a process does not use more than the ranks leave.
-    alone = {"cpu_mask": [0], "watched": watched(own_s=4.0, siblings_s=1.0, pinned_s=6.1)}
-    assert [text.partition(" used")[0] for text in of(alone)] == ["other processes"]
-
-
-def test_other_runs_are_those_on_the_cores_of_the_rank() -> None:
-    beside = {"cpu_mask": [0], "watched": watched(own_s=9.9, siblings_s=0.0)}
-    with_others = {"cpu_mask": [1], "watched": watched(own_s=5.0, siblings_s=5.0)}
-    assert of(beside, with_others) == [
-        "other runs of hpcbench used the cores during the timed steps: 50% of the 1 core of rank 1 on n1"
-    ]
-
-
 def test_a_region_of_a_few_ticks_is_not_judged() -> None:
     assert of({"watched": watched(wall_s=0.2, busy_s=[0.09], own_s=0.0)}) == []
     assert of({"watched": watched(wall_s=0.2, busy_s=[0.11], own_s=0.0)}) != []

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import resource
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -18,7 +16,6 @@ from hpcbench.results.schema import HostActivity, RankResult
 from hpcbench.worker.distributed.rank_environment import RankInfo, cpu_mask
 from hpcbench.worker.measure import gpu
 from hpcbench.worker.measure.host import ROOT, cpu_quota_cores, read_int, read_text, throttled_s
-from hpcbench.worker.measure.other_processes import Identity, OtherTimes, TaskTime, read_other_times, used_between
 
 if TYPE_CHECKING:
     import torch
@@ -165,7 +162,6 @@ class _Reading(NamedTuple):
     quota_cores: float | None
     hot_events: int | None
     core_hz: float | None
-    others: OtherTimes | None = None
     gpu_others: int | None = None
     gpu_reasons: tuple[str, ...] = ()
     gpu_held_s: dict[str, float] = {}  # noqa: RUF012 - never changed
@@ -238,7 +234,7 @@ class RegionCounters:
         return _Reading(
             time.monotonic(), read_core_times(mask, root), process_tree_cpu_s(), throttled_s(root),
             cpu_quota_cores(root), count_thermal_throttles(mask, root), mean_core_hz(mask, root),
-            read_other_times(mask, sys.argv[1:]), *of_gpu,
+            *of_gpu,
         )  # fmt: skip
 
 
@@ -253,8 +249,6 @@ def _summarize_regions(regions: Sequence[_Region]) -> HostActivity:
         busy_s=[sum(round(b.cores[core].busy_s - a.cores[core].busy_s, 2) for a, b in regions) for core in cores],
         stolen_s=[sum(round(b.cores[core].stolen_s - a.cores[core].stolen_s, 2) for a, b in regions) for core in cores],
         own_s=sum(after.own_s - before.own_s for before, after in regions),
-        siblings_s=_others_s(regions, attrgetter("siblings")),
-        pinned_s=_others_s(regions, attrgetter("pinned")),
         throttled_s=_sum_differences([(before.throttled_s, after.throttled_s) for before, after in regions]),
         cpu_quota_cores=readings[-1].quota_cores,
         hot_events=_sum_differences([(before.hot_events, after.hot_events) for before, after in regions]),
@@ -264,16 +258,6 @@ def _summarize_regions(regions: Sequence[_Region]) -> HostActivity:
         gpu_held_s={name: sum(b.gpu_held_s[name] - a.gpu_held_s[name] for a, b in regions) for name in held},
         gpu_sm_hz=list(max(sm_clocks)) if sm_clocks else [],
     )
-
-
-def _others_s(regions: Sequence[_Region], kind: Callable[[OtherTimes], Mapping[Identity, TaskTime]]) -> float | None:
-    """Return the processor time of one kind of other processes on the mask's cores; ``None`` where it was not read."""
-    seconds = 0.0
-    for before, after in regions:
-        if before.others is None or after.others is None:
-            return None
-        seconds += used_between(kind(before.others), kind(after.others), before.others.read_at)
-    return round(seconds, 2)
 
 
 def _sum_differences(pairs: Sequence[tuple[_Number | None, _Number | None]]) -> _Number | None:

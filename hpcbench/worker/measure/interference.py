@@ -40,11 +40,7 @@ def interference_warnings(spec: RunSpec, ranks: Mapping[int, RankResult]) -> lis
     """Return warnings about noise during the timed steps; none unless every rank left its result."""
     if len(ranks) != spec.ranks:
         return []
-    siblings, strangers = _foreign_cpu_use(ranks)
-    findings = {
-        "other runs of hpcbench used the cores during the timed steps": siblings,
-        "other processes used the cores during the timed steps": strangers,
-    }
+    findings = {"other processes used the cores during the timed steps": _foreign_cpu_use(ranks)}
     for title, measure in _RANK_CHECKS:
         findings[title] = [
             (finding[0], finding[1].format(ranks=_describe_ranks(ranks, [rank])))
@@ -67,15 +63,9 @@ def _one_warning_each(findings: Mapping[str, list[Finding]]) -> list[str]:
     ]
 
 
-def _foreign_cpu_use(ranks: Mapping[int, RankResult]) -> tuple[list[Finding], list[Finding]]:
-    """Compare the busy time of the cores that some ranks share with what these ranks used themselves.
-
-    Of the rest the time of processes that may use no other cores is known. Ranks of other runs have at most what then
-    remains: where they may use other cores, too, their part of these is an estimate.
-
-    Returns the findings about ranks of other runs, and those about other processes.
-    """
-    findings: tuple[list[Finding], list[Finding]] = ([], [])
+def _foreign_cpu_use(ranks: Mapping[int, RankResult]) -> list[Finding]:
+    """Compare the busy time of the cores that some ranks share with what these ranks used themselves."""
+    findings = []
     for group in _ranks_sharing_cores(ranks):
         activities = [(ranks[rank].cpu_mask, watched) for rank in group if (watched := ranks[rank].watched)]
         cores = sorted({core for mask, _ in activities for core in mask})
@@ -85,14 +75,10 @@ def _foreign_cpu_use(ranks: Mapping[int, RankResult]) -> tuple[list[Finding], li
         ]
         wall_s = max(watched.wall_s for _, watched in activities)
         foreign_s = sum(busy) - sum(watched.own_s or 0.0 for _, watched in activities)
-        pinned_s = max(watched.pinned_s or 0.0 for _, watched in activities)
-        siblings_s = max(watched.siblings_s or 0.0 for _, watched in activities)
-        siblings_s = min(siblings_s, max(foreign_s - pinned_s, 0.0))
         limit_s = min(MAX_FOREIGN_SHARE * len(cores), MAX_FOREIGN_CORES) * wall_s
-        for kind, used_s in zip(findings, (siblings_s, foreign_s - siblings_s), strict=True):
-            if used_s > max(limit_s, MIN_FOREIGN_S):
-                share = used_s / (wall_s * len(cores))
-                kind.append((share, f"{_share_of_cores(share, len(cores))} of {_describe_ranks(ranks, group)}"))
+        if foreign_s > max(limit_s, MIN_FOREIGN_S):
+            share = foreign_s / (wall_s * len(cores))
+            findings.append((share, f"{_share_of_cores(share, len(cores))} of {_describe_ranks(ranks, group)}"))
     return findings
 
 
