@@ -176,6 +176,7 @@ def test_a_later_calibration_extends_the_one_before() -> None:
     # Of other software or another machine nothing is kept.
     other = fit_calibration(PROFILE, None, [blocks_run("vit", environment_digest="f")], first)
     assert other.machine.comm.messages == []
+    assert other.made_at > first.made_at
     assert other.notes[0].endswith("is of another machine or software: nothing of it was kept")
 
 

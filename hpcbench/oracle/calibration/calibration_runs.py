@@ -53,7 +53,7 @@ def runs_of_strategy(runs: Sequence[CalibrationRun], *keys: str) -> list[Calibra
 
 
 DISTURBANCES = (
-    "other runs of hpcbench used the cores", "other processes used the cores", "other processes computed on the device",
+    "other processes used the cores", "other processes computed on the device",
 )  # fmt: skip
 """Beginnings of the warnings that mark a run as disturbed by others."""
 DISTURBED_NOTE = "are marked as disturbed"

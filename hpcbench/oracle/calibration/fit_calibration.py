@@ -74,7 +74,7 @@ def fit_calibration(
         environment: the environment of the runs, by its name in the profile.
         environment_key: hash of the software as the submitter saw it.
     """
-    good, nominal = usable_runs(runs), nominal_machine(profile, partition)
+    good, nominal, made_at = usable_runs(runs), nominal_machine(profile, partition), _made_after(newest)
     # The digest of a user's own model includes the file of the model.
     digests = {run.result.environment_digest or "" for run in good if not is_custom_model(run.spec.model)} - {""}
     notes = [*busy_notes(good)]
@@ -109,7 +109,7 @@ def fit_calibration(
     }
     return Calibration(
         cluster=profile.name,
-        made_at=_made_after(newest),
+        made_at=made_at,
         partition=partition or profile.default_partition,
         environment=environment,
         environment_key=environment_key,
