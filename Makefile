@@ -167,8 +167,9 @@ bench: $(VENV)/.worker ## measure hpcbench's own costs against lower bounds and 
 	$(BIN)/python -m benchmarks $(ONLY)
 
 # The default cluster is this shell's, as for every command.
-gpu-check: $(VENV)/.worker ## run every strategy on the GPUs of one node and write a file to send (CLUSTER)
-	$(BIN)/hpcbench doctor --gpu $(if $(CLUSTER),--cluster $(CLUSTER))
+gpu-check: $(VENV)/.worker ## run sweeps/gpu-check.toml on one node's GPUs and report on it (CLUSTER)
+	$(BIN)/hpcbench run gpu-check $(if $(CLUSTER),--cluster $(CLUSTER))
+	$(BIN)/hpcbench report gpu-check $(if $(CLUSTER),--cluster $(CLUSTER))
 
 # The node has no .venv: its own Python, with the kit's packages in a folder beside it where it lacks them.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)

@@ -14,6 +14,7 @@ import pytest
 from benchmarks.gpu_day import preflight, status
 from benchmarks.gpu_day.install_kit import is_for, kit_problems
 from benchmarks.gpu_day.kit import MAX_KIT_BYTES, MAX_TREE_BYTES, missing_predictions, tracked_bytes
+from benchmarks.gpu_day.loops import LoopFigures, LoopTime, loop_specs
 from benchmarks.gpu_day.machines import NODES, device_key, write_profiles
 from benchmarks.gpu_day.outputs import LOG, MACHINE, REPORT, RESULTS, DayFiles, committed_days, read_day
 from benchmarks.gpu_day.parts import SHARED_RANKS, Size, day_parts, part_sweep
@@ -77,7 +78,7 @@ def test_the_day_covers_every_strategy_family_and_precision() -> None:
 
 def test_timed_runs_come_after_the_launcher_has_had_the_untimed_ones() -> None:
     names = [part.name for part in day_parts("full", large_memory=True)]
-    assert names == ["launcher", "kernels", "shared", "loops", "singles", "probes", "compiled"]
+    assert names == ["launcher", "kernels", "shared", "singles", "probes", "compiled"]
 
 
 @pytest.mark.parametrize(
@@ -190,7 +191,7 @@ def result(part: str, outcome: str = "ok", **values: Any) -> RunResult:
 
 
 def day(*results: RunResult, **changes: Any) -> DayFiles:
-    return DayFiles("2026-12-01-h100", machine(**changes), [*results], [], [])
+    return DayFiles("2026-12-01-h100", machine(**changes), [*results], [], [], [])
 
 
 def state_of(part: str, *days: DayFiles) -> str:
@@ -252,6 +253,17 @@ def test_measurements_stand_beside_their_predictions_by_term() -> None:
     assert [line for line in lines if line.endswith("1 of 2 intervals held.")]
 
 
+def test_loops_are_compared_and_one_that_fails_is_listed() -> None:
+    resnet, llama = loop_specs("full")
+    seconds = {"hpcbench": 0.102, "plain": 0.1}
+    loops = [LoopTime(loop=name, model="m", seconds=s, spread=0.0, repeats=3) for name, s in seconds.items()]
+    figures = [LoopFigures(spec=resnet, loops=loops), LoopFigures(spec=llama, error="RuntimeError: bad")]
+    lines = [*report_lines(day()._replace(loops=figures))]
+    (row,) = [line for line in lines if "| plain (m) |" in line]
+    assert row.endswith("| 102 ms | 100 ms | 1.020 | above the goal of 1.01 |")
+    assert [line for line in lines if line.startswith("- loops: single on 1 rank, llama")]
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(1800)
@@ -270,7 +282,7 @@ def test_the_day_runs_on_cpus_from_start_to_report(tmp_path: Path) -> None:
     ]
     assert wrong == [], done.stdout
     assert {path.name for path in out.iterdir()} == {
-        "machine.json", "results.tar.gz", "shards.json", "report.md", "log.txt",
+        "machine.json", "results.tar.gz", "loops.json", "shards.json", "report.md", "log.txt",
     }  # fmt: skip
     parts = {part.name: len(part.points) for part in day_parts("small", large_memory=False)}
     assert {name: len(found.of_part(name)) for name in parts} == parts
@@ -278,6 +290,7 @@ def test_the_day_runs_on_cpus_from_start_to_report(tmp_path: Path) -> None:
     assert all(run.metrics.step_time_s for run in found.of_part("singles"))
     verified = [run for run in found.results if run.spec.verify and run.spec.strategy != "horovod"]
     assert all(run.verification is not None and run.verification.passed for run in verified)
+    assert [figures.error for figures in found.loops] == [None] * len([*loop_specs("small")])
     assert [shard.error for shard in found.shards] == [None] * len([*shard_specs("small")])
     text = (out / "report.md").read_text()
     assert "| shared | strategies, ranks sharing the device | 27 |" in text

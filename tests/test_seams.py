@@ -52,7 +52,7 @@ from hpcbench.worker.strategies.horovod import HorovodStrategy
 from hpcbench.worker.strategies.pipeline.fairscale_pipe import FairscalePipeStrategy
 from hpcbench.worker.strategies.pipeline.pipedream import PipedreamStrategy
 from hpcbench.worker.strategies.pipeline.strategy import PipelineStrategy
-from hpcbench.worker.strategies.probes import ProbeBlocksStrategy, ProbeLoopsStrategy, ProbeMessagesStrategy
+from hpcbench.worker.strategies.probes import ProbeBlocksStrategy, ProbeMessagesStrategy
 from hpcbench.worker.strategies.spatial import SpatialStrategy
 from hpcbench.worker.strategies.tensor import TensorParallelStrategy
 from hpcbench.worker.verification.reference import resolve_reference_trainer
@@ -80,7 +80,6 @@ CHECKED_RUNTIMES: tuple[type[Strategy], ...] = (
     FairscalePipeStrategy,
     ProbeBlocksStrategy,
     ProbeMessagesStrategy,
-    ProbeLoopsStrategy,
 )
 CHECKED_COSTS: tuple[type[Cost], ...] = (
     DataParallelCost,

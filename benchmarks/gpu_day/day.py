@@ -2,6 +2,7 @@
 
     machine.json     the machine, and what it lacks
     results.tar.gz   the results of all runs with their logs: a bundle, as `hpcbench table` and `report` read it
+    loops.json       hpcbench's training loop beside others
     shards.json      one real rank among ranks that do not exist
     report.md        what ran, what failed, predictions against measurements
     log.txt          one line for each run, with its time
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from benchmarks.gpu_day.machines import LARGE_MEMORY, DayProfiles, device_key, write_profiles
-from benchmarks.gpu_day.outputs import LOG, MACHINE, REPORT, RESULTS, SHARDS
+from benchmarks.gpu_day.outputs import LOG, LOOPS, MACHINE, REPORT, RESULTS, SHARDS
 from benchmarks.gpu_day.parts import Device, Part, Size, day_parts, part_sweep
 from benchmarks.gpu_day.preflight import Machine, inspect_machine, is_hopeless, machine_lines
 from benchmarks.gpu_day.report import write_report
@@ -40,8 +41,8 @@ LIMIT_S = 420.0
 _BUNDLE_EVERY_S = 15.0
 _RESERVE_S = 15.0
 """Kept from the parts for the last bundle and the report."""
-_SHARDS_S = 60.0
-"""Time that the shards may take before the parts after them."""
+_SCRIPT_S = 60.0
+"""Time that the loops, and the shards, may take before the parts after them."""
 
 
 class Day:
@@ -53,7 +54,7 @@ class Day:
         self.began_s = time.monotonic()
         self.out, self.device, self.limit_s, self.verifies = out, device, limit_s, verifies
         make_folder(out)
-        for name in (MACHINE, RESULTS, SHARDS, REPORT, LOG):
+        for name in (MACHINE, RESULTS, LOOPS, SHARDS, REPORT, LOG):
             # A day that is cut must not leave files of an earlier one.
             (out / name).unlink(missing_ok=True)
         self._log: IO[str] = (out / LOG).open("w")
@@ -91,7 +92,8 @@ class Day:
         pooled = [part for part in self.parts if part.name != "launcher"]
         after = [part.name for part in pooled].index("singles") + 1
         codes = [self._pool(plans, pooled[:after], self.left_s)]
-        codes.append(self._shards(min(self.left_s, _SHARDS_S)))
+        codes.append(self._script("training_loops", LOOPS, min(self.left_s, _SCRIPT_S)))
+        codes.append(self._script("real_rank", SHARDS, min(self.left_s, _SCRIPT_S)))
         codes.append(self._pool(plans, pooled[after:], self.left_s))
         self._end_queue(queue)
         self.bundle()
@@ -135,9 +137,10 @@ class Day:
         self.say(f"pool: {', '.join(part.name for part in parts)}")
         return self._follow(["-m", "hpcbench.worker", "pool", "--limit-s", f"{limit_s:.1f}", "--tasks", *files])
 
-    def _shards(self, limit_s: float) -> int:
+    def _script(self, module: str, file: str, limit_s: float) -> int:
+        """Run a module of this package that writes ``file``; no plan has its configurations."""
         if limit_s <= 0:
-            self.say("no time is left for shards")
+            self.say(f"no time is left for {file}")
             return 1
         options = [
             "--device",
@@ -145,11 +148,11 @@ class Day:
             "--size",
             self.machine.size,
             "--out",
-            str(self.out / SHARDS),
+            str(self.out / file),
             "--limit-s",
             f"{limit_s:.1f}",
         ]
-        return self._follow(["-m", "benchmarks.gpu_day.real_rank", *options], limit_s=max(limit_s, self.left_s))
+        return self._follow(["-m", f"benchmarks.gpu_day.{module}", *options], limit_s=max(limit_s, self.left_s))
 
     def _follow(self, words: list[str], limit_s: float = float("inf")) -> int:
         """Run Python with ``words``, log what it prints, and bundle the results from time to time."""

@@ -8,12 +8,14 @@ from typing import NamedTuple
 
 import msgspec
 
+from benchmarks.gpu_day.loops import LoopFigures
 from benchmarks.gpu_day.preflight import Machine
 from benchmarks.gpu_day.shards import ShardFigures
 from hpcbench.results.bundle_archive import collect_bundle_results
 from hpcbench.results.schema import RunResult
 
-MACHINE, RESULTS, SHARDS, REPORT, LOG = "machine.json", "results.tar.gz", "shards.json", "report.md", "log.txt"
+MACHINE, RESULTS, LOOPS, SHARDS = "machine.json", "results.tar.gz", "loops.json", "shards.json"
+REPORT, LOG = "report.md", "log.txt"
 DAYS = Path(__file__).parents[1] / "gpu_days"
 """Committed days, a folder each: ``YYYY-MM-DD-device``."""
 
@@ -26,6 +28,7 @@ class DayFiles(NamedTuple):
     results: list[RunResult]
     problems: list[str]
     """Results that cannot be read, each with the reason."""
+    loops: list[LoopFigures]
     shards: list[ShardFigures]
 
     @property
@@ -44,13 +47,14 @@ class DayFiles(NamedTuple):
 def read_day(folder: Path) -> DayFiles:
     """Read the files in ``folder``; raises ``OSError`` or ``msgspec.MsgspecError`` if there is no ``machine.json``."""
     machine = msgspec.json.decode((folder / MACHINE).read_bytes(), type=Machine)
-    bundle, shards = folder / RESULTS, folder / SHARDS
+    bundle, loops, shards = folder / RESULTS, folder / LOOPS, folder / SHARDS
     entries = collect_bundle_results(bundle) if bundle.is_file() else []
     return DayFiles(
         folder.name,
         machine,
         [entry.result for entry in entries if entry.result is not None],
         [entry.problem for entry in entries if entry.result is None],
+        msgspec.json.decode(loops.read_bytes(), type=list[LoopFigures]) if loops.is_file() else [],
         msgspec.json.decode(shards.read_bytes(), type=list[ShardFigures]) if shards.is_file() else [],
     )
 

@@ -3,16 +3,16 @@
     launcher  the real launcher, NCCL with one rank        beside the next two, which are not timed
     kernels   every model family in every precision, verified against fp64; CUDA graphs, compiled models
     shared    every strategy on 2 and 4 ranks of the one device, verified; over gloo, without times
-    loops     hpcbench's training loop in turns with other loops
     singles   ten configurations whose step time and memory were predicted before
     probes    blocks of models, for a calibration that is made afterwards
 
-Between ``singles`` and ``probes`` comes ``shards`` (``shards.py``): one real rank among ranks that do not exist.
+Between ``singles`` and ``probes`` come two parts without a sweep: ``loops.py`` times hpcbench's training loop in turns
+with other loops, and ``shards.py`` steps one real rank among ranks that do not exist.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +21,7 @@ from hpcbench.config.sweep_loader import Sweep, parse_sweep
 from hpcbench.config.toml_tables import TomlSource
 from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
-from hpcbench.parallel.strategies.probes import PROBE_BLOCKS, PROBE_LOOPS
+from hpcbench.parallel.strategies.probes import PROBE_BLOCKS
 
 Device = Literal["cuda", "cpu"]
 Size = Literal["full", "small"]
@@ -86,7 +86,6 @@ def day_parts(size: Size, *, large_memory: bool) -> list[Part]:
         Part(
             "shared", "strategies, ranks sharing the device", [*_shared_points(size)], _verified(size), is_shared=True
         ),
-        Part("loops", "training loops in turns", _loop_points(size), _timed(size)),
         Part("singles", "configurations with predictions", single_points(size, large_memory), _timed(size)),
         Part("probes", "blocks of models", _probe_points(size), _timed(size)),
         Part(
@@ -188,17 +187,6 @@ def _first_feasible(size: Size, point: Point) -> Point:
     points = [{**model, **point, "batch_size": 2 * _BATCH["small"]} for model in models]
     feasible = (each for each in points if not isinstance(resolve_point(dict(each), limits), InfeasiblePoint))
     return next(feasible, points[0])
-
-
-def _loop_points(size: Size) -> list[Point]:
-    if size == "small":
-        small = {"model": "vit", "dataset": "cifar10", "input_size": 16, "batch_size": 4, "options": {"budget_s": 1.0}}
-        return [{"strategy": PROBE_LOOPS, **small}]
-    budget: Mapping[str, Any] = {"options": {"budget_s": 10.0}, "precision": "bf16", "strategy": PROBE_LOOPS}
-    return [
-        {"model": "resnet50", "dataset": "imagenet", "batch_size": 64, "channels_last": True, **budget},
-        {"model": "llama_1b", "dataset": "tokens", "input_size": 2048, "batch_size": 1, **budget},
-    ]
 
 
 def single_points(size: Size, large_memory: bool) -> list[Point]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.gpu_day.loops import LoopFigures
 from benchmarks.gpu_day.machines import device_key
 from benchmarks.gpu_day.outputs import REPORT, DayFiles, read_day
 from benchmarks.gpu_day.parts import day_parts
@@ -42,7 +43,7 @@ def report_lines(day: DayFiles) -> Iterator[str]:
     yield from ["", "## What failed", "", *(_failure_lines(day) or ["Nothing."])]
     yield from ["", "## What ran for the first time", "", *status_lines([day])]
     yield from ["", "## Predictions against measurements", "", *_step_lines(day, expected)]
-    yield from ["", "## Training loops", "", *_loop_lines(day.of_part("loops"))]
+    yield from ["", "## Training loops", "", *_loop_lines(day.loops)]
     yield from ["", "## One real rank among ranks that do not exist", "", *_shard_lines(day, expected)]
 
 
@@ -90,6 +91,7 @@ def _failure_lines(day: DayFiles) -> list[str]:
             )
     lines = [f"- {why}: {'; '.join(labels)}" for why, labels in runs.items()]
     lines += [f"- unreadable: {cell(problem)}" for problem in day.problems]
+    lines += [f"- loops: {cell(run_label(each.spec))}: {cell(each.error)}" for each in day.loops if each.error]
     lines += [f"- shards: {cell(run_label(shard.spec))}: {cell(shard.error)}" for shard in day.shards if shard.error]
     return lines
 
@@ -146,17 +148,17 @@ def _pair(predicted: float | None, measured: float | None, write: Callable[[Any]
     return ", ".join("-" if value is None else write(value) for value in (predicted, measured))
 
 
-def _loop_lines(results: Iterable[RunResult]) -> list[str]:
+def _loop_lines(configurations: Iterable[LoopFigures]) -> list[str]:
     rows = []
-    for result in results:
-        loops = {loop.loop: loop for loop in (result.probe.loops if result.probe is not None else [])}
+    for figures in configurations:
+        loops = {loop.loop: loop for loop in figures.loops}
         own = loops.pop("hpcbench", None)
         for loop in loops.values() if own is not None else []:
             assert own is not None, "checked above"
             ratio = own.seconds / loop.seconds
             verdict = "within the goal" if ratio <= MAX_LOOP_RATIO else f"above the goal of {MAX_LOOP_RATIO:g}"
             rows.append([
-                _label(result), f"{loop.loop} ({cell(loop.model)})", format_seconds(own.seconds),
+                cell(run_label(figures.spec)), f"{loop.loop} ({cell(loop.model)})", format_seconds(own.seconds),
                 format_seconds(loop.seconds), f"{ratio:.3f}", verdict,
             ])  # fmt: skip
     return table(("run", "other loop", "hpcbench", "other", "ratio", ""), rows)

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.gpu_day.loops import LoopFigures
 from benchmarks.gpu_day.outputs import DayFiles, committed_days
+from benchmarks.gpu_day.shards import ShardFigures
 from hpcbench.parallel.catalog import STRATEGIES, get_strategy
 from hpcbench.results.schema import STATUS_OK, RunResult
 
@@ -31,8 +33,8 @@ class StatusRow(NamedTuple):
     """What no run of the day executes, or a sentence on what the day will."""
     shown_by: Condition | None
     """The runs that execute the part on a GPU; ``None``: no run of the day does."""
-    by_shards: bool = False
-    """The real ranks among ranks that do not exist execute it."""
+    by: Callable[[DayFiles], Sequence[LoopFigures | ShardFigures]] | None = None
+    """The figures of a script of the day that execute it instead of runs."""
 
 
 def _is_shared(result: RunResult) -> bool:
@@ -76,7 +78,7 @@ ROWS: list[StatusRow] = [
     ),
     StatusRow(
         "memory of shards on the device's allocator", "fake tensors: the peak at set-up and in a step", "",
-        "the allocator's reserve and fragmentation", None, by_shards=True,
+        "the allocator's reserve and fragmentation", None, by=lambda day: day.shards,
     ),
     StatusRow(
         "`CUDA_DEVICE_MAX_CONNECTIONS`, `CUDA_MODULE_LOADING` of pipelines", "that the job script sets them",
@@ -144,8 +146,8 @@ ROWS: list[StatusRow] = [
         "`probe_blocks`", "CPU", "", "times of blocks", lambda result: result.spec.strategy == "probe_blocks"
     ),
     StatusRow(
-        "`probe_loops`", "CPU; a stub of CUDA: no loop waits for the device", "", "times of loops",
-        lambda result: result.spec.strategy == "probe_loops",
+        "hpcbench's training loop beside others", "CPU; a stub of CUDA", "", "times of loops", None,
+        by=lambda day: day.loops,
     ),
     StatusRow(
         "`probe_messages`", "CPU", "", "times of NCCL; the largest message", None
@@ -169,8 +171,8 @@ def executed_on(row: StatusRow, day: DayFiles) -> str | None:
     """Return how the runs of ``day`` that execute ``row`` ended; ``None`` if there are none, or not on a GPU."""
     if not day.on_gpu:
         return None
-    if row.by_shards:
-        ended = [shard.error is None for shard in day.shards]
+    if row.by is not None:
+        ended = [figures.error is None for figures in row.by(day)]
     else:
         shown_by = row.shown_by or (lambda _result: False)
         ended = [_ended_well(result) for result in day.results if _has_stepped(result) and shown_by(result)]

@@ -16,7 +16,6 @@ from hpcbench.cli.common import (
     json_option,
     make_console,
     model_folder_option,
-    out_option,
     output_options,
     plain_table,
     print_json,
@@ -50,38 +49,17 @@ def schema(kind: str) -> None:
 @click.command()
 @cluster_option()
 @click.option("--no-job", is_flag=True, help="Check on this machine only; submit nothing.")
-@click.option("--gpu", "runs_strategies", is_flag=True,
-              help="Then run every strategy with verify on one node's GPUs; about ten minutes.")  # fmt: skip
-@out_option("With --gpu: the file to write. (default: gpu-check-CLUSTER.json)")
 @output_options
-def doctor(
-    cluster_name: str, no_job: bool, runs_strategies: bool, out: Path | None, results: ResultsTree, as_json: bool
-) -> None:
+def doctor(cluster_name: str, no_job: bool, results: ResultsTree, as_json: bool) -> None:
     """Check the requirements of a cluster's jobs, and print the command that installs a missing part.
 
-    If the cluster's scheduler answers, a short job checks on one node. With --gpu, runs of all strategies follow, and
-    their results, predictions and comparisons with other training loops are written to one file.
+    If the cluster's scheduler answers, a short job checks on one node.
     """
     # Imported here: the other commands of this file submit nothing.
     from hpcbench.site.cluster_doctor import check_cluster
 
-    if no_job and runs_strategies:
-        raise ConfigError("--gpu submits runs, --no-job submits nothing", hint="leave one of them out")
-    if out is not None and not runs_strategies:
-        raise ConfigError("--out is for the file of --gpu", hint="add --gpu, or print the checks with --json")
     profile, _ = load_cluster(cluster_name)
-    if runs_strategies:
-        # Imported here: a plain doctor loads no oracle.
-        from hpcbench.cli.gpu_check_command import refuse_no_devices, refuse_unwritable, require_gpus, run_gpu_check
-
-        refuse_no_devices(profile)
-        if out is not None:
-            refuse_unwritable(out)
     findings = check_cluster(profile, results.root, None if no_job else print_message)
-    if runs_strategies:
-        findings = require_gpus(profile, findings)
-        if all(finding.works for finding in findings if finding.needed):
-            sys.exit(run_gpu_check(cluster_name, results, out, as_json=as_json))
     if as_json:
         print_json({"cluster": profile.name, "findings": findings})
     else:

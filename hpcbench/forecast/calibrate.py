@@ -38,7 +38,6 @@ from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.parallel.catalog import SINGLE_DEVICE
 from hpcbench.parallel.check_names import custom_model_folder
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
-from hpcbench.parallel.strategies.probes import PROBE_LOOPS
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_OK
 from hpcbench.submit.plan import SweepPlan, available_cores, make_plan
@@ -87,7 +86,7 @@ def collect_evidence(
             except (HpcbenchError, msgspec.MsgspecError) as error:
                 problems.append(f"run {run_id} is left out: {error}")
                 continue
-            if result is None or result.status != STATUS_OK or result.spec.strategy == PROBE_LOOPS:
+            if result is None or result.status != STATUS_OK:
                 continue
             table = forecast.table(result.spec)
             if isinstance(table, NotPredicted):

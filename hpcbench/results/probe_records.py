@@ -78,18 +78,6 @@ class OverlapProbe(_ProbeRecord, kw_only=True):
     repeats: int
 
 
-class LoopProbe(_ProbeRecord, kw_only=True):
-    """Seconds of a training step by one loop, the median of blocks of steps that alternated with those of others."""
-
-    loop: str
-    """``hpcbench``: the run's own step; ``plain``: a hand-written one; ``timm``: one in the style of timm's script."""
-    model: str
-    """The library whose model it trains, with its version."""
-    seconds: float
-    spread: float
-    repeats: int
-
-
 class ProbeResults(_ProbeRecord, kw_only=True):
     """The measurements of a probe's run."""
 
@@ -98,7 +86,6 @@ class ProbeResults(_ProbeRecord, kw_only=True):
     updates: list[UpdateProbe] = []
     collectives: list[CollectiveProbe] = []
     overlaps: list[OverlapProbe] = []
-    loops: list[LoopProbe] = []
     blocks: list[BlockProbe] = []
     pass_s: float | None = None
     """Seconds that pass while all blocks run forward and backward once, without a clock between them: with what a CPU

@@ -19,6 +19,7 @@ CLUSTERS = {
     "box": "slurmbox",
     "ddlbench": "snellius",
     "ddlbench-small": "slurmbox",
+    "gpu-check": "snellius",
     "model-parallel": "local",
     "paradl": "abci-v100",
     "paradl-small": "slurmbox",

@@ -55,7 +55,7 @@ def test_the_device_is_found(day: DayFiles) -> None:
     assert day.on_gpu
 
 
-@pytest.mark.parametrize("part", ["kernels", "shared", "loops", "singles", "probes"])
+@pytest.mark.parametrize("part", ["kernels", "shared", "singles", "probes"])
 def test_every_run_of_a_part_steps_on_the_device(day: DayFiles, part: str) -> None:
     (points,) = [each.points for each in day_parts("small", large_memory=False) if each.name == part]
     results = day.of_part(part)
@@ -84,6 +84,12 @@ def test_shards_have_peaks_on_the_devices_allocator(day: DayFiles) -> None:
     peaks = {shard.spec.strategy: shard.peak_bytes for shard in day.shards if shard.error is None}
     assert set(peaks) >= {"fsdp", "1f1b", "tensor"}
     assert all(peaks.values())
+
+
+def test_loops_are_timed_on_the_device(day: DayFiles) -> None:
+    assert [(figures.error, [loop.loop for loop in figures.loops]) for figures in day.loops] == [
+        (None, ["hpcbench", "plain"])
+    ]
 
 
 def test_a_group_of_nccl_fails_with_its_reason(day: DayFiles) -> None:

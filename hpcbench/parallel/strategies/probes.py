@@ -1,4 +1,4 @@
-"""Probes: runs that measure the machine, or the tool itself, instead of a strategy.
+"""Probes: runs that measure the machine instead of a strategy.
 Their timed steps are those of replicas that do not communicate; the measurements are in the result's ``probe``."""
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from hpcbench.parallel.strategy_entry import Option, StrategyEntry
 from hpcbench.parallel.traffic import OVERLAPPED_OPERATIONS, parse_messages
 
 PROBE_BLOCKS, PROBE_MESSAGES = "probe_blocks", "probe_messages"
-PROBE_LOOPS = "probe_loops"
-"""Measures the tool, not the machine: no calibration is fitted to it."""
 _BUDGET_OPTION = Option(20.0, "seconds that the measurements may take, about")
 
 
@@ -51,20 +49,6 @@ def probe_messages_exclusion(spec: RunSpec) -> str | None:
     return _probe_exclusion(spec)
 
 
-def probe_loops_exclusion(spec: RunSpec) -> str | None:
-    """The other loops do without what they would have to imitate."""
-    for name in ("compile", "activation_checkpointing"):
-        if getattr(spec, name):
-            return f"probe_loops compares plain loops: {name} is not in them"
-    if spec.micro_batches > 1:
-        return f"probe_loops takes a batch as it is: micro_batches {spec.micro_batches}, 1 is right"
-    if spec.precision == "fp16":
-        return "probe_loops scales no losses: precision fp16 needs it, use bf16"
-    if spec.optimizer != "sgd":
-        return f"probe_loops updates by sgd in all loops: optimizer {spec.optimizer}"
-    return _probe_exclusion(spec)
-
-
 def _probe_exclusion(spec: RunSpec) -> str | None:
     if spec.verify:
         return f"{spec.strategy} is no training that could be verified"
@@ -83,13 +67,6 @@ PROBES = {
             "budget_s": _BUDGET_OPTION,
         },
         exclusion=probe_blocks_exclusion,
-    ),
-    PROBE_LOOPS: _probe_entry(
-        own_degree=None,
-        runtime="hpcbench.worker.strategies.probes:ProbeLoopsStrategy",
-        description="comparison: a step of one device in turns with that of a hand-written loop and of one as timm's",
-        options={"budget_s": _BUDGET_OPTION},
-        exclusion=probe_loops_exclusion,
     ),
     PROBE_MESSAGES: _probe_entry(
         own_degree="dp_degree",

@@ -1,4 +1,4 @@
-"""Probes: replicas that train without communication, then measure blocks, messages or other training loops."""
+"""Probes: replicas that train without communication, then measure blocks or messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from hpcbench.worker.distributed.world import any_rank
 from hpcbench.worker.measure.host import peak_resident_bytes
 from hpcbench.worker.microbench.block_probes import measure_blocks, measure_optimizer_updates, measure_pass_overlaps
 from hpcbench.worker.microbench.message_probes import measure_messages
-from hpcbench.worker.microbench.plain_loops import measure_loops
 from hpcbench.worker.strategies.base import DataParallelStrategy
 
 
@@ -59,11 +58,3 @@ class ProbeMessagesStrategy(_IndependentReplicasStrategy):
         shapes = parse_messages(str(self.options["messages"]))
         probes = measure_messages(self.spec, self.context, shapes, float(self.options["budget_s"]), check)
         return ProbeResults(base_memory_bytes=self.base_memory_bytes, collectives=probes)
-
-
-class ProbeLoopsStrategy(_IndependentReplicasStrategy):
-    """One rank; after its steps the tool's step is timed in turns with those of other training loops."""
-
-    def measure(self, feed: DataFeed, check: Callable[[], None]) -> ProbeResults:
-        loops = measure_loops(self, feed, float(self.options["budget_s"]), check)
-        return ProbeResults(base_memory_bytes=self.base_memory_bytes, loops=loops)

@@ -1,18 +1,23 @@
-"""The tool's training step, timed in turns with those of a hand-written loop and of a loop as in timm's script.
+"""The tool's training step on one device, timed in turns with those of a hand-written loop and of timm's script.
 
     block of hpcbench | block of plain | block of timm | block of plain | block of timm | block of hpcbench | ...
 
 A disturbance of the machine hits one block; the order of the loops rotates, so that none always follows the same one.
 The other loops share nothing with the tool but the samples, the data set's classes and, in ``plain``, the model.
+
+python -m benchmarks.gpu_day.training_loops --device cuda --size full --out loops.json
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import importlib
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +25,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hpcbench
-from hpcbench.config.run_spec import RunSpec
+from benchmarks.gpu_day.loops import LoopFigures, LoopTime, loop_budget_s, loop_specs
+from hpcbench.config.run_spec import RunSpec, run_label
+from hpcbench.fileio import encode_indented_json, write_atomic
 from hpcbench.parallel.workloads import DATASETS, sample_shape
-from hpcbench.results.probe_records import LoopProbe
 from hpcbench.worker.data.feed import DataFeed
+from hpcbench.worker.data.feeds import make_feed
+from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.measure.clocks import reading_statistics, synchronize
-from hpcbench.worker.models.build import SMALL_IMAGE_EDGE, build_torchvision_model
+from hpcbench.worker.model_execution import choose_convolution_algorithms
+from hpcbench.worker.models.build import SMALL_IMAGE_EDGE, build_model, build_torchvision_model
 from hpcbench.worker.strategies.base import DataParallelStrategy
 
 STEPS_PER_BLOCK = 5
@@ -44,16 +53,22 @@ class _Loop(NamedTuple):
     readings_s: list[float]
 
 
-def measure_loops(
-    strategy: DataParallelStrategy, feed: DataFeed, budget_s: float, check: Callable[[], None]
-) -> list[LoopProbe]:
+def time_loops(spec: RunSpec, device: torch.device, budget_s: float) -> list[LoopTime]:
+    """Build the model of ``spec``, which has one device, and time the loops on it; see ``measure_loops``."""
+    choose_convolution_algorithms(spec.cudnn_benchmark, device)
+    strategy, feed = DataParallelStrategy(), make_feed(spec, device)
+    strategy.setup(build_model(spec), spec, RankContext(0, 1, device))
+    feed.prepare(strategy.replica)
+    return measure_loops(strategy, feed, budget_s)
+
+
+def measure_loops(strategy: DataParallelStrategy, feed: DataFeed, budget_s: float) -> list[LoopTime]:
     """Time blocks of each loop in turns until ``budget_s`` has passed.
 
     Args:
         strategy: Set up on one device; its own step is the first loop.
         feed: Samples; the other loops train on its first batches.
         budget_s: Seconds for all loops, about; at least ``MIN_ROUNDS`` blocks of each are timed.
-        check: Called between rounds; raises if the run was asked to stop.
     """
     spec, device = strategy.spec, strategy.context.device
     batches = [feed.batch(step, strategy.replica) for step in range(STEPS_PER_BLOCK)]
@@ -72,11 +87,10 @@ def measure_loops(
     for number in range(MAX_ROUNDS):
         if number >= MIN_ROUNDS and time.perf_counter() - began > budget_s:
             break
-        check()
         first = number % len(loops)
         for loop in (*loops[first:], *loops[:first]):
             loop.readings_s.append(_time_block(loop.step, device) / STEPS_PER_BLOCK)
-    return [LoopProbe(loop=loop.name, model=loop.model, **reading_statistics(loop.readings_s)) for loop in loops]
+    return [LoopTime(loop=loop.name, model=loop.model, **reading_statistics(loop.readings_s)) for loop in loops]
 
 
 def _time_block(step: TrainingStep, device: torch.device) -> float:
@@ -172,3 +186,32 @@ def _mean_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     if targets.is_floating_point():
         return F.mse_loss(outputs, targets)
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Time the loops of each configuration and write the file after each."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_day.training_loops", description=__doc__)
+    parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
+    parser.add_argument("--size", choices=("full", "small"), required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--limit-s", type=float, default=float("inf"))
+    options = parser.parse_args(arguments)
+    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
+    began_s, done = time.monotonic(), list[LoopFigures]()
+    for spec in loop_specs(options.size):
+        if time.monotonic() - began_s > options.limit_s:
+            break
+        figures = LoopFigures(spec=spec)
+        try:
+            figures.loops = time_loops(spec, device, loop_budget_s(options.size))
+        except Exception as error:  # noqa: BLE001 - the other configurations are still timed
+            traceback.print_exc()
+            figures.error = f"{type(error).__name__}: {error}"[:2000]
+        done.append(figures)
+        write_atomic(options.out, encode_indented_json(done))
+        print(f"loops {figures.error or 'ok'}: {run_label(spec)}", flush=True)
+    return int(any(figures.error for figures in done))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

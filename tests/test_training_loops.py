@@ -11,30 +11,38 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.gpu_day.loops import loop_specs
+from benchmarks.gpu_day.parts import Size
+from benchmarks.gpu_day.training_loops import (
+    MIN_ROUNDS,
+    STEPS_PER_BLOCK,
+    make_library_model,
+    measure_loops,
+    plain_step,
+    time_loops,
+)
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.catalog import exclusion_reason
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
-from hpcbench.worker.microbench.plain_loops import MIN_ROUNDS, STEPS_PER_BLOCK, make_library_model, plain_step
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.probes import ProbeLoopsStrategy
+from hpcbench.worker.strategies.base import DataParallelStrategy
 from tests.worker.helpers import make_spec
 
 CPU = torch.device("cpu")
 
 
-def probe_spec(**values: Any) -> RunSpec:
-    return make_spec(**{"strategy": "probe_loops", "batch_size": 2, "options": {"budget_s": 0.01}, **values})
+def loop_spec(**values: Any) -> RunSpec:
+    return make_spec(**{"strategy": "single", "batch_size": 2, **values})
 
 
-def make_strategy(spec: RunSpec) -> ProbeLoopsStrategy:
-    strategy = ProbeLoopsStrategy()
+def make_strategy(spec: RunSpec) -> DataParallelStrategy:
+    strategy = DataParallelStrategy()
     strategy.setup(build_model(spec), spec, RankContext(0, 1, CPU))
     return strategy
 
 
 def test_the_hand_written_loop_trains_as_the_tool_does() -> None:
-    spec = probe_spec(precision="fp64", weight_decay=0.1)
+    spec = loop_spec(precision="fp64", weight_decay=0.1)
     feed, strategy = make_feed(spec, CPU), make_strategy(spec)
     model = copy.deepcopy(strategy.module)
     step = plain_step(model, spec, CPU, [feed.batch(number, 0) for number in range(3)])
@@ -49,12 +57,10 @@ def test_the_hand_written_loop_trains_as_the_tool_does() -> None:
 
 
 def test_loops_are_timed_in_turns() -> None:
-    spec = probe_spec()
-    checks: list[int] = []
-    probe = make_strategy(spec).measure(make_feed(spec, CPU), lambda: checks.append(1))
-    assert [loop.loop for loop in probe.loops] == ["hpcbench", "plain"], "digits have one channel: no library's ResNet"
-    assert all(loop.seconds > 0 and loop.repeats >= MIN_ROUNDS for loop in probe.loops)
-    assert len(checks) == probe.loops[0].repeats
+    spec = loop_spec()
+    loops = time_loops(spec, CPU, 0.01)
+    assert [loop.loop for loop in loops] == ["hpcbench", "plain"], "digits have one channel: no library's ResNet"
+    assert all(loop.seconds > 0 and loop.repeats >= MIN_ROUNDS for loop in loops)
 
 
 class Classifier(nn.Module):
@@ -77,24 +83,25 @@ def test_timms_model_is_trained_where_it_is_installed(monkeypatch: pytest.Monkey
     timm.create_model = lambda _name, num_classes: Classifier(num_classes)
     monkeypatch.setitem(sys.modules, "timm", timm)
     monkeypatch.setattr(Classifier, "calls", 0)
-    spec = probe_spec(dataset="imagenet", input_size=64, batch_size=1, channels_last=True)
-    probe = make_strategy(spec).measure(make_feed(spec, CPU), lambda: None)
-    assert [(loop.loop, loop.model) for loop in probe.loops][2] == ("timm", "timm 9.9")
-    assert Classifier.calls == STEPS_PER_BLOCK * (1 + probe.loops[2].repeats)
+    spec = loop_spec(dataset="imagenet", input_size=64, batch_size=1, channels_last=True)
+    loops = measure_loops(make_strategy(spec), make_feed(spec, CPU), 0.01)
+    assert [(loop.loop, loop.model) for loop in loops][2] == ("timm", "timm 9.9")
+    assert Classifier.calls == STEPS_PER_BLOCK * (1 + loops[2].repeats)
 
 
 def test_torchvisions_model_replaces_timms_where_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
-    loaded = make_library_model(probe_spec(dataset="imagenet", input_size=64), CPU)
+    loaded = make_library_model(loop_spec(dataset="imagenet", input_size=64), CPU)
     assert loaded is not None
     assert loaded[1].startswith("torchvision ")
-    assert make_library_model(probe_spec(dataset="cifar10"), CPU) is None
-    assert make_library_model(probe_spec(model="vit", dataset="cifar10"), CPU) is None
+    assert make_library_model(loop_spec(dataset="cifar10"), CPU) is None
+    assert make_library_model(loop_spec(model="vit", dataset="cifar10"), CPU) is None
 
 
-@pytest.mark.parametrize(
-    "value", [{"compile": True}, {"micro_batches": 2}, {"precision": "fp16"}, {"optimizer": "adam"}, {"verify": True}]
-)
-def test_a_loop_that_would_not_be_the_same_is_infeasible(value: dict[str, Any]) -> None:
-    assert exclusion_reason(probe_spec()) is None
-    assert exclusion_reason(probe_spec(**value)) is not None
+@pytest.mark.parametrize("size", ["full", "small"])
+def test_the_days_loops_have_nothing_that_the_others_would_have_to_imitate(size: Size) -> None:
+    for spec in loop_specs(size):
+        assert (spec.optimizer, spec.micro_batches, spec.compile, spec.activation_checkpointing) == (
+            "sgd", 1, False, False,
+        )  # fmt: skip
+        assert spec.precision in ("fp32", "bf16")
