@@ -130,6 +130,9 @@ BATCH_TIMEOUT_S = 600
 """A run fails if it waits for a batch for this time."""
 
 
+_JOB_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
 class FileSamples(Dataset[Batch]):
     """The samples of files as ``DataLoader`` reads them: a whole batch at once, in memory that processes share."""
 
@@ -248,12 +251,12 @@ class FileFeed(DataFeed):
     def _begin_at(self, step: int) -> None:
         assert self._loader is not None, "prepare opens it"
         self._next_step = step
-        self._batches = iter(self._loader)
+        self._batches = _start_workers(self._loader)
 
     def _iterate(self, samples: FileSamples) -> Iterator[Batch]:
         starts = range(0, len(samples), self.batch_size)
         batches = [list(range(first, min(len(samples), first + self.batch_size))) for first in starts]
-        read = iter(self._open_loader(samples, batches))
+        read = _start_workers(self._open_loader(samples, batches))
         try:
             for _ in batches:
                 yield self._finish(self._wait(read))
@@ -285,8 +288,21 @@ def _end_workers(batches: Any) -> None:
 def _leave_signals_to_the_rank(_worker: int) -> None:
     """A scheduler signals all processes of a job: the rank decides what follows, and ends its workers."""
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    for number in _JOB_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _JOB_SIGNALS)
+
+
+def _start_workers(loader: DataLoader[Batch]) -> Iterator[Any]:
+    """Return an iterator over ``loader``; a signal of the job reaches no worker before it leaves them to the rank.
+
+    A worker that such a signal ended would never be missed by torch, which then waits for its batch.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _JOB_SIGNALS)
+    try:
+        return iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def make_feed(spec: RunSpec, device: torch.device, source: DataSource = NO_FILES) -> DataFeed:
