@@ -26,6 +26,7 @@ NEEDS_NUMBERS = {
     "fairscale_fsdp": "it sums ones over the ranks to count their devices",
     "fairscale_pipe": "a lone rank has a process group of NCCL",
     "horovod": "it is not installed",
+    "probe_blocks": "a lone rank has a process group of NCCL",
 }
 """Strategies that cannot set up where kernels compute nothing, or where NCCL finds none."""
 
