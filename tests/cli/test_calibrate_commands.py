@@ -10,6 +10,7 @@ from math import hypot, log
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from click.testing import CliRunner, Result
@@ -17,12 +18,14 @@ from click.testing import CliRunner, Result
 from hpcbench.cli.calibrate_commands import _check_quiet
 from hpcbench.cli.main import cli
 from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.errors import ConfigError, HpcbenchError
 from hpcbench.forecast.calibrate import calibration_sweeps, plan_calibration
 from hpcbench.oracle.calibration.calibration_store import machine_for
 from hpcbench.oracle.calibration.calibration_sweep import calibration_sweep_toml
 from hpcbench.results.results_tree import ClusterTree
-from hpcbench.submit.plan import SweepPlan, available_cores
+from hpcbench.submit.plan import SweepPlan, available_cores, make_plan
+from tests.oracle.planted_probes import probe_run
 from tests.oracle.test_fit_calibration import everything, run_of, spec_of
 
 
@@ -64,6 +67,35 @@ def test_wrong_input_names_the_valid_choices_and_leaves_no_file(
     assert isinstance(done.exception, HpcbenchError), done.output
     assert said in str(done.exception)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_probes_for_a_sweep_leave_no_file_where_there_is_no_scheduler(
+    calibrate: Callable[..., Result], tmp_path: Path
+) -> None:
+    sweep = 'name = "mine"\n[fixed]\nmodel = "vgg11"\ndataset = "cifar10"\nbatch_size = 8\nstrategy = "single"\n'
+    (tmp_path / "mine.toml").write_text(sweep)
+    done = calibrate("abci-3", "--for", "mine.toml")
+    assert isinstance(done.exception, HpcbenchError), done.output
+    assert "run by PBS" in str(done.exception)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]
+
+
+@pytest.mark.parametrize("failed", [0, 1])
+def test_probes_that_have_ended_are_fitted_where_there_is_no_scheduler(
+    calibrate: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: int
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert calibrate("slurmbox", "--out", "x.toml").exit_code == 0
+    profile, _ = load_cluster("slurmbox")
+    tree = ClusterTree(tmp_path / "results" / "slurmbox")
+    specs = make_plan(load_sweep(tmp_path / "x.toml"), profile, tree).runs.values()
+    for number, spec in enumerate(specs):
+        result = probe_run(profile, spec).result
+        tree.write_result(msgspec.structs.replace(result, status="timeout") if number < failed else result)
+    done = calibrate("slurmbox")
+    assert done.exit_code == failed, done.output
+    assert "predictions for slurmbox are made from it" in done.output
+    assert machine_for(profile, tree).depth == "calibrated"
 
 
 def written(tmp_path: Path) -> ClusterTree:
