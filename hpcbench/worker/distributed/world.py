@@ -165,7 +165,7 @@ def barrier(context: process_groups.RankContext) -> None:
 
 def any_rank(context: process_groups.RankContext, flag: bool) -> bool:
     """Return on every rank whether ``flag`` is true on any rank of the default group. Waits for all of them."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not dist.is_initialized():
         return flag
     flags = torch.tensor(int(flag), dtype=torch.int32, device=context.device)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX)
