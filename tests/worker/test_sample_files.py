@@ -25,6 +25,7 @@ from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.data.sample_files import decode_image
 from hpcbench.worker.data.sample_generator import SampleGenerator
 from hpcbench.worker.failure import LOADER_HINT, describe_error
+from tests.conftest import absent
 from tests.worker.helpers import make_spec
 
 CPU = torch.device("cpu")
@@ -239,7 +240,7 @@ def test_full_shared_memory_fails_the_step_with_a_hint(data_folder: Path) -> Non
     spaces = ["unshare", "--user", "--map-root-user", "--mount"]
     mount = "mount -t tmpfs -o size=64k tmpfs /dev/shm"
     if shutil.which("unshare") is None or subprocess.run([*spaces, "sh", "-c", mount], check=False).returncode:
-        pytest.skip("this machine lets nobody mount a small /dev/shm")
+        absent("root", "only root mounts a small /dev/shm, or who may make user namespaces")
     code = f"""
 from pathlib import Path
 from tests.worker.test_sample_files import describe_error, feed_of
