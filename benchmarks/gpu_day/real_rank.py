@@ -6,20 +6,15 @@ meaningless. Its tensors, streams and kernels are real: one device shows the pea
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
-import traceback
-from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.gpu_day.device_cases import measure_cases
 from benchmarks.gpu_day.shards import ShardFigures, shard_specs
-from hpcbench.config.run_spec import RunSpec, run_label
-from hpcbench.fileio import encode_indented_json, write_atomic
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.dry_run.fake_rank import fake_world, steps_until_steady
 from hpcbench.worker.measure.clocks import synchronize
@@ -30,11 +25,10 @@ from hpcbench.worker.shutdown import StopController
 from hpcbench.worker.strategies.base import resolve_runtime
 
 
-def step_shard(spec: RunSpec, rank: int, device: torch.device) -> ShardFigures:
-    """Set up ``rank`` of ``spec``, train a few steps and return its figures."""
+def step_shard(figures: ShardFigures, device: torch.device) -> None:
+    """Set up the rank of a shard, train a few steps and fill in its figures."""
     began_s = time.monotonic()
-    is_cuda = device.type == "cuda"
-    figures = ShardFigures(spec=spec, rank=rank, seconds=0.0)
+    is_cuda, spec, rank = device.type == "cuda", figures.spec, figures.rank
     with fake_world(spec, rank, device) as context, torch.random.fork_rng(devices=[]):
         # Weights are drawn on the device, where that takes no time.
         with device:
@@ -71,7 +65,6 @@ def step_shard(spec: RunSpec, rank: int, device: torch.device) -> ShardFigures:
         if profiled.host_syncs is not None:
             figures.launches, figures.host_syncs = profiled.host_syncs.launches, profiled.host_syncs.per_step
     figures.seconds = time.monotonic() - began_s
-    return figures
 
 
 def _answer_at_once(_state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are strings
@@ -82,30 +75,11 @@ def _answer_at_once(_state, bucket):  # type: ignore[no-untyped-def]  # torch re
 
 def main(arguments: list[str] | None = None) -> int:
     """Step every shard and write the file after each."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_day.real_rank", description=__doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
-    parser.add_argument("--size", choices=("full", "small"), required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--limit-s", type=float, default=float("inf"))
-    options = parser.parse_args(arguments)
-    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
-    began_s, done = time.monotonic(), list[Any]()
-    for spec, rank in shard_specs(options.size):
-        if time.monotonic() - began_s > options.limit_s:
-            break
-        try:
-            figures = step_shard(spec, rank, device)
-        except Exception as error:  # noqa: BLE001 - the others still step
-            traceback.print_exc()
-            text = f"{type(error).__name__}: {error}"
-            figures = ShardFigures(spec=spec, rank=rank, seconds=0.0, error=text[:2000])
-        done.append(figures)
-        write_atomic(options.out, encode_indented_json(done))
-        print(f"shard {figures.error or 'ok'} {figures.seconds:.1f} s: {run_label(spec)}", flush=True)
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return int(any(figures.error for figures in done))
+    return measure_cases(
+        "real_rank", arguments,
+        lambda size: (ShardFigures(spec=spec, rank=rank, seconds=0.0) for spec, rank in shard_specs(size)),
+        lambda figures, device, _size: step_shard(figures, device),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -10,14 +10,11 @@ python -m benchmarks.gpu_day.training_loops --device cuda --size full --out loop
 
 from __future__ import annotations
 
-import argparse
 import copy
 import importlib
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hpcbench
+from benchmarks.gpu_day.device_cases import measure_cases
 from benchmarks.gpu_day.loops import LoopFigures, LoopTime, loop_budget_s, loop_specs
-from hpcbench.config.run_spec import RunSpec, run_label
-from hpcbench.fileio import encode_indented_json, write_atomic
+from benchmarks.gpu_day.parts import Size
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.workloads import DATASETS, sample_shape
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.data.feeds import make_feed
@@ -190,27 +188,13 @@ def _mean_loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def main(arguments: list[str] | None = None) -> int:
     """Time the loops of each configuration and write the file after each."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_day.training_loops", description=__doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
-    parser.add_argument("--size", choices=("full", "small"), required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--limit-s", type=float, default=float("inf"))
-    options = parser.parse_args(arguments)
-    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
-    began_s, done = time.monotonic(), list[LoopFigures]()
-    for spec in loop_specs(options.size):
-        if time.monotonic() - began_s > options.limit_s:
-            break
-        figures = LoopFigures(spec=spec)
-        try:
-            figures.loops = time_loops(spec, device, loop_budget_s(options.size))
-        except Exception as error:  # noqa: BLE001 - the other configurations are still timed
-            traceback.print_exc()
-            figures.error = f"{type(error).__name__}: {error}"[:2000]
-        done.append(figures)
-        write_atomic(options.out, encode_indented_json(done))
-        print(f"loops {figures.error or 'ok'}: {run_label(spec)}", flush=True)
-    return int(any(figures.error for figures in done))
+
+    def measure(figures: LoopFigures, device: torch.device, size: Size) -> None:
+        figures.loops = time_loops(figures.spec, device, loop_budget_s(size))
+
+    return measure_cases(
+        "training_loops", arguments, lambda size: (LoopFigures(spec=spec) for spec in loop_specs(size)), measure
+    )
 
 
 if __name__ == "__main__":
