@@ -1,8 +1,8 @@
 """Times of calls between ranks: measured messages, and beyond them the formulas, with the measured links.
 
 Of each group that was measured, latency and time per byte follow from its smallest and its largest message; the factor
-of measured over formula is interpolated by size. Another group is priced with the links and
-the factors of the most similar one."""
+of measured over formula is interpolated by size. Another group is priced with the links and the factors of the most
+similar one."""
 
 from __future__ import annotations
 
@@ -148,6 +148,15 @@ class MessagePrices:
         is_between = group.sizes[0] <= size <= group.sizes[-1] and self._comm.rate(crosses=span.nodes > 1) == 1.0
         return MessagePrice(seconds, min(latency_s, seconds), is_same and is_between)
 
+    def interpolation_error(self) -> float:
+        """Return the relative error of a message that is interpolated between its neighbours, over all groups."""
+        errors = []
+        for group in (group for groups in self._groups.values() for group in groups):
+            inner = list(zip(group.sizes, group.log_ratios, strict=True))
+            for before, (size, value), after in zip(inner, inner[1:], inner[2:], strict=False):
+                errors.append(value - _between([before[0], after[0]], [before[1], after[1]], size))
+        return (sum(error**2 for error in errors) / len(errors)) ** 0.5 if errors else 0.0
+
 
 def _fit_group(
     comm: CommParameters, shape: MessageShape, tasks_per_node: int, messages: Sequence[MeasuredMessage]
@@ -195,17 +204,6 @@ def _between(sizes: Sequence[float], values: Sequence[float], size: float) -> fl
     low, high = sizes[place - 1], sizes[place]
     part = log(size / low) / log(high / low)
     return values[place - 1] * (1 - part) + values[place] * part
-
-
-def message_spread(comm: CommParameters) -> float:
-    """Return the error of a message that is interpolated between its neighbours, over all groups: a relative one."""
-    errors = []
-    for groups in MessagePrices(comm)._groups.values():
-        for group in groups:
-            inner = list(zip(group.sizes, group.log_ratios, strict=True))
-            for before, (size, value), after in zip(inner, inner[1:], inner[2:], strict=False):
-                errors.append(value - _between([before[0], after[0]], [before[1], after[1]], size))
-    return (sum(error**2 for error in errors) / len(errors)) ** 0.5 if errors else 0.0
 
 
 def workload_key(spec: RunSpec) -> str:

@@ -180,6 +180,36 @@ def test_a_later_calibration_extends_the_one_before() -> None:
     assert other.notes[0].endswith("is of another machine or software: nothing of it was kept")
 
 
+def test_what_is_not_measured_again_keeps_its_uncertainty_and_its_environment() -> None:
+    busy = ["other processes used the cores during the timed steps: 50% of the 2 cores"]
+    runs = [one._replace(result=msgspec.structs.replace(one.result, warnings=busy)) for one in everything()]
+    first = fit_calibration(PROFILE, None, runs, sweep="mine", environment="cpu", environment_key="k")
+    first = msgspec.structs.replace(first, notes=["8 of 8 runs are marked as disturbed"])
+    spec = spec_of("probe_messages", nodes=2, options={"messages": "all_reduce:2:1:1:4096"})
+    messages = fit_calibration(PROFILE, None, [run_of(spec, probe=messages_probe(spec))], first)
+    overlap = format_messages([MessageShape("all_reduce", 8, 1, 1, 2**20)])
+    spec = spec_of("probe_blocks", nodes=8, options={"overlaps": overlap})
+    overlaps = fit_calibration(PROFILE, None, [run_of(spec, 1.0, overlaps_probe(PROFILE, spec, 3.0))], first)
+    blocks = fit_calibration(PROFILE, None, [blocks_run("vit")], first)
+    before = first.machine
+    for extended in (messages, overlaps, blocks):
+        compute, comm = extended.machine.compute, extended.machine.comm
+        assert compute.measured_spread == before.compute.measured_spread
+        assert comm.measured_spread == before.comm.measured_spread
+        assert compute.spread >= compute.measured_spread
+        assert comm.spread >= comm.measured_spread
+        assert extended.notes == first.notes
+        assert (extended.environment, extended.environment_key) == ("cpu", "k")
+        assert {(one.part, one.what) for one in extended.residuals} == {(one.part, one.what) for one in first.residuals}
+    assert messages.machine.compute == overlaps.machine.compute == before.compute
+    assert overlaps.machine.comm.spread == before.comm.spread
+    # Where all of it was measured again, nothing of the disturbance is left.
+    again = fit_calibration(PROFILE, None, everything(), first)
+    assert again.machine.compute.measured_spread < before.compute.measured_spread
+    assert again.machine.comm.measured_spread < before.comm.measured_spread
+    assert again.notes == []
+
+
 def test_messages_of_a_link_that_the_profile_has_changed_are_dropped_with_the_next_ones() -> None:
     first = fit_calibration(PROFILE, None, everything())
     moved = first.machine.comm.intra_node._replace(latency_s=1.0)

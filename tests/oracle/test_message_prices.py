@@ -17,7 +17,6 @@ from hpcbench.oracle.message_prices import (
     MeasuredMessage,
     MeasuredOverlap,
     MessagePrices,
-    message_spread,
     slowdowns,
     workload_key,
 )
@@ -70,8 +69,8 @@ def test_what_the_formula_misses_between_two_sizes_is_interpolated() -> None:
         assert prices.price(shape(size), 1).seconds == pytest.approx(factor * true_s(shape(size)), rel=1e-6)
     between = prices.price(shape(2 * SIZES[2]), 1).seconds / true_s(shape(2 * SIZES[2]))
     assert between == pytest.approx((1.5 * 2.0) ** 0.5, rel=1e-6)
-    assert 0.1 < message_spread(known) < 0.5
-    assert message_spread(comm([measured(shape(size)) for size in SIZES])) < 1e-6
+    assert 0.1 < MessagePrices(known).interpolation_error() < 0.5
+    assert MessagePrices(comm([measured(shape(size)) for size in SIZES])).interpolation_error() < 1e-6
 
 
 def test_groups_that_send_at_the_same_time_take_what_the_most_similar_did() -> None:

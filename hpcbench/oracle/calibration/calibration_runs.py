@@ -52,9 +52,7 @@ def runs_of_strategy(runs: Sequence[CalibrationRun], *keys: str) -> list[Calibra
     return [run for run in runs if run.spec.strategy in keys]
 
 
-DISTURBANCES = (
-    "other processes used the cores", "other processes computed on the device",
-)  # fmt: skip
+DISTURBANCES = ("other processes used the cores", "other processes computed on the device")
 """Beginnings of the warnings that mark a run as disturbed by others."""
 DISTURBED_NOTE = "are marked as disturbed"
 _USED_SHARE = re.compile(r"(\d+)% of the \d+ core")

@@ -32,7 +32,7 @@ from hpcbench.oracle.message_prices import (
     CommParameters,
     MeasuredMessage,
     MeasuredOverlap,
-    message_spread,
+    MessagePrices,
     workload_key,
 )
 from hpcbench.oracle.prediction import peak_rank_memory
@@ -42,7 +42,7 @@ from hpcbench.parallel.catalog import SINGLE_DEVICE, STRATEGIES
 from hpcbench.parallel.strategies.probes import PROBE_BLOCKS, PROBE_MESSAGES
 from hpcbench.parallel.traffic import MessageShape
 from hpcbench.parallel.workloads import is_custom_model
-from hpcbench.results.probe_records import OverlapProbe, ProbeResults
+from hpcbench.results.probe_records import CollectiveProbe, OverlapProbe, ProbeResults
 
 MIN_SPREAD = 0.03
 """Smallest relative uncertainty of the computation of a step that has not run."""
@@ -85,7 +85,7 @@ def fit_calibration(
         newest = None
     base = nominal if newest is None else newest.machine
     outside = disturbed_spread([run.result.warnings for run in good])
-    compute, residuals = _fit_compute(nominal.compute, base.compute.kernels, good, outside)
+    compute, of_kernels = _fit_compute(nominal.compute, base.compute, good, outside)
     comm, of_comm = _fit_comm(nominal.comm, base.comm, good, outside)
     base_bytes, of_memory = fit_base_bytes(good, nominal.device)
     machine = replace(
@@ -107,6 +107,12 @@ def fit_calibration(
         "nothing was measured between nodes: links between them are the profile's": bool(comm.messages)
         and not any(message.shape.nodes > 1 for message in comm.messages),
     }
+    if newest is not None:
+        environment, environment_key = environment or newest.environment, environment_key or newest.environment_key
+        if not {*_measurement_ids(base.compute, base.comm)}.isdisjoint(_measurement_ids(compute, comm)):
+            notes += [note for note in newest.notes if note not in (*notes, *unmeasured)]
+    earlier = () if newest is None else newest.residuals
+    residuals = [*earlier, *of_kernels, *of_comm, *of_memory, *of_strategies]
     return Calibration(
         cluster=profile.name,
         made_at=made_at,
@@ -115,11 +121,16 @@ def fit_calibration(
         environment_key=environment_key,
         sweeps=[name for name in dict.fromkeys([*(newest.sweeps if newest else ()), sweep]) if name],
         machine=replace(machine, strategies={**base.strategies, **overheads}),
-        residuals=[*residuals, *of_comm, *of_memory, *of_strategies],
+        residuals=list({(one.part, one.what): one for one in residuals}.values()),
         notes=[*notes, *(note for note, applies in unmeasured.items() if applies)],
         run_ids=sorted({run.result.run_id for run in good} | {*(newest.run_ids if newest else ())}),
         environment_digests=sorted(digests) or (newest.environment_digests if newest else []),
     )
+
+
+def _measurement_ids(compute: DeviceCompute, comm: CommParameters) -> Iterable[int]:
+    """Yield the identity of each measurement: one that is kept is the same object, a new one may be equal to it."""
+    return map(id, (*compute.kernels, *comm.messages, *comm.overlaps))
 
 
 def _made_after(newest: Calibration | None) -> str:
@@ -131,9 +142,12 @@ def _made_after(newest: Calibration | None) -> str:
 
 
 def _fit_compute(
-    nominal: DeviceCompute, earlier: Sequence[MeasuredKernel], runs: Sequence[CalibrationRun], outside: float
+    nominal: DeviceCompute, earlier: DeviceCompute, runs: Sequence[CalibrationRun], outside: float
 ) -> tuple[DeviceCompute, list[FitResidual]]:
-    """Return the device with the measured kernels, and the error of prices for a model that was not measured."""
+    """Return the device with the measured kernels, and the error of prices for a model that was not measured.
+
+    Kernels that were not measured again keep their uncertainty.
+    """
     by_model: dict[str, list[MeasuredKernel]] = defaultdict(list)
     spreads = list[float]()
     for run in runs_of_strategy(runs, PROBE_BLOCKS):
@@ -145,8 +159,11 @@ def _fit_compute(
     new: dict[tuple[Kernel, KernelConditions], list[float]] = defaultdict(list)
     for one in (kernel for own in by_model.values() for kernel in own):
         new[one.kernel, one.conditions].append(one.seconds)
-    kernels = [one for one in earlier if (one.kernel, one.conditions) not in new]
-    kernels += [
+    kept = [one for one in earlier.kernels if (one.kernel, one.conditions) not in new]
+    if not new:
+        changes = {name: getattr(earlier, name) for name in ("kernels", "crowding", "spread", "measured_spread")}
+        return replace(nominal, **changes), []
+    kernels = kept + [
         MeasuredKernel(kernel=kernel, conditions=conditions, seconds=fmean(seconds))
         for (kernel, conditions), seconds in new.items()
     ]
@@ -158,15 +175,15 @@ def _fit_compute(
         if (predicted_s := _price_by_others(compute, model, by_model)) is not None
     ]
     found = [fit_residual("kernels", "passes through a model, by the kernels of the others", errors)] if errors else []
-    error = _ONE_MODEL_SPREAD if kernels else nominal.spread
+    error = earlier.spread if kept else _ONE_MODEL_SPREAD
     if errors:
         # One kind of layer that no other model has, such as attention, says little of the others.
         error = _MEDIAN_TO_DEVIATION * median(abs(log(predicted / measured)) for predicted, measured in errors)
-    return replace(
-        compute,
-        spread=hypot(max(error, MIN_SPREAD), outside),
-        measured_spread=hypot(max(median(spreads or [0.0]), MIN_SPREAD), outside),
-    ), found
+    measured_spread = hypot(max(median(spreads), MIN_SPREAD), outside)
+    if kept:
+        measured_spread = max(measured_spread, earlier.measured_spread)
+    spread = max(hypot(max(error, MIN_SPREAD), outside), measured_spread)
+    return replace(compute, spread=spread, measured_spread=measured_spread), found
 
 
 def _price_by_others(
@@ -189,9 +206,7 @@ def measured_kernels(nominal: DeviceCompute, run: CalibrationRun, probe: ProbeRe
     wall, conditions = wall_ratio(probe), kernel_conditions(run.spec)
     seconds_by_kernel: dict[Kernel, list[float]] = defaultdict(list)
     for block in probe.blocks:
-        passes = [
-            row_kernels(run.spec, row, block.samples) for row in run.table.layers if row.block == block.block
-        ]  # fmt: skip
+        passes = [row_kernels(run.spec, row, block.samples) for row in run.table.layers if row.block == block.block]
         for direction, block_s in enumerate((block.forward_s, block.backward_s or 0.0)):
             kernels = [both[direction] for both in passes]
             bases_s = [roofline_s(kernel, nominal) for kernel in kernels]
@@ -228,9 +243,17 @@ def busy_notes(runs: Sequence[CalibrationRun]) -> list[str]:
 def _fit_comm(
     nominal: CommParameters, earlier: CommParameters, runs: Sequence[CalibrationRun], outside: float
 ) -> tuple[CommParameters, list[FitResidual]]:
-    """Return today's links with the measured messages and overlaps, and the error of prices between two sizes."""
+    """Return today's links with the measured messages and overlaps, and the error of prices between two sizes.
+
+    Messages that were not measured again keep their uncertainty.
+    """
     links = (nominal.intra_node, nominal.inter_node)
-    messages = [*_median_messages(runs)]
+    calls = [
+        (run.spec.tasks_per_node, call)
+        for run in runs_of_strategy(runs, PROBE_MESSAGES)
+        for call in (run.result.probe.collectives if run.result.probe else ())
+    ]
+    messages = [*_median_messages(calls)]
     overlaps = [
         MeasuredOverlap(
             workload=workload_key(run.spec), samples=run.spec.batch_size, nodes=run.spec.nodes,
@@ -245,36 +268,32 @@ def _fit_comm(
         changes = {name: getattr(earlier, name) for name in ("messages", "overlaps", "measured_links", "spread")}
         return replace(nominal, **changes, measured_spread=earlier.measured_spread), []
     kept = earlier if earlier.measured_links == links else nominal
+    shapes = {(one.shape, one.tasks_per_node) for one in messages}
+    is_extended = any((one.shape, one.tasks_per_node) not in shapes for one in kept.messages)
     comm = replace(
         nominal,
         messages=list({(one.shape, one.tasks_per_node): one for one in [*kept.messages, *messages]}.values()),
         overlaps=list({one.conditions: one for one in [*kept.overlaps, *overlaps]}.values()),
         measured_links=links,
     )
-    scatters = [call.spread for probe in _message_probes(runs) for call in probe.collectives]
-    error = message_spread(comm)
+    if not messages:
+        return replace(comm, spread=kept.spread, measured_spread=kept.measured_spread), []
+    error = MessagePrices(comm).interpolation_error()
+    measured_spread = hypot(max(median(call.spread for _, call in calls), MIN_SPREAD), outside)
+    if is_extended:
+        measured_spread = max(measured_spread, kept.measured_spread)
     residual = FitResidual(part="messages", what="between two measured sizes", points=len(comm.messages), error=error)
-    return replace(
-        comm,
-        spread=hypot(max(error, MIN_SPREAD), outside) if messages else earlier.spread,
-        measured_spread=hypot(max(median(scatters or [0.0]), MIN_SPREAD), outside),
-    ), [residual] if messages else []
+    spread = max(hypot(max(error, MIN_SPREAD), outside), measured_spread)
+    return replace(comm, spread=spread, measured_spread=measured_spread), [residual]
 
 
-def _message_probes(runs: Sequence[CalibrationRun]) -> Iterable[ProbeResults]:
-    for run in runs_of_strategy(runs, PROBE_MESSAGES):
-        if run.result.probe is not None:
-            yield run.result.probe
-
-
-def _median_messages(runs: Sequence[CalibrationRun]) -> Iterable[MeasuredMessage]:
-    """Yield each message once, with the median of its launches."""
+def _median_messages(calls: Iterable[tuple[int, CollectiveProbe]]) -> Iterable[MeasuredMessage]:
+    """Yield each message once, with the median of its launches; ``calls`` are with the ranks on a node."""
     launches: dict[tuple[MessageShape, int], list[float]] = defaultdict(list)
-    for run in runs_of_strategy(runs, PROBE_MESSAGES):
-        for call in run.result.probe.collectives if run.result.probe else ():
-            rivals = call.groups if call.nodes > 1 else 1
-            shape = MessageShape(call.operation, call.ranks, call.ranks // call.nodes, rivals, call.payload_bytes)
-            launches[shape, run.spec.tasks_per_node].append(call.seconds)
+    for tasks, call in calls:
+        rivals = call.groups if call.nodes > 1 else 1
+        shape = MessageShape(call.operation, call.ranks, call.ranks // call.nodes, rivals, call.payload_bytes)
+        launches[shape, tasks].append(call.seconds)
     for (shape, tasks), seconds in launches.items():
         yield MeasuredMessage(shape=shape, tasks_per_node=tasks, seconds=median(seconds))
 
