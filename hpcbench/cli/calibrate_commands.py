@@ -22,7 +22,7 @@ from hpcbench.cli.common import (
     project_relative,
 )
 from hpcbench.cli.load_plan import load_plan
-from hpcbench.cli.run_commands import submit_and_watch, watch_runs
+from hpcbench.cli.run_commands import submit_and_watch
 from hpcbench.cli.status_output import runs_exit_code
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
 from hpcbench.errors import ConfigError, did_you_mean
@@ -46,6 +46,7 @@ from hpcbench.oracle.calibration.calibration_store import (
 from hpcbench.oracle.calibration.fit_calibration import fit_calibration
 from hpcbench.report.prediction_view import calibration_view
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
+from hpcbench.submit.plan import SweepPlan
 from hpcbench.submit.run_state import RunState
 from hpcbench.submit.scheduler import check_scheduler
 from hpcbench.submit.submission_record import select_sweeps
@@ -102,23 +103,20 @@ def calibrate_cluster(
     if out is not None and out.suffix == ".toml":
         _write_sweep(out, name, prepared, next(calibration_sweeps(tree, profile, partition, budget_s))[1])
         return
+    selection = RunSelection(remeasure=prepared is not None, over_budget=over_budget)
     if sources:
         evidence = collect_evidence(_selected_runs(profile, results, sources), Forecast(profile))
     elif prepared is not None and not prepared.probes:
         print_message(f"every shape of {prepared.sweep.sweep.name} that a probe can measure has been measured")
         evidence = None
     else:
+        probes = _due_probes(profile, tree, prepared, partition, budget_s, takes_disturbed=takes_disturbed)
         go_on = f"hpcbench cluster calibrate {profile.name}{f' --for {sweep}' if sweep else ''} goes on with it"
-        evidence, states = _measure(
-            profile,
-            tree,
-            prepared,
-            partition,
-            budget_s,
-            go_on,
-            over_budget=over_budget,
-            takes_disturbed=takes_disturbed,
-        )
+        if probes.missing or probes.elsewhere:
+            _check_quiet(profile, takes_disturbed=takes_disturbed)
+        states = submit_and_watch(probes, selection, go_on)
+        tables = Forecast(profile, model_folder=None if prepared is None else prepared.sweep.model_folder)
+        evidence = collect_evidence([(probes.tree, probes.runs)], tables)
     path = None
     if evidence is not None:
         path = _fit_and_store(profile, partition, evidence, results, prepared, takes_disturbed=takes_disturbed)
@@ -126,31 +124,19 @@ def calibrate_cluster(
     sys.exit(runs_exit_code(states))
 
 
-def _measure(
+def _due_probes(
     profile: ClusterProfile, tree: ClusterTree, prepared: SweepCalibration | None, partition: str | None,
-    budget_s: float, go_on: str, *, over_budget: bool, takes_disturbed: bool,
-) -> tuple[tuple[list[CalibrationRun], list[str]], dict[str, RunState]]:  # fmt: skip
-    """Run the cluster's calibration that is due, or the probes for a sweep; return the evidence and how runs ended.
-
-    Where all of them have ended, no scheduler is needed: whoever collects results need not be on the cluster.
-    """
+    budget_s: float, *, takes_disturbed: bool,
+) -> SweepPlan:  # fmt: skip
+    """Return the plan of the cluster's calibration that is due, or of the probes for a sweep."""
     if not tree.root.is_dir():
-        # Refused before a file is written.
+        # Nothing has ended that could be fitted without a scheduler: refused before a file is written.
         check_scheduler(profile)
     if prepared is not None:
-        probes = make_probe_plan(prepared, tree, takes_disturbed=takes_disturbed)
-    else:
-        used = {key for entry in read_calibrations(tree, profile.name)[0] for key in entry.calibration.run_ids}
-        sweeps = calibration_sweeps(tree, profile, partition, budget_s)
-        probes = plan_calibration(sweeps, profile, tree, takes_disturbed=takes_disturbed, used=used)
-    if probes.missing or probes.elsewhere:
-        _check_quiet(profile, takes_disturbed=takes_disturbed)
-        selection = RunSelection(remeasure=prepared is not None, over_budget=over_budget)
-        states = submit_and_watch(probes, selection, go_on)
-    else:
-        states = watch_runs(probes, {})
-    tables = Forecast(profile, model_folder=None if prepared is None else prepared.sweep.model_folder)
-    return collect_evidence([(probes.tree, probes.runs)], tables), states
+        return make_probe_plan(prepared, tree, takes_disturbed=takes_disturbed)
+    used = {key for entry in read_calibrations(tree, profile.name)[0] for key in entry.calibration.run_ids}
+    sweeps = calibration_sweeps(tree, profile, partition, budget_s)
+    return plan_calibration(sweeps, profile, tree, takes_disturbed=takes_disturbed, used=used)
 
 
 def _write_sweep(out: Path, cluster_name: str, prepared: SweepCalibration | None, plain_text: str) -> None:

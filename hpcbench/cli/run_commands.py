@@ -118,11 +118,12 @@ def run_sweep(
 def submit_and_watch(plan: SweepPlan, selection: RunSelection, go_on: str) -> dict[str, RunState]:
     """Submit the runs of ``plan`` that ``selection`` takes, wait until all have ended, and return how.
 
-    ``go_on`` is printed if the user leaves meanwhile.
+    ``go_on`` is printed if the user leaves meanwhile. Where all have ended no scheduler is needed.
     """
-    outcome = submit_plan(plan, plan.tree, selection, print_message)
-    print_submit_outcome(plan, outcome)
-    check_send_outcome(outcome.sent, waits=True)
+    if plan.missing or (selection.remeasure and plan.elsewhere):
+        outcome = submit_plan(plan, plan.tree, selection, print_message)
+        print_submit_outcome(plan, outcome)
+        check_send_outcome(outcome.sent, waits=True)
     try:
         return watch_runs(plan, plan.elsewhere if selection.remeasure else {})
     except KeyboardInterrupt:

@@ -89,15 +89,10 @@ def fit_calibration(
     comm, of_comm = _fit_comm(nominal.comm, base.comm, good, outside)
     base_bytes, of_memory = fit_base_bytes(good, nominal.device)
     machine = replace(
-        base,
-        depth="calibrated",
-        source="",
-        compute=compute,
-        comm=comm,
+        base, depth="calibrated", source="", compute=compute, comm=comm, notes=[],
         straggling=fit_straggling(good, base.straggling),
         base_bytes=base.base_bytes if base_bytes is None else base_bytes,
-        notes=[],
-    )
+    )  # fmt: skip
     overheads, of_strategies = fit_strategy_overheads(machine, good)
     unmeasured = {
         "no kernel was measured: a step's computation is the profile's": not compute.kernels,
@@ -109,10 +104,11 @@ def fit_calibration(
     }
     if newest is not None:
         environment, environment_key = environment or newest.environment, environment_key or newest.environment_key
-        if not {*_measurement_ids(base.compute, base.comm)}.isdisjoint(_measurement_ids(compute, comm)):
+        # A kept measurement is the same object; a new one may be equal to it.
+        before = {*map(id, (*base.compute.kernels, *base.comm.messages, *base.comm.overlaps))}
+        if not before.isdisjoint(map(id, (*compute.kernels, *comm.messages, *comm.overlaps))):
             notes += [note for note in newest.notes if note not in (*notes, *unmeasured)]
-    earlier = () if newest is None else newest.residuals
-    residuals = [*earlier, *of_kernels, *of_comm, *of_memory, *of_strategies]
+    residuals = [*(newest.residuals if newest else ()), *of_kernels, *of_comm, *of_memory, *of_strategies]
     return Calibration(
         cluster=profile.name,
         made_at=made_at,
@@ -128,11 +124,6 @@ def fit_calibration(
     )
 
 
-def _measurement_ids(compute: DeviceCompute, comm: CommParameters) -> Iterable[int]:
-    """Yield the identity of each measurement: one that is kept is the same object, a new one may be equal to it."""
-    return map(id, (*compute.kernels, *comm.messages, *comm.overlaps))
-
-
 def _made_after(newest: Calibration | None) -> str:
     """Return the time, at least a second after ``newest`` was made: the newest one counts."""
     now = datetime.now(timezone.utc)
@@ -144,10 +135,7 @@ def _made_after(newest: Calibration | None) -> str:
 def _fit_compute(
     nominal: DeviceCompute, earlier: DeviceCompute, runs: Sequence[CalibrationRun], outside: float
 ) -> tuple[DeviceCompute, list[FitResidual]]:
-    """Return the device with the measured kernels, and the error of prices for a model that was not measured.
-
-    Kernels that were not measured again keep their uncertainty.
-    """
+    """Return the device with the measured kernels, and the error of prices for a model that was not measured."""
     by_model: dict[str, list[MeasuredKernel]] = defaultdict(list)
     spreads = list[float]()
     for run in runs_of_strategy(runs, PROBE_BLOCKS):
@@ -179,11 +167,13 @@ def _fit_compute(
     if errors:
         # One kind of layer that no other model has, such as attention, says little of the others.
         error = _MEDIAN_TO_DEVIATION * median(abs(log(predicted / measured)) for predicted, measured in errors)
-    measured_spread = hypot(max(median(spreads), MIN_SPREAD), outside)
-    if kept:
-        measured_spread = max(measured_spread, earlier.measured_spread)
-    spread = max(hypot(max(error, MIN_SPREAD), outside), measured_spread)
-    return replace(compute, spread=spread, measured_spread=measured_spread), found
+    return replace(compute, **_spreads(error, spreads, outside, earlier.measured_spread if kept else 0.0)), found
+
+
+def _spreads(error: float, scatters: Iterable[float], outside: float, kept_spread: float) -> dict[str, float]:
+    """Return both uncertainties of prices; prices that were not measured again keep theirs."""
+    measured = max(hypot(max(median(scatters), MIN_SPREAD), outside), kept_spread)
+    return {"spread": max(hypot(max(error, MIN_SPREAD), outside), measured), "measured_spread": measured}
 
 
 def _price_by_others(
@@ -243,10 +233,7 @@ def busy_notes(runs: Sequence[CalibrationRun]) -> list[str]:
 def _fit_comm(
     nominal: CommParameters, earlier: CommParameters, runs: Sequence[CalibrationRun], outside: float
 ) -> tuple[CommParameters, list[FitResidual]]:
-    """Return today's links with the measured messages and overlaps, and the error of prices between two sizes.
-
-    Messages that were not measured again keep their uncertainty.
-    """
+    """Return today's links with the measured messages and overlaps, and the error of prices between two sizes."""
     links = (nominal.intra_node, nominal.inter_node)
     calls = [
         (run.spec.tasks_per_node, call)
@@ -265,11 +252,9 @@ def _fit_comm(
         for overlap in (run.result.probe.overlaps if run.result.probe else ())
     ]  # fmt: skip
     if not messages and not overlaps:
-        changes = {name: getattr(earlier, name) for name in ("messages", "overlaps", "measured_links", "spread")}
-        return replace(nominal, **changes, measured_spread=earlier.measured_spread), []
+        names = ("messages", "overlaps", "measured_links", "spread", "measured_spread")
+        return replace(nominal, **{name: getattr(earlier, name) for name in names}), []
     kept = earlier if earlier.measured_links == links else nominal
-    shapes = {(one.shape, one.tasks_per_node) for one in messages}
-    is_extended = any((one.shape, one.tasks_per_node) not in shapes for one in kept.messages)
     comm = replace(
         nominal,
         messages=list({(one.shape, one.tasks_per_node): one for one in [*kept.messages, *messages]}.values()),
@@ -279,12 +264,9 @@ def _fit_comm(
     if not messages:
         return replace(comm, spread=kept.spread, measured_spread=kept.measured_spread), []
     error = MessagePrices(comm).interpolation_error()
-    measured_spread = hypot(max(median(call.spread for _, call in calls), MIN_SPREAD), outside)
-    if is_extended:
-        measured_spread = max(measured_spread, kept.measured_spread)
     residual = FitResidual(part="messages", what="between two measured sizes", points=len(comm.messages), error=error)
-    spread = max(hypot(max(error, MIN_SPREAD), outside), measured_spread)
-    return replace(comm, spread=spread, measured_spread=measured_spread), [residual]
+    kept_spread = kept.measured_spread if len(comm.messages) > len(messages) else 0.0
+    return replace(comm, **_spreads(error, (call.spread for _, call in calls), outside, kept_spread)), [residual]
 
 
 def _median_messages(calls: Iterable[tuple[int, CollectiveProbe]]) -> Iterable[MeasuredMessage]:
