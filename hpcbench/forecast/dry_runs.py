@@ -19,7 +19,7 @@ from hpcbench.config.run_spec import RunSpec, config_id
 from hpcbench.errors import HpcbenchError, WorkerError
 from hpcbench.fileio import printable_text
 from hpcbench.forecast.forecast import Forecast
-from hpcbench.oracle.prediction import format_need_and_limit
+from hpcbench.oracle.prediction import Prediction, format_need_and_limit
 from hpcbench.parallel.catalog import get_strategy
 from hpcbench.results.probe_records import DryRun, DryRunAnswer, DryRunOutcome, DryRunTask
 from hpcbench.submit.plan import SweepPlan, available_cores
@@ -49,6 +49,10 @@ _FIGURES = (
 )  # fmt: skip
 
 
+_FAKED_LIBRARIES = (None, "torch")
+"""Values of ``StrategyEntry.library`` of which steps run on fake tensors."""
+
+
 def distinct_configurations(runs: Iterable[RunSpec]) -> dict[str, RunSpec]:
     """Return the first run of each configuration by ``config_id``."""
     configurations: dict[str, RunSpec] = {}
@@ -64,6 +68,8 @@ def dry_run_configurations(
 ) -> list[DryRun]:
     """Step ``configurations`` (by ``config_id``) on fake tensors and compare their peaks with the devices' memory.
 
+    Those of strategies of other libraries than torch are ``not_fakeable``, with the peak that the oracle predicts.
+
     Args:
         plan: Its profile describes the devices.
         configurations: What to step.
@@ -72,9 +78,14 @@ def dry_run_configurations(
     Raises:
         WorkerError: torch is not installed here, or a worker process cannot start.
     """
+    forecast = Forecast(plan.profile, model_folder=plan.model_folder)
+    records: dict[str, DryRun] = {}
     shapes: dict[Any, list[str]] = {}
     for key, spec in configurations.items():
-        shapes.setdefault(step_key(spec), []).append(key)
+        if get_strategy(spec.strategy).library in _FAKED_LIBRARIES:
+            shapes.setdefault(step_key(spec), []).append(key)
+        else:
+            records[key] = _predicted_record(key, spec, forecast)
     groups = list(shapes.values())
     folder = str(plan.model_folder.resolve()) if plan.model_folder else None
     tasks = [
@@ -88,7 +99,7 @@ def dry_run_configurations(
         )
         for index, keys in enumerate(groups)
     ]
-    done = 0
+    done = len(records)
 
     def count(answer: DryRunAnswer) -> None:
         nonlocal done
@@ -96,8 +107,6 @@ def dry_run_configurations(
         on_progress(done, len(configurations))
 
     answers = {answer.index: answer for answer in _answers(tasks, count)}
-    forecast = Forecast(plan.profile, model_folder=plan.model_folder)
-    records = {}
     for index, keys in enumerate(groups):
         for place, key in enumerate(keys):
             records[key] = _record(key, configurations[key], answers[index], forecast, is_shared=place > 0)
@@ -144,6 +153,19 @@ def _record(key: str, spec: RunSpec, answer: DryRunAnswer, forecast: Forecast, *
             )
     seconds = 0.0 if is_shared else answer.seconds
     return DryRun(config_id=key, spec=spec, outcome=outcome, reason=reason, seconds=seconds, **figures)
+
+
+def _predicted_record(key: str, spec: RunSpec, forecast: Forecast) -> DryRun:
+    """Return the record of a strategy whose library has threads and tensors that no recorder follows."""
+    prediction = forecast.predict_alone(spec)
+    reason = f"{spec.strategy} is executed by {get_strategy(spec.strategy).library}, which does not run on fake tensors"
+    peak_bytes = None
+    if isinstance(prediction, Prediction):
+        peak_bytes = prediction.peak_memory_bytes
+        reason += "; its peak is the oracle's"
+    figures: dict[str, Any] = dict.fromkeys(_FIGURES)
+    figures |= {"peak_memory_bytes": peak_bytes, "host_sync_sites": [], "modelled": []}
+    return DryRun(config_id=key, spec=spec, outcome="not_fakeable", reason=reason, seconds=0.0, **figures)
 
 
 def _memory_limit(spec: RunSpec, forecast: Forecast) -> float | None:

@@ -38,6 +38,11 @@ def summed_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="sum") / targets.shape[1]
 
 
+def is_host(device: torch.device) -> bool:
+    """Return whether ``device`` is the host itself. The ``cpu:0`` of dry runs is not: it stands for a GPU."""
+    return device == torch.device("cpu")
+
+
 class MixedPrecision:
     """Autocast and loss scaling of one run. fp64 and fp32 need neither; bf16 and fp16 keep fp32 weights.
 
@@ -45,7 +50,7 @@ class MixedPrecision:
     """
 
     def __init__(self, precision: str, device: torch.device) -> None:
-        if precision in ("tf32", "fp16") and device.type != "cuda":
+        if precision in ("tf32", "fp16") and is_host(device):
             message = f"precision {precision} needs a cuda device; this run's is {device.type}"
             raise unsupported(message, "fp64, fp32 and bf16 run on a cpu")
         self.keeps_casts = True
@@ -53,7 +58,7 @@ class MixedPrecision:
         allow_tf32(precision == "tf32")
         self._lower = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
         self._device = device.type
-        self._scaler = torch.amp.GradScaler("cuda") if precision == "fp16" else None
+        self._scaler = torch.amp.GradScaler("cuda", enabled=device.type == "cuda") if precision == "fp16" else None
         self._attempted = self._applied = 0
         self._counted: torch.optim.Optimizer | None = None
 

@@ -27,6 +27,7 @@ from hpcbench.worker.training_loop import LoopProgress, run_training_loop
 from tests.cuda.gpu_recorder import Call, GpuRecorder
 from tests.cuda.stub import WAITS, count_calls
 from tests.cuda.stub_answers import DEVICES
+from tests.library_stand_ins import library_stand_ins
 
 TIMED_STEPS = 1
 
@@ -75,7 +76,8 @@ def rank_on_gpu(spec: RunSpec, rank: int) -> Iterator[tuple[Strategy, FakeFeed, 
     """Build ``rank`` of ``spec`` on the device that the worker chooses for it."""
     device = choose_device("cuda", rank_info(spec, rank))
     recorder = GpuRecorder(device)
-    with built_rank(DryRunTask(index=0, spec=spec, device="cuda"), rank, recorder) as (strategy, feed):
+    task = DryRunTask(index=0, spec=spec, device="cuda")
+    with library_stand_ins(spec, device), built_rank(task, rank, recorder) as (strategy, feed):
         yield strategy, feed, recorder
 
 

@@ -22,7 +22,9 @@ EAGER_STEPS = 3
 def test_a_step_is_captured_once_and_replayed(key: str, kind: str) -> None:
     with rank_on_gpu(gpu_run(key, kind, 8, cuda_graph=True), 0) as (strategy, feed, recorder):
         assert isinstance(strategy, DataParallelStrategy)
-        # Dry runs have no graphs: their stand-in is replaced by the real one.
+        # Dry runs have no graphs: what the run itself has is set here.
+        for group in strategy.optimizer.param_groups:
+            group["capturable"] = True
         strategy._graphed = GraphedStep(strategy._train_static, EAGER_STEPS)
         before = count_calls(CALLS)
         operators = []

@@ -16,7 +16,7 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.gradient_buckets import fill_buckets
 from hpcbench.parallel.pipeline.exchange_order import Exchange
 from hpcbench.worker.distributed import gradient_reducer
-from hpcbench.worker.dry_run import modelled_libraries
+from hpcbench.worker.dry_run import modelled_ddp
 from hpcbench.worker.strategies.base import DataParallelStrategy
 from hpcbench.worker.strategies.fsdp import FsdpStrategy
 from hpcbench.worker.strategies.pipeline.p2p import MessageTransport
@@ -119,7 +119,7 @@ def test_two_swapped_buckets_of_a_library_are_found(monkeypatch: pytest.MonkeyPa
 
     spec = gpu_run(key, "cnn", 8)
     assert order_found(spec, (0, 5)) == []
-    monkeypatch.setattr(modelled_libraries, "fill_buckets", swapped)
+    monkeypatch.setattr(modelled_ddp, "fill_buckets", swapped)
     problems = order_found(spec, (0, 5))
     assert len(problems) == 1
     assert "the oracle prices" in problems[0]

@@ -13,7 +13,7 @@ from tests.cuda.checks import is_pipeline_of_ranks, memory_problems, order_probl
 from tests.cuda.fake_gpu import step_on_gpu
 
 MODELLED = {
-    "ddp": ["reducer"], "zero1": ["reducer"], "fairscale_oss": ["reducer"], "horovod": ["horovod"],
+    "ddp": ["reducer"], "zero1": ["reducer"], "fairscale_oss": ["reducer"],
     "fairscale_pipe": ["one_device"],
 }  # fmt: skip
 EXCLUDED = {

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
+
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.parallel.layer_table import read_shipped_table
 from hpcbench.results.probe_records import DryRunTask
 from hpcbench.worker.dry_run.fake_rank import record_step
+from tests.library_stand_ins import library_stand_ins
 
 
 class PeakCase(NamedTuple):
@@ -92,7 +95,8 @@ def peaks_of(case: PeakCase) -> Peaks:
     spec, rank = case
     table = read_shipped_table(spec.model, spec.dataset)
     assert table is not None, f"{spec.model} on {spec.dataset} has no shipped table"
-    recorder = record_step(DryRunTask(index=0, spec=spec, device="cuda"), rank)
+    with library_stand_ins(spec, torch.device("cpu", 0)):
+        recorder = record_step(DryRunTask(index=0, spec=spec, device="cuda"), rank)
     oracle_bytes = resolve_cost(spec.strategy).memory(spec, table, rank).on("cuda").total_bytes
     return Peaks(recorder.peak_bytes, oracle_bytes, recorder.peak_layer)
 

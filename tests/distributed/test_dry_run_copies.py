@@ -11,7 +11,7 @@ import torch
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.results.probe_records import DryRunAnswer, DryRunTask
-from hpcbench.worker.dry_run import fake_rank, modelled_libraries, shared_forms
+from hpcbench.worker.dry_run import fake_rank, modelled_ddp, step_recorder
 from hpcbench.worker.dry_run.__main__ import answer_task
 
 pytestmark = pytest.mark.slow
@@ -193,9 +193,9 @@ def test_what_torch_refuses_is_unsupported(folder: Path, function: str, message:
 @pytest.mark.parametrize(
     ("module", "name", "site"),
     [
-        (shared_forms, "DEVICE_NAME", "shared_forms.py"),
+        (step_recorder, "device_of", "step_recorder.py"),
         (fake_rank, "FakeFeed", "fake_rank.py"),
-        (modelled_libraries, "fill_buckets", "modelled_libraries.py"),
+        (modelled_ddp, "fill_buckets", "modelled_ddp.py"),
     ],
 )
 def test_a_fault_of_the_dry_run_is_not_laid_on_the_run(

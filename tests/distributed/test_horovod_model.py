@@ -1,4 +1,4 @@
-"""Horovod's buffers on two ranks, by its own timeline, against those of its stand-in in dry runs and of the oracle."""
+"""Horovod's buffers on two ranks, by its own timeline, against those of its stand-in on fake tensors and of the oracle."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torch import Tensor
 from hpcbench.oracle.strategies.data_buckets import simulate_fusion
 from hpcbench.parallel.gradient_buckets import MIB
 from hpcbench.worker.data.feeds import make_feed
-from hpcbench.worker.dry_run.modelled_libraries import ModelledHorovod
 from hpcbench.worker.model_execution import summed_loss
 from hpcbench.worker.strategies.horovod import HorovodStrategy, load_horovod
 from tests.conftest import require_horovod
 from tests.distributed.cases import CPU, Case, build, run_parallel
 from tests.distributed.pool import Pool
 from tests.distributed.test_horovod import horovod_case
+from tests.library_stand_ins import ModelledHorovod
 
 pytestmark = [pytest.mark.slow, pytest.mark.strategy("horovod")]
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
+import torch
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
@@ -16,7 +17,8 @@ from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_
 from hpcbench.results.probe_records import DryRunTask
 from hpcbench.worker.dry_run.fake_rank import record_step
 from hpcbench.worker.strategies.base import import_fairscale
-from tests.conftest import absent, require_horovod
+from tests.conftest import absent
+from tests.library_stand_ins import library_stand_ins
 
 pytestmark = pytest.mark.slow
 
@@ -84,7 +86,8 @@ def peaks(spec: RunSpec, rank: int) -> tuple[int, int]:
     assert table is not None
     parts = range(spec.devices_per_task) if spec.devices_per_task > 1 else [rank]
     oracle_bytes = sum(resolve_cost(spec.strategy).memory(spec, table, part).on("cuda").total_bytes for part in parts)
-    return record_step(DryRunTask(index=0, spec=spec, device="cuda"), rank).peak_bytes, oracle_bytes
+    with library_stand_ins(spec, torch.device("cpu", 0)):
+        return record_step(DryRunTask(index=0, spec=spec, device="cuda"), rank).peak_bytes, oracle_bytes
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -95,8 +98,6 @@ def test_a_dry_run_and_the_oracle_agree_on_memory(key: str, precision: str) -> N
             import_fairscale("nn.data_parallel")
         except WorkerError as error:
             absent("fairscale", str(error))
-    if key == "horovod":
-        require_horovod()
     ratios: dict[tuple[str, str, str, int], float] = {}
     refused = set()
     for model in FAMILIES:

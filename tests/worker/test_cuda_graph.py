@@ -139,7 +139,7 @@ def test_replays_train_as_eager_steps_do(
 ) -> None:
     """Each replay reads its own samples, and nothing of a step happens on the host alone."""
     # On cuda Adam is fused; as torch writes it for a cpu it reads the number of the step.
-    monkeypatch.setattr("hpcbench.worker.strategies.base.prefers_fused_updates", lambda _device: True)
+    monkeypatch.setattr("hpcbench.worker.strategies.base.is_host", lambda _device: False)
     steps = EAGER_STEPS + 3
     spec = make_spec(**values, drop_last=True)
     eager_losses, eager = trained(spec, steps, graphed=False)
@@ -156,7 +156,7 @@ def test_replays_train_as_eager_steps_do(
 def verified(monkeypatch: pytest.MonkeyPatch, **values: Any) -> VerificationResult:
     """The result of ``verify`` for a run with a graph; wrappers are made outside of the stand-in's streams."""
     monkeypatch.setattr("hpcbench.worker.strategies.base.graph_stream_context", lambda _device: nullcontext())
-    monkeypatch.setattr("hpcbench.worker.strategies.base.prefers_fused_updates", lambda _device: True)
+    monkeypatch.setattr("hpcbench.worker.strategies.base.is_host", lambda _device: False)
     spec = make_spec(cuda_graph=True, drop_last=True, **values)
     inputs = VerificationInputs(DataSource(None, 1), None)
     result = verify_run(spec, RankContext(0, 1, CPU), inputs, StopController(), None, 60.0)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hpcbench.parallel.mesh import MESH_AXES, RankMesh
 
@@ -132,7 +133,8 @@ def make_axis_groups(mesh: RankMesh, context: RankContext) -> dict[str, RankGrou
 @cache
 def _new_process_group(global_ranks: tuple[int, ...], wait_s: float, purpose: str) -> dist.ProcessGroup:
     """Once per process: ``verify`` asks for the groups of the measured run again, and each keeps threads."""
-    with _fixed_group_name(f"{purpose}({','.join(map(str, global_ranks))})"):
+    # torch exchanges tensors to make a group: real ones, also where a dry run makes all others fake.
+    with _disable_current_modes(), _fixed_group_name(f"{purpose}({','.join(map(str, global_ranks))})"):
         group: dist.ProcessGroup = dist.new_group(
             list(global_ranks), timeout=to_timedelta(wait_s), use_local_synchronization=True
         )

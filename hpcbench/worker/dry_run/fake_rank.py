@@ -6,56 +6,50 @@ become fake ones and the recorder starts: tensors of the host before that point 
 
 The fake tensors are on the cpu: torch's build without CUDA cannot run a backward pass on others. A device differs from
 the host by its index: ``cpu:0`` is the GPU of a cluster with GPUs, ``cpu`` its host. Bytes, operators and collectives
-do not depend on that; what a strategy decides by the type of its device is replaced here.
+do not depend on that, and a strategy asks whether its device is the host.
 
-Its feed has full batches of fake tensors, in fewer micro-batches where a step only makes state.
+Its feed has full batches of fake tensors.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from operator import attrgetter
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.fsdp._fully_shard import _fully_shard
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.catalog import get_strategy, load_object, options_with_defaults
+from hpcbench.parallel.catalog import get_strategy, options_with_defaults
 from hpcbench.parallel.workloads import BATCH_SLOTS, DATASETS, LARGE_SAMPLE_NUMBERS, is_resident
 from hpcbench.results.probe_records import DryRunTask, StepFigures
 from hpcbench.worker.data.feed import Batch, DataFeed
 from hpcbench.worker.distributed import process_groups
 from hpcbench.worker.distributed.process_groups import RankContext
-from hpcbench.worker.dry_run.modelled_libraries import ModelledDdp
-from hpcbench.worker.dry_run.repeated_passes import RepeatedPasses, SteadyWindow
-from hpcbench.worker.dry_run.shared_forms import forms_of_model, shared_meta_model, trace_once
+from hpcbench.worker.dry_run.modelled_ddp import ModelledDdp
 from hpcbench.worker.dry_run.step_recorder import StepRecorder
 from hpcbench.worker.layers import zero_batch
-from hpcbench.worker.model_execution import MixedPrecision, avoid_cumulative_averages, wrap_blocks
-from hpcbench.worker.strategies.base import DataParallelStrategy, Strategy, resolve_runtime
-from hpcbench.worker.strategies.data import DdpStrategy
+from hpcbench.worker.model_execution import avoid_cumulative_averages, wrap_blocks
+from hpcbench.worker.models.build import build_meta_model
+from hpcbench.worker.strategies import data
+from hpcbench.worker.strategies.base import Strategy, resolve_runtime
 from hpcbench.worker.strategies.fsdp import TRAINS_ON_CPUS
-from hpcbench.worker.strategies.pipeline import stage_assignment
-from hpcbench.worker.strategies.pipeline.strategy import PipelineStrategy
+from hpcbench.worker.strategies.pipeline.p2p import MessageTransport
 
 _FAKE_DEVICES = {"cpu": torch.device("cpu"), "cuda": torch.device("cpu", 0)}
 """Device of the fake tensors by the kind of the run's device. Real tensors lose the index, fake ones keep it."""
-
-_WINDOWS = (2, 3)
-"""Micro-batches of the last two steps of an asynchronous pipeline."""
-
 
 _COLLECTIVES = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
 """Collectives of fake tensors, where this torch has none: the fake process group answers them as those of real ones."""
@@ -89,38 +83,19 @@ def dry_run_rank(task: DryRunTask, rank: int) -> StepFigures:
     )
 
 
-def record_step(task: DryRunTask, rank: int, *, repeats: bool = True) -> StepRecorder:
+def record_step(task: DryRunTask, rank: int) -> StepRecorder:
     """Build the strategy of ``task`` on ``rank``, run a few steps and return the record of the last one.
-
-    Args:
-        task: The run.
-        rank: One of its ranks.
-        repeats: Whether passes of a pipeline's micro-batches that do the same are stepped once.
 
     Raises:
         Exception: Whatever the run would raise, and torch's errors about values that fake tensors do not have.
     """
-    spec, recorder = task.spec, StepRecorder(_FAKE_DEVICES[task.device])
+    recorder = StepRecorder(_FAKE_DEVICES[task.device])
     with built_rank(task, rank, recorder) as (strategy, feed):
-        steps, window = steps_until_steady(spec), None
-        if repeats and isinstance(strategy, PipelineStrategy) and spec.options.get("batch_norm") != "deferred":
-            RepeatedPasses(strategy, recorder)
-            window = shorten_steps(feed, strategy)
-            steps = len(feed.step_lengths) + (window is None)
-        elif repeats and strategy.warm_up == "micro_batch":
-            feed.step_lengths = {0: 1}
-        elif strategy.warm_up == "optimizer_state":
-            assert isinstance(strategy, DataParallelStrategy), "only an unwrapped model keeps no more"
-            _create_optimizer_state(strategy)
-            steps = 1
-        strategy.announce(range(steps))
-        for step in range(steps):
+        steps = range(steps_until_steady(task.spec))
+        strategy.announce(steps)
+        for step in steps:
             recorder.begin_step()
             strategy.step(feed, step)
-            if window is not None:
-                window.add_step(recorder)
-        if window is not None:
-            window.extrapolate(recorder)
         return recorder
 
 
@@ -143,16 +118,19 @@ def built_rank(task: DryRunTask, rank: int, recorder: StepRecorder) -> Iterator[
         Exception: Whatever the run would raise.
     """
     spec = task.spec
+    if spec.compile or spec.cuda_graph:
+        recorder.modelled.add("eager")
+        spec = msgspec.structs.replace(spec, compile=False, cuda_graph=False)
     options = options_with_defaults(spec)
     if options.get("balance") == "measured" and not options.get("cuts"):
         raise NotFakeableError('options.balance = "measured" measures the blocks on a device')
     strategy = resolve_runtime(spec.strategy)()
-    model = wrap_blocks(shared_meta_model(spec, task.model_folder), spec)
+    model = wrap_blocks(build_meta_model(spec, task.model_folder), spec)
     avoid_cumulative_averages(model)
     recorder.layers.name_modules(model)
     with (
         fake_world(spec, rank, recorder.device) as context,
-        _stand_ins(task, recorder),
+        _stand_ins(recorder),
         ExitStack() as fakes,
         patch.object(nn.Module, "to", _become_fake(model, strategy, recorder, fakes)),
     ):
@@ -160,34 +138,10 @@ def built_rank(task: DryRunTask, rank: int, recorder: StepRecorder) -> Iterator[
         del model
         recorder.layers.name_modules(strategy.module)
         recorder.assign_owned(strategy.module)
-        _use_foreach_updates(strategy, task.device)
+        if task.device == "cuda":
+            _update_as_on_cuda(strategy, spec, recorder)
         strategy.phases = recorder.layers.in_phase
         yield strategy, FakeFeed(spec, recorder.device)
-
-
-def _create_optimizer_state(strategy: DataParallelStrategy) -> None:
-    """Make what the first step of an unwrapped model leaves behind: the optimizer's state."""
-    for parameter in strategy.module.parameters():
-        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-    strategy.update()
-    strategy.clear_gradients()
-
-
-class CudaArithmetic(MixedPrecision):
-    """Precisions that only cuda has: tf32 is stored as fp32; fp16's scaler waits for the device once a step."""
-
-    def __init__(self, precision: str, device: torch.device, recorder: StepRecorder) -> None:
-        super().__init__("fp32" if precision in ("tf32", "fp16") else precision, device)
-        self._recorder = recorder
-        self._scales_loss = precision == "fp16"
-        if self._scales_loss:
-            self._lower = torch.float16
-
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Apply an update; it is never left out here."""
-        if self._scales_loss:
-            self._recorder.host_sync("fp16's loss scaling reads whether a gradient overflowed")
-        optimizer.step()
 
 
 @contextmanager
@@ -269,104 +223,42 @@ class _TensorReplacer:
         return fake
 
 
-def _use_foreach_updates(strategy: Strategy, device: str) -> None:
-    """Let torch's optimizers that are not fused update all tensors together if the run does: their default on cuda."""
+def _update_as_on_cuda(strategy: Strategy, spec: RunSpec, recorder: StepRecorder) -> None:
+    """Let optimizers that are not fused update all tensors together, torch's default on cuda; fp16's scaler waits."""
     optimizer = strategy.optimizer
-    if device == "cuda" and isinstance(optimizer, torch.optim.SGD | torch.optim.Adam):
+    if isinstance(optimizer, torch.optim.SGD | torch.optim.Adam):
         for group in optimizer.param_groups:
             group["foreach"] = not group["fused"]
-
-
-def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` that works with real (and meta) tensors, also where it is called among fake ones."""
-
-    def called(*arguments: Any, **options: Any) -> Any:
-        with _disable_current_modes():
-            return function(*arguments, **options)
-
-    return called
+    if spec.precision == "fp16" and recorder.device.type == "cpu" and optimizer is not None:
+        wait = "fp16's loss scaling reads whether a gradient overflowed"
+        optimizer.register_step_pre_hook(lambda *_step: recorder.host_sync(wait))
 
 
 @contextmanager
-def _stand_ins(task: DryRunTask, recorder: StepRecorder) -> Iterator[None]:
-    """Replace what does not run on fake tensors or depends on the device; the recorder gets the names of the models."""
-    replacements = _own_replacements(task, recorder)
-    library_stand_ins = resolve_runtime(task.spec.strategy).stand_ins
-    if library_stand_ins is not None:
-        make_stand_ins = load_object(library_stand_ins)
-        assert callable(make_stand_ins), f"{library_stand_ins} is no function"
-        replacements |= make_stand_ins(task.spec, recorder)
-    with ExitStack() as stack:
-        for target, replacement in replacements.items():
-            module, _, path = target.partition(":")
-            if module in sys.modules:
-                owner, _, name = path.rpartition(".")
-                holder = attrgetter(owner)(sys.modules[module]) if owner else sys.modules[module]
-                stand_in = _without_modes(getattr(holder, name)) if replacement is None else replacement
-                stack.enter_context(patch.object(holder, name, stand_in))
-        yield
+def _stand_ins(recorder: StepRecorder) -> Iterator[None]:
+    """Replace what does not run on fake tensors; the recorder gets the names of the models."""
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
+    def make_ddp(*arguments: Any, **options: Any) -> ModelledDdp:
+        recorder.modelled.add("reducer")
+        return ModelledDdp(*arguments, **options)
 
-def _own_replacements(task: DryRunTask, recorder: StepRecorder) -> dict[str, Any]:
-    """Return the replacements in hpcbench's own modules; ``None`` stands for the same function without fake tensors."""
-    spec, strategies = task.spec, "hpcbench.worker.strategies"
-
-    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*arguments: Any, **options: Any) -> Any:
-            recorder.modelled.add(name)
-            return function(*arguments, **options)
-
-        return called
-
-    def assign_blocks(_model: nn.Module, *arguments: Any) -> Any:
-        with _disable_current_modes():
-            return stage_assignment.assign_blocks(shared_meta_model(spec, task.model_folder), *arguments)
-
-    replacements: dict[str, Any] = {
-        f"{strategies}.data:DistributedDataParallel": noted("reducer", ModelledDdp),
-        f"{strategies}.base:compile_in_place": noted("eager", lambda *_module: None),
-        f"{strategies}.base:graphed_step": noted("eager", lambda compute, _spec: compute),
-        f"{strategies}.base:graph_stream_context": lambda _device: nullcontext(),
-        f"{strategies}.fsdp:make_shard_mesh": None,
-        "torch.distributed.fsdp._fully_shard._fully_shard:_get_device_from_mesh": lambda _mesh: recorder.device,
+    def propagate_without_modes(*arguments: Any, **options: Any) -> Any:
         # The form of a sharded result is computed with fake tensors of its whole size, which no device holds.
-        "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached": None,
-        "hpcbench.worker.distributed.process_groups:_new_process_group": None,
-        f"{strategies}.pipeline.chunk:ActivationMetaCache._trace": trace_once,
-        f"{strategies}.pipeline.chunk:copy_to_meta": partial(forms_of_model, spec),
-        f"{strategies}.pipeline.fairscale_pipe:assign_blocks": assign_blocks,
+        with _disable_current_modes():
+            return propagate(*arguments, **options)
+
+    def forget_sends(transport: MessageTransport) -> None:
         # Works of torch's fake process group are never complete: messages are, when the next one is sent.
-        f"{strategies}.pipeline.p2p:MessageTransport._forget_finished_sends": lambda transport: transport._sent.clear(),
-    }
-    if task.device != recorder.device.type:
-        # The cpu stands for cuda.
-        arithmetic = partial(CudaArithmetic, recorder=recorder)
-        replacements[f"{strategies}.base:MixedPrecision"] = arithmetic
-        replacements[f"{strategies}.pipeline.chunk:MixedPrecision"] = arithmetic
-        for pool in ("max_pool3d", "avg_pool3d", "adaptive_avg_pool3d", "adaptive_max_pool3d"):
-            replacements[f"torch.nn.functional:{pool}"] = _without_autocast(getattr(torch.nn.functional, pool))
-        replacements[f"{strategies}.base:prefers_fused_updates"] = lambda _device: True
-        # DDP's bf16 compression is offered on cuda only.
-        replacements[f"{strategies}.data:DdpStrategy._register_compression_hook"] = _register_hook_of_cuda
-    return replacements
+        transport._sent.clear()
 
-
-def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return 3-D pooling in the dtype of its input, as on cuda; a cpu's autocast computes it in fp32."""
-
-    def called(*arguments: Any, **options: Any) -> Any:
-        with torch.autocast("cpu", enabled=False):
-            return function(*arguments, **options)
-
-    return called
-
-
-def _register_hook_of_cuda(strategy: Any, runner: Any, context: RankContext) -> None:
-    cuda = dataclasses.replace(context, device=torch.device("cuda"))
-    _REGISTER_HOOK(strategy, runner, cuda)
-
-
-_REGISTER_HOOK = DdpStrategy._register_compression_hook
+    with (
+        patch.object(data, "DistributedDataParallel", make_ddp),
+        patch.object(_fully_shard, "_get_device_from_mesh", lambda _mesh: recorder.device),
+        patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_without_modes),
+        patch.object(MessageTransport, "_forget_finished_sends", forget_sends),
+    ):
+        yield
 
 
 class FakeFeed(DataFeed):
@@ -381,10 +273,6 @@ class FakeFeed(DataFeed):
         self._copies = spec.data != "device" and not self._is_resident
         sample_numbers = torch.Size(self.shape).numel()
         slots = 1 if sample_numbers >= LARGE_SAMPLE_NUMBERS else BATCH_SLOTS
-        self.is_held = not self._is_resident and not self._copies
-        """Whether batches are made once."""
-        self.step_lengths: dict[int, int] = {}
-        """Micro-batches of a step, where they are fewer than the run's."""
         self._held: list[Batch] = []
         if self._is_resident:
             count = DATASETS[spec.dataset].samples + DATASETS[spec.dataset].held_out
@@ -396,10 +284,6 @@ class FakeFeed(DataFeed):
     def prepare(self, replica: int) -> None:
         """All batches exist."""
 
-    def micro_batch_ranges(self, step: int, replica: int) -> list[range]:
-        ranges = super().micro_batch_ranges(step, replica)
-        return ranges[: self.step_lengths.get(step, len(ranges))]
-
     def batch(self, step: int, replica: int) -> Batch:
         if self._copies:
             inputs, targets = self._make(self.batch_size)
@@ -407,34 +291,10 @@ class FakeFeed(DataFeed):
             inputs, targets = self._held[step % len(self._held)]
         if self._is_resident:
             inputs, targets = inputs[self._indices], targets[self._indices]
-        if step not in self.step_lengths:
-            return inputs, targets
-        count = self.micro_batch_ranges(step, replica)[-1].stop
-        return inputs[:count], targets[:count]
+        return inputs, targets
 
     def _make(self, count: int) -> Batch:
         inputs, targets = zero_batch(self._spec, count)
         if self._copies and self.device != torch.device("cpu"):
             inputs, targets = inputs.pin_memory(), targets.pin_memory()
         return self.to_device(inputs), targets.to(self.device, non_blocking=True)
-
-
-def shorten_steps(feed: FakeFeed, strategy: PipelineStrategy) -> SteadyWindow | None:
-    """Give the steps before the last one, which only make state and records, few micro-batches.
-
-    The windows of an asynchronous pipeline are equal from the second one on, when all weight versions exist: of those
-    two short ones are enough, and what a longer one adds to them is the result.
-    """
-    runtime, staleness = strategy.runtime, get_strategy(strategy.spec.strategy).staleness
-    is_asynchronous = staleness is not None
-    double_buffered = staleness is not None and staleness(strategy.spec).double_buffered
-    if is_asynchronous and (double_buffered or not feed.is_held or feed.micro_batches <= _WINDOWS[-1]):
-        feed.step_lengths = dict.fromkeys(range(1), feed.micro_batches)
-        return None
-    if is_asynchronous:
-        fill = min(feed.micro_batches, runtime.layout.stages)
-        feed.step_lengths = dict(enumerate((fill, *_WINDOWS)))
-        return SteadyWindow(feed.micro_batches - _WINDOWS[-1])
-    # A backward pass that creates gradients, one that adds to them, and one that sends them.
-    feed.step_lengths = {0: (3 if runtime.reducers else 2) * max(runtime.layout.stage_sizes)}
-    return None

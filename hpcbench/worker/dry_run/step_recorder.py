@@ -13,12 +13,15 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -27,7 +30,6 @@ from torch.utils._pytree import tree_leaves
 
 import hpcbench
 from hpcbench.worker.dry_run.layer_marks import LayerMarks
-from hpcbench.worker.dry_run.shared_forms import DEVICE_NAME, run_operator
 from hpcbench.worker.measure import traffic_recorder
 from hpcbench.worker.measure.layer_trace import COMM_NAMESPACES
 from hpcbench.worker.measure.traffic_recorder import TrafficRecorder
@@ -57,13 +59,19 @@ _FUSED_UPDATES = (
 )
 """Updates in place that make no tensor. Of some of them torch has no form for fake tensors: it would compute them on
 real zeros of the same shapes."""
+DEVICE_NAME = "_fake_device" if isinstance(getattr(FakeTensor, "fake_device", None), property) else "fake_device"
+"""The attribute in which a fake tensor keeps its device: the second one before torch 2.13."""
 _HOST = torch.device("cpu")
 _DEVICE_OF = torch.ops.prim.device.default
 _FAKE_ONLY = (FakeTensor,)
 _FROM_VALUES = (torch.tensor, torch.as_tensor, Tensor.new_tensor)
 _TO_NUMPY = (Tensor.numpy, Tensor.__array__)
+_POOLS_OF_VOLUMES = (
+    F.max_pool3d, F.max_pool3d_with_indices, F.avg_pool3d, F.adaptive_avg_pool3d, F.adaptive_max_pool3d,
+)  # fmt: skip
+"""Computed in the type of their input by autocast on cuda, and in fp32 on a cpu."""
 _WATCHED = frozenset(
-    {Tensor.new_tensor, *_TO_NUMPY, Tensor.data_ptr, Tensor.pin_memory, Tensor.is_pinned}
+    {Tensor.new_tensor, *_TO_NUMPY, Tensor.data_ptr, Tensor.pin_memory, Tensor.is_pinned, *_POOLS_OF_VOLUMES}
 )  # fmt: skip
 """Functions that are looked at although they have no keyword arguments."""
 _MADE_LIKE = (torch.ops.aten.zeros_like.default, torch.ops.aten.empty_like.default, torch.ops.aten.clone.default)
@@ -102,7 +110,7 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
         self.modelled: set[str] = set()
         """Stand-ins that were used: see ``StepFigures``."""
         self.fake_mode: FakeTensorMode | None = None
-        """The mode of all fake tensors; ``None`` lets torch compute every operator."""
+        """The mode of all fake tensors."""
         self.layers = LayerMarks()
         self.storages: dict[int, tuple[weakref.ref[Any], int, str]] = {}
         """Reference, bytes and layer of each storage that is alive, by its address."""
@@ -122,7 +130,8 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
         if not self._is_in_step:
             self._is_in_step = True
             self.setup_peak_bytes = self.peak_bytes
-            self.peak = self.moment("setup")
+            self._keep_peak()
+            self.peak_bytes, self._peak_held, self._peak_running = self.live_bytes, dict(self.held), "setup"
 
     @property
     def peak(self) -> Peak:
@@ -131,26 +140,12 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
             self._keep_peak()
         return Peak(self.peak_bytes, self._peak_held, self._peak_running)
 
-    @peak.setter
-    def peak(self, peak: Peak) -> None:
-        self._is_at_peak = False
-        self.peak_bytes, self._peak_held, self._peak_running = peak
-
     @property
     def peak_layer(self) -> str:
         """The module that holds the most bytes at the peak; the part of the step that does, if no module holds any."""
         held = {name: size for name, size in self.peak.held.items() if size > 0}
         modules = [name for name in held if name not in self.layers.phases]
         return max(modules or held, key=lambda name: (held[name], name), default="setup")
-
-    def moment(self, running: str) -> Peak:
-        """Return what is alive now."""
-        return Peak(self.live_bytes, dict(self.held), running)
-
-    def add_bytes(self, held: Mapping[str, int]) -> None:
-        """Add bytes of layers for which no storage exists."""
-        self.live_bytes += sum(held.values())
-        self.held.update(held)
 
     def layer_of(self, tensor: Tensor) -> str:
         """Return the layer that the storage of ``tensor`` belongs to; of an unknown one the part of the step."""
@@ -220,7 +215,7 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
             self._note(func.__name__.partition(".")[0], args)
         # What torch does within an operator is nothing that the program asked for.
         with torch._C.DisableTorchFunction():
-            out = run_operator(func, args, kwargs or {}, self.fake_mode)
+            out = self._run(func, args, kwargs or {})
         if isinstance(out, Tensor):
             creates = self._follow(out)
             if creates and func in _MADE_LIKE and self.layer_of(out) in self.layers.phases:
@@ -232,6 +227,13 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
         if computes and func.namespace != "c10d":
             self.operators += 1
         return out
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.fake_mode is None or func._opname != "set_":
+            return func(*args, **kwargs)
+        # torch's cache keys by the storage itself and would keep it alive for the rest of the process.
+        with patch.object(self.fake_mode, "cache_enabled", new=False):
+            return func(*args, **kwargs)
 
     def _changes(self, args: Any) -> bool:
         """Return whether the first tensor in ``args`` lies on the device."""
@@ -314,7 +316,7 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
         self.storages[key] = (reference, size, layer)
         self.live_bytes += size - before
         self.held[layer] += size - before
-        # Of several moments with the same peak the last one: passes whose record is repeated come before it.
+        # Of several moments with the same peak the last one.
         if self.live_bytes >= self.peak_bytes:
             self.peak_bytes, self._is_at_peak = self.live_bytes, True
             self._peak_running = layer if entry is None else self.layers.current()
@@ -349,6 +351,10 @@ class HostCopies(TorchFunctionMode):
                 return func(*args)
             if kwargs.get("pin_memory"):
                 return self._recorder.pin(func(*args, **{**kwargs, "pin_memory": False}))
+        elif func in _POOLS_OF_VOLUMES:
+            is_cuda = self._recorder.device != _HOST
+            with torch.autocast("cpu", enabled=False) if is_cuda else nullcontext():
+                return func(*args, **(kwargs or {}))
         elif func is not Tensor.new_tensor:
             if isinstance(args[0], FakeTensor):
                 return self._answer_for_fake(func, args, kwargs or {})

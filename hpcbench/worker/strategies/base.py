@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import ModuleType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from hpcbench.worker.model_execution import (
     compile_in_place,
     graph_stream_context,
     graphed_step,
+    is_host,
     summed_loss,
 )
 
@@ -66,11 +67,6 @@ class Strategy(ABC):
     """The step that measured block times predict, if the stages were balanced by them."""
     optimizer: torch.optim.Optimizer | None = None
     """The optimizer of this rank's weights; ``None``: the strategy updates them in another way. Set by ``setup``."""
-    warm_up: ClassVar[Literal["step", "micro_batch", "optimizer_state"]] = "step"
-    """The part of a first step that creates everything that later steps keep; a dry run leaves out the others."""
-    stand_ins: ClassVar[str | None] = None
-    """``"module:function"`` that returns stand-ins for what cannot run on fake tensors, by ``"module:name"``, from the
-    run and the recorder of a dry run; ``None``: everything can."""
 
     @abstractmethod
     def setup(self, model: nn.Sequential, spec: RunSpec, context: RankContext) -> None:
@@ -173,11 +169,6 @@ class Strategy(ABC):
         """Release what the process holds. Called once per process after a run without error, after all instances."""
 
 
-def prefers_fused_updates(device: torch.device) -> bool:
-    """Return whether one kernel updates all tensors: the fastest of torch's implementations on cuda, by its manual."""
-    return device.type == "cuda"
-
-
 def optimizer_class_and_arguments(
     spec: RunSpec, device: torch.device
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -186,8 +177,9 @@ def optimizer_class_and_arguments(
     ``device`` is that of the parameters.
     """
     common: dict[str, Any] = {"lr": spec.learning_rate, "weight_decay": spec.weight_decay}
-    # A fused update takes part in fp16's loss scaling: the host would not know which updates were left out.
-    if prefers_fused_updates(device) and spec.precision != "fp16":
+    # One kernel for all tensors is the fastest of torch's implementations on cuda, by its manual. A fused update takes
+    # part in fp16's loss scaling: the host would not know which updates were left out.
+    if not is_host(device) and spec.precision != "fp16":
         common["fused"] = True
     if spec.cuda_graph and spec.optimizer != "sgd":
         # The number of the step is counted on the device.
@@ -366,8 +358,6 @@ class WrapperStrategy(DataParallelStrategy):
 class SingleStrategy(DataParallelStrategy):
     """The unchanged model on one device: the baseline of every speed-up."""
 
-    warm_up = "optimizer_state"
-
 
 def refuse_strided_parameters(module: nn.Module, spec: RunSpec, reason: str) -> None:
     """Raise ``WorkerError`` (``unsupported``) if a parameter is not contiguous; the message begins with ``reason``."""
@@ -388,10 +378,6 @@ def untied_blocks(module: nn.Module) -> list[nn.Module]:
         for block in module.children()
         if (parameters := list(block.parameters())) and all(users[id(parameter)] == 1 for parameter in parameters)
     ]
-
-
-FAIRSCALE_STAND_INS = "hpcbench.worker.dry_run.modelled_libraries:fairscale_stand_ins"
-"""``Strategy.stand_ins`` of the strategies that use fairscale."""
 
 
 def import_fairscale(module: str) -> ModuleType:

@@ -22,6 +22,7 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import unsupported
 from hpcbench.parallel.gradient_buckets import DEFAULT_BUCKET_CAP_MB
 from hpcbench.worker.distributed.process_groups import RankContext
+from hpcbench.worker.model_execution import is_host
 from hpcbench.worker.strategies import base
 from hpcbench.worker.strategies.model_parallel import all_gather_single
 
@@ -65,7 +66,7 @@ class DdpStrategy(base.WrapperStrategy):
         return runner
 
     def _register_compression_hook(self, runner: DistributedDataParallel, context: RankContext) -> None:
-        kind, is_cuda = self.options.get("compression", "none"), context.device.type == "cuda"
+        kind, is_cuda = self.options.get("compression", "none"), not is_host(context.device)
         if kind == "bf16" and not is_cuda:
             raise unsupported(
                 f"torch's bf16 gradient compression needs NCCL on a cuda device; this run's is {context.device.type}",
@@ -130,7 +131,6 @@ def make_oss_optimizer(module: nn.Module, spec: RunSpec, context: RankContext, *
 class FairscaleOssStrategy(DdpStrategy):
     """DDP with fairscale's sharded optimizer (ZeRO-1)."""
 
-    stand_ins = base.FAIRSCALE_STAND_INS
     optimizer: Any
 
     def wrap(self, module: nn.Module, spec: RunSpec, context: RankContext) -> nn.Module:
@@ -148,7 +148,6 @@ class FairscaleSddpStrategy(base.WrapperStrategy):
     since 2.0) detaches them, and training continues with wrong gradients. So the wrapper's own ``zero_grad`` is called.
     """
 
-    stand_ins = base.FAIRSCALE_STAND_INS
     optimizer: Any
 
     def wrap(self, module: nn.Module, spec: RunSpec, context: RankContext) -> Any:
@@ -239,7 +238,6 @@ def refuse_partly_frozen_blocks(model: nn.Module, untied: set[int]) -> None:
 class FairscaleFsdpStrategy(base.WrapperStrategy):
     """Parameters, gradients and optimizer state are sharded; a block's parameters are whole only while it is used."""
 
-    stand_ins = base.FAIRSCALE_STAND_INS
     forward_is_collective = True
 
     def move_to_device(self, module: nn.Module, device: torch.device) -> nn.Module:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import unsupported
@@ -106,7 +107,9 @@ def make_shard_mesh(context: RankContext, shard_degree: int) -> DeviceMesh:
          [4, 5, 6, 7]]
     """
     group = context.members()
-    if shard_degree in (0, context.world_size):
-        return DeviceMesh.from_group(group, context.device.type)
-    ranks = torch.tensor(dist.get_process_group_ranks(group)).view(-1, shard_degree)
-    return DeviceMesh(context.device.type, ranks, mesh_dim_names=("replicate", "shard"))
+    # The tensors of a mesh are numbers of ranks, also where a dry run makes all others fake.
+    with _disable_current_modes():
+        if shard_degree in (0, context.world_size):
+            return DeviceMesh.from_group(group, context.device.type)
+        ranks = torch.tensor(dist.get_process_group_ranks(group)).view(-1, shard_degree)
+        return DeviceMesh(context.device.type, ranks, mesh_dim_names=("replicate", "shard"))

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from hpcbench.config.run_spec import RunSpec
@@ -92,7 +93,9 @@ class ActivationMetaCache:
             WorkerError: ``unsupported`` if the model cannot run with fake tensors.
         """
         if samples not in self._outputs:
-            self._outputs[samples] = self._trace(samples)
+            # A dry run's own fake tensors are others.
+            with _disable_current_modes():
+                self._outputs[samples] = self._trace(samples)
         return self._outputs[samples][chunk]
 
     def _trace(self, samples: int) -> list[ActivationMeta]:

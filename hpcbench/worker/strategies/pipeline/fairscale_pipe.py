@@ -14,7 +14,7 @@ from hpcbench.parallel.pipeline.schedules import PipelineLayout
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.model_execution import frozen_running_statistics
-from hpcbench.worker.strategies.base import FAIRSCALE_STAND_INS, DataParallelStrategy, import_fairscale
+from hpcbench.worker.strategies.base import DataParallelStrategy, import_fairscale
 from hpcbench.worker.strategies.pipeline.stage_assignment import assign_blocks
 
 
@@ -56,8 +56,6 @@ def _count_statistics_once(partition: nn.Module) -> None:
 class FairscalePipeStrategy(DataParallelStrategy):
     """Stages on the devices of this process; on a cpu all stages share it."""
 
-    stand_ins = FAIRSCALE_STAND_INS
-    warm_up = "micro_batch"
     module: PipeModule
 
     def wrap(self, module: nn.Module, spec: RunSpec, context: RankContext) -> nn.Module:
