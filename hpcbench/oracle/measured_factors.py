@@ -158,21 +158,23 @@ class _FactorFit:
         return self._own_variance + self._launch_variance / len(ratio.launches_s)
 
     def _solve(self) -> None:
-        """Set the posterior mean and covariance of the machine's, models' and strategies' terms."""
+        """Set the posterior mean and covariance of the machine's, models' and strategies' terms.
+
+        Each cell is one observation of the sum of its three terms: a step of recursive least squares.
+        """
         spreads = [MACHINE_SPREAD, *[MODEL_SPREAD] * len(self._models), *[STRATEGY_SPREAD] * len(self._strategies)]
-        precision = [
-            [1 / spread**2 if row == column else 0.0 for column in range(len(spreads))]
-            for row, spread in enumerate(spreads)
-        ]
-        right = [0.0] * len(spreads)
+        self._means = [0.0] * len(spreads)
+        self._covariance = [[0.0] * len(spreads) for _ in spreads]
+        for place, spread in enumerate(spreads):
+            self._covariance[place][place] = spread**2
         for cell in self._cells.values():
-            weight = 1 / (CELL_SPREAD**2 + 1 / cell.weight)
-            for row in cell.unknowns:
-                right[row] += weight * cell.mean
-                for column in cell.unknowns:
-                    precision[row][column] += weight
-        self._covariance = _inverse(precision)
-        self._means = [sum(map(_product, row, right)) for row in self._covariance]
+            with_sum = [sum(row[place] for place in cell.unknowns) for row in self._covariance]
+            variance = sum(with_sum[place] for place in cell.unknowns) + CELL_SPREAD**2 + 1 / cell.weight
+            surprise = cell.mean - sum(self._means[place] for place in cell.unknowns)
+            for row, shared in enumerate(with_sum):
+                self._means[row] += shared / variance * surprise
+                for column, other in enumerate(with_sum):
+                    self._covariance[row][column] -= shared * other / variance
 
     def factor(self, spec: RunSpec, config_id: str) -> LearnedFactor:
         """Return the posterior of a configuration's factor."""
@@ -219,10 +221,6 @@ def _likeness(row: _KeyedRatio, config_id: str, model: Hashable, strategy: Hasha
     return 3 if shares_model else 4
 
 
-def _product(left: float, right: float) -> float:
-    return left * right
-
-
 def _squares(logs: Sequence[float]) -> float:
     """The sum of squared deviations from the mean."""
     mean = sum(logs) / len(logs)
@@ -246,21 +244,6 @@ def _own_variance(cells: Sequence[Sequence[MeasuredRatio]], launch_variance: flo
     squares = max(0.0, squares - freedom * launch_variance * launches)
     prior = _CONFIGURATION_SPREAD**2
     return max(prior / 4, (_PRIOR_FREEDOM * prior + squares) / (_PRIOR_FREEDOM + freedom))
-
-
-def _inverse(matrix: Sequence[Sequence[float]]) -> list[list[float]]:
-    """The inverse of a symmetric positive definite matrix, by Gauss and Jordan without pivoting."""
-    size = len(matrix)
-    rows = [[*row, *(1.0 if place == number else 0.0 for place in range(size))] for number, row in enumerate(matrix)]
-    for pivot in range(size):
-        scale = rows[pivot][pivot]
-        rows[pivot] = [value / scale for value in rows[pivot]]
-        leading = rows[pivot]
-        for number, row in enumerate(rows):
-            share = row[pivot]
-            if number != pivot and share:
-                rows[number] = [value - share * pivot_value for value, pivot_value in zip(row, leading, strict=True)]
-    return [row[size:] for row in rows]
 
 
 def counted_phrase(counts: Mapping[str, int]) -> str:
