@@ -3,6 +3,7 @@ Any other exception is a bug of hpcbench and keeps its traceback."""
 
 from __future__ import annotations
 
+import difflib
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
@@ -109,9 +110,6 @@ def did_you_mean(wrong: str, choices: Iterable[str]) -> str:
 
     Where ``choices`` is a mapping, a choice whose value has ``wrong`` among its ``other_names`` is near, too.
     """
-    # Imported here: most commands are spelled right.
-    import difflib
-
     ordered = sorted(choices)
     other = wrong.lower()
     entries = choices.items() if isinstance(choices, Mapping) else ()

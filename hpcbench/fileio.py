@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+import msgspec
+
 from hpcbench.errors import StorageError
 
 _T = TypeVar("_T")
@@ -30,9 +32,6 @@ _CONTROL_CHARACTERS = re.compile(
 
 def encode_indented_json(value: Any) -> bytes:
     """JSON as files hold it."""
-    # Imported here: `--help` and completion of words write no file.
-    import msgspec
-
     return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
 
 

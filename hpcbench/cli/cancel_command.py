@@ -6,15 +6,22 @@ import contextlib
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import click
 import msgspec
 
-from hpcbench.cli.common import print_json, print_message, why_nothing
+from hpcbench.cli.common import (
+    cluster_filter_option,
+    complete_runs,
+    output_options,
+    print_json,
+    print_message,
+    sweep_argument,
+    why_nothing,
+)
 from hpcbench.cli.status_output import RunCatalog
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
-from hpcbench.errors import EXIT_OK, EXIT_RUNS_FAILED, ConfigError, SubmitError
+from hpcbench.errors import EXIT_OK, EXIT_RUNS_FAILED, SubmitError
 from hpcbench.fileio import printable_text
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.submit.audit import AuditFinding, audit_tree, cancel_findings, clusters_of
@@ -27,13 +34,26 @@ from hpcbench.submit.watcher import SweepWatcher, wait_for_runs
 from hpcbench.units import pluralize
 
 
+@click.command("cancel")
+@sweep_argument
+@cluster_filter_option
+@click.option(
+    "--run",
+    "prefix",
+    metavar="RUN_ID",
+    shell_complete=complete_runs,
+    help="Only this run; its first digits are enough.",
+)
+@click.option("--where", metavar="EXPR", help="Only runs whose parameters satisfy the expression.")
+@click.option("--wait", "waits", is_flag=True, help="Stay until they have ended.")
+@output_options
 def cancel_sweep(
     *, sweep: str, cluster_name: str | None, prefix: str | None, where: str | None, waits: bool, results: ResultsTree,
     as_json: bool,
 ) -> None:  # fmt: skip
     """Stop the runs of SWEEP that are queued or running. Their measurements are kept; submit runs them again.
 
-    Without a condition, jobs that the sweep has in the queue by mistake are cancelled, too.
+    Stopping takes a moment. Until a run has ended, `submit` treats it as running; use --wait.
     """
     documents = []
     problems: list[str] = []
@@ -102,12 +122,8 @@ def _print_cancelled(
     return problems
 
 
-def show_audit(
-    *, sweeps: tuple[str, ...], cluster_name: str | None, results: ResultsTree, as_json: bool, **others: Any
-) -> None:
+def show_audit(sweeps: tuple[str, ...], cluster_name: str | None, results: ResultsTree, *, as_json: bool) -> None:
     """Run ``status --audit``; ends the command with 1 if something was found."""
-    if any(others.values()):
-        raise ConfigError("--audit looks at the whole queue", hint="leave out --watch, --where, --state and --all")
     by_cluster: dict[str, dict[str, str]] = {}
     for cluster, record in select_sweeps(results, sweeps, cluster_name):
         by_cluster.setdefault(cluster, {})[record.sweep] = record.profile

@@ -19,7 +19,7 @@ from hpcbench.cli.common import (
     print_text,
     project_relative,
 )
-from hpcbench.cli.main import LazyGroup
+from hpcbench.cli.lazy_group import LazyGroup
 from hpcbench.config.cluster_profile import (
     ClusterProfile,
     find_cluster_profiles,

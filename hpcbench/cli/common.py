@@ -5,25 +5,24 @@ than its own answer needs."""
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
+import msgspec
+from click.shell_completion import CompletionItem, get_completion_class
+from rich import progress
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from hpcbench.fileio import escape_control_characters, printable_text
 from hpcbench.paths import project_folder, results_folder, search_folders
-
-if TYPE_CHECKING:
-    from click.shell_completion import CompletionItem
-    from rich.console import Console
-    from rich.progress import Progress
-    from rich.table import Table
-    from rich.text import Text
-
-    from hpcbench.results.results_tree import ClusterTree, ResultsTree
+from hpcbench.results.results_tree import ClusterTree, ResultsTree
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _VARIABLE = "_HPCBENCH_COMPLETE"
@@ -35,8 +34,6 @@ RETRY_STATES = ("failed", "timeout", "cancelled", "preempted", "oom", "unsupport
 
 def open_results(folder: str | None) -> ResultsTree:
     """The results tree that a command works on; ``folder`` is the value of ``--results``."""
-    from hpcbench.results.results_tree import ResultsTree
-
     return ResultsTree(results_folder(folder))
 
 
@@ -47,8 +44,6 @@ def _trees(context: click.Context) -> list[ClusterTree]:
 
 def _matching(names: Iterable[str], incomplete: str, *, or_file: bool = False) -> list[CompletionItem]:
     """The names that begin so, after paths of files: click's script for bash drops all names that come before them."""
-    from click.shell_completion import CompletionItem
-
     files = [CompletionItem(incomplete, type="file")] if or_file else []
     return files + [CompletionItem(name) for name in sorted(set(names)) if name.startswith(incomplete)]
 
@@ -208,8 +203,6 @@ def completion(shell: str) -> None:
     zsh:  eval "$(hpcbench completion zsh)"       in ~/.zshrc, after compinit
     fish: hpcbench completion fish | source       in ~/.config/fish/config.fish
     """
-    from click.shell_completion import get_completion_class
-
     root = click.get_current_context().find_root().command
     kind = get_completion_class(shell)
     assert kind is not None, shell
@@ -231,9 +224,6 @@ def why_nothing(tree: ResultsTree, sources: Sequence[str], runs: int, where: str
     if where is not None and runs:
         return f"none of the {runs} runs in {title} satisfies --where {where!r}"
     if not tree.root.is_dir() and tree.root != project_folder() / "results":
-        # Imported here: `status` without results waits for nothing else.
-        import difflib
-
         near = difflib.get_close_matches(tree.root.name, [path.name for path in tree.root.parent.glob("*/")], n=1)
         hint = f"; did you mean {tree.root.parent / near[0]}?" if near else ""
         return f"no results in {title}: there is no folder {tree.root} (--results, HPCBENCH_RESULTS){hint}"
@@ -242,9 +232,6 @@ def why_nothing(tree: ResultsTree, sources: Sequence[str], runs: int, where: str
 
 def print_json(document: Any) -> None:
     """Print ``document`` on standard output; control sequences of a terminal are escaped as JSON allows."""
-    # Imported here: `--help` and completion print no JSON.
-    import msgspec
-
     text = escape_control_characters(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
     sys.stdout.flush()
     sys.stdout.buffer.write(text.encode() + b"\n")
@@ -253,15 +240,11 @@ def print_json(document: Any) -> None:
 
 def make_console(*, stderr: bool = False) -> Console:
     """A rich console that does not guess at styles in text that users wrote."""
-    from rich.console import Console
-
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
 
 
-def progress_bar() -> Progress:
+def progress_bar() -> progress.Progress:
     """A progress bar on standard error; nothing is shown where that is no terminal."""
-    from rich import progress
-
     bar, count = progress.BarColumn(), progress.MofNCompleteColumn()
     columns = (progress.TextColumn("{task.description}", markup=False), bar, count, progress.TimeRemainingColumn())
     screen = make_console(stderr=True)
@@ -278,9 +261,6 @@ def plain_table(
         rows: Cells as text, made printable, or with a style of their own.
         right_aligned: Headings of columns with numbers.
     """
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=any(headings))
     for heading in headings:
         table.add_column(heading, justify="right" if heading in right_aligned else "left", overflow="fold")

@@ -8,7 +8,17 @@ from pathlib import Path
 import click
 import polars
 
-from hpcbench.cli.common import print_json, print_message, why_nothing
+from hpcbench.cli.common import (
+    cluster_filter_option,
+    complete_columns,
+    complete_sweeps,
+    out_option,
+    output_options,
+    print_json,
+    print_message,
+    where_option,
+    why_nothing,
+)
 from hpcbench.cli.results_commands import print_view
 from hpcbench.errors import EXIT_RUNS_FAILED, ConfigError
 from hpcbench.fileio import write_atomic
@@ -35,6 +45,32 @@ from hpcbench.report.table_files import view_json, write_view
 from hpcbench.results.results_tree import ResultsTree
 
 
+@click.command("compare")
+@click.argument("sources", metavar="[BASE] NEW", nargs=-1, shell_complete=complete_sweeps, required=True)
+@cluster_filter_option
+@click.option(
+    "--metric",
+    metavar="M",
+    shell_complete=complete_columns,
+    default="step_time_s",
+    show_default=True,
+    help="Metric to compare.",
+)
+@where_option
+@click.option(
+    "--since", metavar="DATE", help="Compare results of one source before a date with later ones: 2026-11-20[T18:00]."
+)
+@click.option(
+    "--threshold", metavar="PERCENT", type=click.FloatRange(0, 100), default=2.0, show_default=True,
+    help="Minimum relative change to report.",
+)  # fmt: skip
+@click.option(
+    "--reference", metavar="FILE", type=click.Path(path_type=Path), help="TOML file with bands that NEW must lie in."
+)
+@out_option(".md .csv .json .tex .xlsx or .parquet")
+@click.option("--junit", metavar="FILE", type=click.Path(path_type=Path), help="JUnit XML for a CI server.")
+@click.option("--allow-empty", is_flag=True, help="Exit code 0 if no configuration is on both sides.")
+@output_options
 def compare_sources(
     *,
     sources: tuple[str, ...],
@@ -50,7 +86,11 @@ def compare_sources(
     results: ResultsTree,
     as_json: bool,
 ) -> None:
-    """Compare the launches of BASE and NEW, configuration by configuration."""
+    """Compare the launches of BASE and NEW, configuration by configuration.
+
+    BASE and NEW are sweeps, trees or bundles. Exit code 1 if NEW is slower, fails, or lies outside a band; 2 if
+    nothing can be compared.
+    """
     column = comparison_metric(metric)
     base, new = _load_sides(sources, cluster_name, where, since, results, bands_alone=reference is not None)
     rows: list[ComparisonRow] = []

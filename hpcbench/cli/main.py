@@ -4,44 +4,47 @@ from __future__ import annotations
 
 import errno
 import gc
-import importlib
 import io
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import click
 
 import hpcbench
-from hpcbench.errors import EXIT_BAD_INPUT, EXIT_SYSTEM_REFUSED, HpcbenchError, did_you_mean
-
-if TYPE_CHECKING:
-    from click.shell_completion import CompletionItem
+from hpcbench.cli.lazy_group import LazyGroup
+from hpcbench.errors import EXIT_BAD_INPUT, EXIT_SYSTEM_REFUSED, HpcbenchError
+from hpcbench.fileio import printable_text, read_error
 
 COMMANDS = {
-    "check": ("hpcbench.cli.commands:check", "Validate sweeps and profiles."),
-    "plan": ("hpcbench.cli.commands:plan", "Show the runs and jobs of a sweep."),
-    "render": ("hpcbench.cli.commands:render", "Show the job scripts that submit would send."),
+    "check": ("hpcbench.cli.sweep_commands:check_files", "Validate sweeps and profiles."),
+    "plan": ("hpcbench.cli.sweep_commands:show_plan", "Show the runs and jobs of a sweep."),
+    "render": ("hpcbench.cli.sweep_commands:render_sweep", "Show the job scripts that submit would send."),
     "dry-run": ("hpcbench.cli.dry_run_command:dry_run", "Build and step every configuration without devices."),
-    "submit": ("hpcbench.cli.commands:submit", "Submit the runs of a sweep that have no result yet."),
-    "run": ("hpcbench.cli.commands:run", "Submit, wait with progress, print the table."),
-    "status": ("hpcbench.cli.status_commands:status", "Show the state of runs."),
-    "logs": ("hpcbench.cli.status_commands:logs", "Print the logs of a run."),
-    "cancel": ("hpcbench.cli.commands:cancel", "Stop the runs of a sweep."),
-    "retry": ("hpcbench.cli.commands:retry", "Submit again what failed, timed out or was lost."),
+    "submit": ("hpcbench.cli.run_commands:submit_sweep", "Submit the runs of a sweep that have no result yet."),
+    "run": ("hpcbench.cli.run_commands:run_sweep", "Submit, wait with progress, print the table."),
+    "status": ("hpcbench.cli.status_command:status", "Show the state of runs."),
+    "logs": ("hpcbench.cli.logs_command:logs", "Print the logs of a run."),
+    "cancel": ("hpcbench.cli.cancel_command:cancel_sweep", "Stop the runs of a sweep."),
+    "retry": ("hpcbench.cli.run_commands:retry_sweep", "Submit again what failed, timed out or was lost."),
     "clean": ("hpcbench.cli.clean_command:clean", "Show or remove what killed submits and old attempts left."),
-    "collect": ("hpcbench.cli.commands:collect", "Gather results into one file."),
-    "table": ("hpcbench.cli.commands:table", "Print results as a table."),
-    "plot": ("hpcbench.cli.commands:plot", "Draw results in the terminal or into a file."),
-    "compare": ("hpcbench.cli.commands:compare", "Compare two sets of results; exit code 1 for a regression."),
-    "report": ("hpcbench.cli.commands:report", "Summarise the findings of results, with their significance."),
-    "bundle": ("hpcbench.cli.commands:bundle", "Pack a sweep with its results into one file."),
+    "collect": ("hpcbench.cli.results_commands:collect_sources", "Gather results into one file."),
+    "table": ("hpcbench.cli.results_commands:show_results", "Print results as a table."),
+    "plot": ("hpcbench.cli.report_commands:draw_plot", "Draw results in the terminal or into a file."),
+    "compare": (
+        "hpcbench.cli.compare_command:compare_sources",
+        "Compare two sets of results; exit code 1 for a regression.",
+    ),
+    "report": (
+        "hpcbench.cli.report_commands:report_findings",
+        "Summarise the findings of results, with their significance.",
+    ),
+    "bundle": ("hpcbench.cli.report_commands:pack_sweep", "Pack a sweep with its results into one file."),
     "cluster": ("hpcbench.cli.cluster_commands:cluster", "List, show and write cluster profiles."),
-    "predict": ("hpcbench.cli.commands:predict", "Predict step time and memory of a sweep's runs."),
-    "recommend": ("hpcbench.cli.commands:recommend", "Rank all strategies for a model on a cluster."),
-    "validate": ("hpcbench.cli.commands:validate", "Compare measurements with predictions."),
+    "predict": ("hpcbench.cli.oracle_commands:predict_sweep", "Predict step time and memory of a sweep's runs."),
+    "recommend": ("hpcbench.cli.oracle_commands:rank_strategies", "Rank all strategies for a model on a cluster."),
+    "validate": ("hpcbench.cli.validate_command:validate_predictions", "Compare measurements with predictions."),
     "models": ("hpcbench.cli.project_commands:models", "Show parameters, FLOPs, activations and layers of the models."),
     "data": ("hpcbench.cli.project_commands:data", "Make synthetic samples in files, and list data sets."),
     "schema": ("hpcbench.cli.project_commands:schema", "Print a JSON Schema for editors and scripts."),
@@ -52,52 +55,6 @@ COMMANDS = {
 """Name to implementation and help. Kept here so that ``--help`` imports nothing but click."""
 
 _GC_THRESHOLD = 100_000
-
-
-class LazyGroup(click.Group):
-    """A group whose commands are imported when they are called."""
-
-    def __init__(self, *args: Any, lazy_commands: Mapping[str, tuple[str, str]], **kwargs: Any) -> None:
-        """Set the commands.
-
-        Args:
-            lazy_commands: For each command's name, ``module:function`` and a line of help, in the order of ``--help``.
-        """
-        super().__init__(*args, **kwargs)
-        self._lazy_commands = lazy_commands
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self._lazy_commands)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in self._lazy_commands:
-            return None
-        module, _, name = self._lazy_commands[cmd_name][0].partition(":")
-        command: click.Command = getattr(importlib.import_module(module), name)
-        return command
-
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """The names that begin so, without importing the commands."""
-        if incomplete.startswith("-"):
-            return click.Command.shell_complete(self, ctx, incomplete)
-        from click.shell_completion import CompletionItem
-
-        return [
-            CompletionItem(name, help=text)
-            for name, (_, text) in self._lazy_commands.items()
-            if name.startswith(incomplete)
-        ]
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and not args[0].startswith("-") and args[0] not in self._lazy_commands:
-            ctx.fail(f"no command {args[0]!r}: {did_you_mean(args[0], self._lazy_commands)}")
-        return super().resolve_command(ctx, args)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, description) for name, (_, description) in self._lazy_commands.items()])
 
 
 @click.group(cls=LazyGroup, lazy_commands=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
@@ -146,9 +103,6 @@ def _refusal_code(error: OSError | SystemExit, is_stdout_replaced: bool) -> int:
 
 
 def _print_error(error: HpcbenchError | OSError) -> None:
-    # Imported here: `--help` and `--version` print no message of a user's file.
-    from hpcbench.fileio import printable_text, read_error
-
     shown = read_error(error, Path(os.fsdecode(error.filename))) if isinstance(error, OSError) else error
     click.echo(f"error: {printable_text(str(shown))}", err=True)
 

@@ -6,7 +6,20 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hpcbench.cli.common import make_console, print_json, print_message, print_text
+import click
+
+from hpcbench.cli.common import (
+    cluster_option,
+    complete_choices,
+    make_console,
+    model_folder_option,
+    out_option,
+    output_options,
+    plan_options,
+    print_json,
+    print_message,
+    print_text,
+)
 from hpcbench.cli.load_plan import check_options, load_plan
 from hpcbench.fileio import printable_excerpt, write_atomic
 from hpcbench.forecast.forecast import Forecast
@@ -32,10 +45,21 @@ from hpcbench.report.table_output import render_view
 from hpcbench.results.results_tree import ResultsTree
 
 
+@click.command("predict")
+@plan_options
+@click.option(
+    "--where", metavar="EXPR", help="Only runs that satisfy the expression, for example 'strategy == \"ddp\" and fits'."
+)
+@output_options
 def predict_sweep(
     sweep: str, cluster_name: str, overrides: tuple[str, ...], where: str | None, results: ResultsTree, as_json: bool
 ) -> None:
-    """Predict step time, bottleneck and memory of every run of SWEEP on a cluster."""
+    """Predict step time, bottleneck and memory of every run of SWEEP on a cluster.
+
+    Nothing is submitted and no scheduler is queried. The machine parameters come from the cluster's newest calibration,
+    or from its profile; the lines above the table name the source and every default value. Measured results of the
+    cluster adjust predictions of similar runs; each row states which.
+    """
     plan = load_plan(sweep, cluster_name, results, overrides)
     forecast = Forecast(plan.profile, plan.tree, custom_model_folder(plan.sweep, plan.profile))
     predictions = predict_configurations(plan.runs, forecast, where)
@@ -46,11 +70,49 @@ def predict_sweep(
     show_view(predictions_view(predictions, title), machine_notes(forecast.machines()))
 
 
+@click.command("recommend")
+@click.option(
+    "--model",
+    metavar="M",
+    shell_complete=complete_choices,
+    help="A shipped model (hpcbench models) or module:function.",
+)
+@click.option("--dataset", metavar="D", shell_complete=complete_choices, help="Data set to train on.")
+@click.option("--input-size", metavar="N", type=click.IntRange(min=1), help="Edge length or tokens, not the dataset's.")
+@cluster_option()
+@click.option("--nodes", metavar="N", type=click.IntRange(min=1), multiple=True, help="May be repeated. (default: 1)")
+@click.option("--tasks-per-node", metavar="T", type=click.IntRange(min=1), help="(default: a node's devices, or 1)")
+@click.option("--batch-size", metavar="B", type=click.IntRange(min=1), help="Samples per replica and step.")
+@click.option(
+    "--global-batch-size", metavar="G", type=click.IntRange(min=1), help="Samples per step over all replicas."
+)
+@click.option(
+    "--precision",
+    metavar="P",
+    default="fp32",
+    show_default=True,
+    help="fp64, fp32, tf32, bf16, fp16, or bf16_params: bf16 parameters with fp32 master weights.",
+)
+@click.option("--optimizer", metavar="O", default="sgd", show_default=True, help="sgd, adam or adamw.")
+@click.option("--partition", metavar="P", help="Partition of the profile. (default: the profile's)")
+@click.option("--objective", metavar="O", default="samples_per_s", show_default=True,
+              help="samples_per_s, step_time_s or node_hours (of an epoch).")  # fmt: skip
+@click.option("--top", metavar="N", type=click.IntRange(min=1), default=10, show_default=True, help="Rows of a table.")
+@out_option("Write the sweep that measures the best.")
+@model_folder_option
+@output_options
 def rank_strategies(
     *, cluster_name: str, nodes: tuple[int, ...], objective: str, top: int, out: Path | None, results: ResultsTree,
     as_json: bool, model_folder: Path, **options: Any,
 ) -> None:  # fmt: skip
-    """Rank every strategy and degree for a model on a cluster by their predictions."""
+    """Rank every strategy and degree for a model on a cluster by their predictions.
+
+    Decoders of published training runs on a device that was learned from such runs are ranked by their layouts: data,
+    sharded, tensor, pipeline and context parallelism, micro-batches and recomputation, also those that are priced only.
+
+    Infeasible candidates are listed with the limit that excludes them. The output ends with a sweep that measures the
+    best.
+    """
     known: dict[str, Iterable[str]] = {"model": shipped_model_entries(), "dataset": DATASETS}
     missing = {f"--{name}": choices for name, choices in known.items() if options[name] is None}
     if missing and options["batch_size"] is None and options["global_batch_size"] is None:

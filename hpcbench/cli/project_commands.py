@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 from rich.text import Text
@@ -29,12 +28,10 @@ from hpcbench.parallel.workloads import DATASETS
 from hpcbench.paths import data_folder, expand_path
 from hpcbench.report.models_view import find_layer_tables, layers_table, models_json, models_table, sort_layer_tables
 from hpcbench.results.data_folder import list_datasets
+from hpcbench.results.results_tree import ResultsTree
+from hpcbench.site.cluster_doctor import DoctorCheck, check_cluster
 from hpcbench.site.project_setup import SampleRequest, make_json_schema, make_samples, share_results, write_project
 from hpcbench.units import format_bytes, pluralize
-
-if TYPE_CHECKING:
-    from hpcbench.results.results_tree import ResultsTree
-    from hpcbench.site.cluster_doctor import DoctorCheck
 
 _SORT_KEYS = ("order", "parameters", "forward_flops", "backward_flops", "activation_bytes")
 
@@ -56,8 +53,6 @@ def doctor(cluster_name: str, no_job: bool, results: ResultsTree, as_json: bool)
     If the cluster's scheduler answers, a short job checks on one node.
     """
     # Imported here: the other commands of this file submit nothing.
-    from hpcbench.site.cluster_doctor import check_cluster
-
     profile, _ = load_cluster(cluster_name)
     findings = check_cluster(profile, results.root, None if no_job else print_message)
     if as_json:

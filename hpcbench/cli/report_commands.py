@@ -6,13 +6,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpcbench.cli.common import make_console, print_json, print_message, why_nothing
+import click
+
+from hpcbench.cli.common import (
+    cluster_filter_option,
+    complete_choices,
+    complete_columns,
+    filter_options,
+    make_console,
+    out_option,
+    output_options,
+    print_json,
+    print_message,
+    sources_argument,
+    sweep_argument,
+    why_nothing,
+)
 from hpcbench.errors import INSTALL_REPORT, ConfigError
 from hpcbench.fileio import write_atomic
 from hpcbench.report.column_names import Condition
 from hpcbench.report.configurations import filter_launches
 from hpcbench.report.findings.findings_report import derive_findings, findings_json, findings_renderable
 from hpcbench.report.findings.problem_findings import UnfinishedSweep
+from hpcbench.report.html.report_page import ReportRequest, report_html
 from hpcbench.report.load_results import full_results, is_results_path, load_frame
 from hpcbench.report.plots.plot_model import Plot
 from hpcbench.report.plots.plotting import (
@@ -25,6 +41,7 @@ from hpcbench.report.plots.plotting import (
     save_plot,
 )
 from hpcbench.report.plots.terminal_plots import print_plot
+from hpcbench.report.prediction_frames import frames_of_page
 from hpcbench.report.sweep_bundle import write_bundle
 from hpcbench.results.bundle_archive import BUNDLE_SUFFIXES, is_bundle_path
 from hpcbench.results.results_tree import ResultsTree
@@ -39,6 +56,16 @@ _PAGE_SUFFIXES = (".html", ".htm")
 _PLOTS_WITH_PREDICTIONS = ("scaling", "predicted")
 
 
+@click.command("report")
+@sources_argument
+@filter_options
+@click.option(
+    "--bound", metavar="SHARE", type=click.FloatRange(0, 1, min_open=True), default=0.8, show_default=True,
+    help="Efficiency threshold.",
+)  # fmt: skip
+@click.option("--predict", is_flag=True, help="Show predictions beside measurements on the page.")
+@out_option("One HTML page that needs no network.", metavar="FILE.html")
+@output_options
 def report_findings(
     *,
     sources: tuple[str, ...],
@@ -50,7 +77,11 @@ def report_findings(
     results: ResultsTree,
     as_json: bool,
 ) -> None:
-    """Report the findings of sweeps, trees or bundles: the fastest strategy at each scale, and its significance."""
+    """Report the findings of sweeps, trees or bundles: the fastest strategy at each scale, and its significance.
+
+    Further findings: crossovers between strategies, loss of efficiency, strategies that do not fit into memory,
+    failures and their reasons, and inconclusive comparisons.
+    """
     if out is not None and out.suffix not in _PAGE_SUFFIXES:
         raise ConfigError(f"cannot write {out}: a report is a page", hint=f"endings: {', '.join(_PAGE_SUFFIXES)}")
     clusters = [cluster_name] if cluster_name else None
@@ -59,17 +90,12 @@ def report_findings(
     title = ", ".join(Path(source).name for source in sources) if sources else str(results.root)
     sweeps = _unfinished_sweeps(results, sources, clusters, frame)
     if out is not None:
-        # Imported here: reports in the terminal need no page.
-        from hpcbench.report.html.report_page import ReportRequest, report_html
 
         def load_full(wanted: Sequence[tuple[str, str]]) -> list[RunResult]:
             return full_results(results, sources, clusters, wanted)
 
         predictions = {}
         if predict:
-            # Imported here: a page of measurements needs no oracle.
-            from hpcbench.report.prediction_frames import frames_of_page
-
             predictions = frames_of_page(filter_launches(frame, condition), results)
         request = ReportRequest(title, sources, condition, bound, sweeps, load_full, **predictions)
         write_atomic(out, report_html(frame, request).encode())
@@ -105,6 +131,19 @@ def _unfinished_sweeps(
     ]
 
 
+@click.command("plot")
+@click.argument("kind", required=False, shell_complete=complete_choices)
+@sources_argument
+@filter_options
+@click.option(
+    "--by",
+    metavar="KEYS",
+    shell_complete=complete_columns,
+    help="Parameters that get their own line, comma-separated (default: strategy).",
+)
+@click.option("--predict", is_flag=True, help="Add predictions: lines in scaling, points in predicted.")
+@out_option(".png .svg .pdf .html or .json")
+@output_options
 def draw_plot(
     *,
     kind: str | None,
@@ -117,7 +156,10 @@ def draw_plot(
     results: ResultsTree,
     as_json: bool,
 ) -> None:
-    """Draw the results of sweeps, trees or bundles, or of the whole tree."""
+    """Draw the results of sweeps, trees or bundles, or of the whole tree.
+
+    Without KIND all kinds are listed with what each shows.
+    """
     if kind is None:
         if as_json:
             print_json({"kinds": [{"name": name, "summary": entry.summary} for name, entry in PLOTS.items()]})
@@ -151,10 +193,22 @@ def _plot_json(drawn: Plot) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@click.command("bundle")
+@sweep_argument
+@cluster_filter_option
+@out_option("A .tar.gz (default: SWEEP.hpcbench.tar.gz).")
+@click.option("--logs", is_flag=True, help="Include the logs of ranks and jobs: the last 16 MiB of each.")
+@output_options
 def pack_sweep(
     *, sweep: str, cluster_name: str | None, out: Path | None, logs: bool, results: ResultsTree, as_json: bool,
 ) -> None:  # fmt: skip
-    """Pack SWEEP into one file for others."""
+    """Pack SWEEP into one file for others: its record, results, scripts and task files, the start markers and
+    rank files of the attempts that count, and a list with the SHA-256 of each.
+
+    `hpcbench table FILE` and `hpcbench collect FILE` read it without unpacking it.
+
+    Names of people, machines, accounts and folders stay in it: read it before you publish it.
+    """
     out = out or Path(f"{sweep_name(sweep)}.hpcbench.tar.gz")
     if not is_bundle_path(out.name):
         raise ConfigError(f"cannot write {out}: unknown ending", hint=f"choices: {', '.join(BUNDLE_SUFFIXES)}")

@@ -8,19 +8,67 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
 import polars
 
-from hpcbench.cli.common import make_console, print_json, print_message, why_nothing
+from hpcbench.cli.common import (
+    cluster_filter_option,
+    complete_columns,
+    make_console,
+    out_option,
+    output_options,
+    print_json,
+    print_message,
+    sources_argument,
+    where_option,
+    why_nothing,
+)
 from hpcbench.report.configurations import ROW_ORDER, filter_launches, rows_from_frame, sort_rows
 from hpcbench.report.load_results import export_json, export_table, iter_collected, load_frame
 from hpcbench.report.pivot_table import TableRequest, grouped_view, parse_table_request
 from hpcbench.report.results_table import results_data_view, results_text_view, table_json
 from hpcbench.report.table_files import view_encoder, view_json, write_view
 from hpcbench.report.table_model import View
+from hpcbench.report.table_output import render_view
 from hpcbench.results.results_tree import CollectedResult, ResultsTree
 from hpcbench.results.schema import STATUS_BROKEN, RunResult, result_document
 
 
+@click.command("table")
+@sources_argument
+@cluster_filter_option
+@click.option(
+    "--by",
+    metavar="KEYS",
+    shell_complete=complete_columns,
+    help="Parameters that get one row for each value (comma-separated).",
+)
+@click.option(
+    "--pivot", metavar="KEY", shell_complete=complete_columns, help="Parameter that gets one column for each value."
+)
+@click.option(
+    "--metric",
+    "metrics",
+    metavar="M",
+    shell_complete=complete_columns,
+    help="Metrics to show (comma-separated): samples_per_s, speedup, ...",
+)
+@where_option
+@click.option("--baseline", metavar="EXPR", help="Baseline of speed-ups (default: one device).")
+@click.option(
+    "--scaling", type=click.Choice(["weak", "strong"]),
+    help="Scaling over devices: the batch is fixed per replica (weak) or in total (strong).",
+)  # fmt: skip
+@click.option("--best", is_flag=True, help="Show the fastest configuration in each cell instead of the median.")
+@click.option(
+    "--sort",
+    metavar="COLUMN",
+    shell_complete=complete_columns,
+    help="Order of the rows; -COLUMN has the largest first.",
+)
+@click.option("--layout", metavar="NAME", help="Layout of a paper's table: ddlbench, paradl.")
+@out_option(".csv .json .md .tex .xlsx or .parquet")
+@output_options
 def show_results(
     sources: tuple[str, ...],
     cluster_name: str | None,
@@ -29,7 +77,10 @@ def show_results(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Print the results of sweeps, trees or bundles, or of the whole tree, as a table."""
+    """Print the results of sweeps, trees or bundles, or of the whole tree, as a table.
+
+    Without --by, --pivot, --metric, --best, --scaling or --layout every configuration is a row.
+    """
     request = parse_table_request(**options)
     clusters = [cluster_name] if cluster_name else None
     if not request.is_grouped:
@@ -100,9 +151,6 @@ def _table_title(results: ResultsTree, sources: Sequence[str]) -> str:
 
 def print_view(view: View) -> None:
     """Print a view at the width of the terminal; through the user's pager if a terminal is too low for the rows."""
-    # Imported here: a file or JSON is written without rich.
-    from hpcbench.report.table_output import render_view
-
     console = make_console()
     renderable = render_view(view, console.width)
     if sys.stdout.isatty() and sys.stdin.isatty() and len(view.raw) > console.height:
@@ -113,10 +161,18 @@ def print_view(view: View) -> None:
         console.print(renderable)
 
 
+@click.command("collect")
+@sources_argument
+@cluster_filter_option
+@out_option(".json .csv .parquet .xlsx .md or .tex")
+@output_options
 def collect_sources(
     sources: tuple[str, ...], cluster_name: str | None, out: Path | None, results: ResultsTree, as_json: bool
 ) -> None:
-    """Gather the results of sweeps, trees or bundles, or of the whole tree, into one file or onto standard output."""
+    """Gather the results of sweeps, trees or bundles, or of the whole tree, into one file or onto standard output.
+
+    A run that is in several of them is taken from the first.
+    """
     clusters = [cluster_name] if cluster_name else None
     if out is not None:
         count = _write_collected(results, sources, clusters, out)

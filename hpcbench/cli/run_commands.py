@@ -7,9 +7,21 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import click
 import msgspec
 
-from hpcbench.cli.common import RETRY_STATES, print_json, print_message
+from hpcbench.cli.common import (
+    RETRY_STATES,
+    cluster_option,
+    complete_choices,
+    complete_sweeps,
+    output_options,
+    overrides_option,
+    plan_options,
+    print_json,
+    print_message,
+)
+from hpcbench.cli.dry_run_command import dry_run_plan, dry_runs_exit_code, show_dry_runs
 from hpcbench.cli.load_plan import keep_one_off, load_plan, one_off_sweep
 from hpcbench.cli.status_output import LiveScreen, runs_exit_code
 from hpcbench.errors import EXIT_OK, ConfigError, SubmitError
@@ -27,12 +39,33 @@ from hpcbench.units import parse_quantity, pluralize
 
 DEFAULT_RETRY_STATES = ("failed", "timeout", "cancelled", "preempted", "lost")
 
+over_budget_option = click.option(
+    "--yes", "over_budget", is_flag=True,
+    help="Submit even if the runs may cost more than the budget of the sweep or the cluster.",
+)  # fmt: skip
+remeasure_option = click.option(
+    "--remeasure", is_flag=True,
+    help="Also repeat runs that were measured in another environment; their results move to the archive.",
+)  # fmt: skip
 
+
+@click.command("submit")
+@plan_options
+@click.option("--wait", "waits", is_flag=True, help="Stay until all runs have ended; send the jobs that had to wait.")
+@click.option("--dry-run", "only_tries", is_flag=True, help="Send nothing: step the runs as `dry-run` does.")
+@click.option("--dry-run-first", "tries_first", is_flag=True, help="Do so first, and submit if every one would run.")
+@over_budget_option
+@remeasure_option
+@output_options
 def submit_sweep(
     *, sweep: str, cluster_name: str, overrides: tuple[str, ...], waits: bool, only_tries: bool, tries_first: bool,
     over_budget: bool, remeasure: bool, results: ResultsTree, as_json: bool,
 ) -> None:  # fmt: skip
-    """Submit the runs of SWEEP that have no result yet and return at once."""
+    """Submit the runs of SWEEP that have no result yet and return at once.
+
+    Submitting again is harmless: finished, queued and running runs are left alone, and jobs that could not be sent
+    before are sent.
+    """
     plan = load_plan(sweep, cluster_name, results, overrides)
     if only_tries or tries_first:
         _try_runs(plan, remeasure=remeasure, submits=not only_tries, as_json=as_json)
@@ -50,8 +83,6 @@ def _try_runs(plan: SweepPlan, *, remeasure: bool, submits: bool, as_json: bool)
     With ``submits`` it returns if every run would be ok, so that the command goes on; it then prints no JSON.
     """
     # Imported here: without --dry-run, `submit` predicts nothing.
-    from hpcbench.cli.dry_run_command import dry_run_plan, dry_runs_exit_code, show_dry_runs
-
     keys = plan.missing.keys() | (plan.elsewhere.keys() if remeasure else ())
     dry_runs = dry_run_plan(plan, [spec for key, spec in plan.runs.items() if key in keys])
     exit_code = dry_runs_exit_code(dry_runs)
@@ -89,11 +120,32 @@ def check_send_outcome(sent: SendOutcome, *, waits: bool) -> None:
         raise SubmitError(sent.failed.message, hint=hint)
 
 
+@click.command("run")
+@click.argument("sweep", required=False, shell_complete=complete_sweeps)
+@cluster_option()
+@overrides_option
+@click.option(
+    "--model", metavar="M", shell_complete=complete_choices, help="Without SWEEP: run this model once, with --strategy."
+)
+@click.option("--strategy", metavar="S", shell_complete=complete_choices, help="The strategy of that run.")
+@click.option(
+    "--dataset", metavar="D", shell_complete=complete_choices, help="Its data set. (default: by the kind of the model)"
+)
+@click.option("--nodes", metavar="N", type=click.IntRange(min=1), help="Its nodes. (default: 1)")
+@click.option("--tasks-per-node", metavar="T", type=click.IntRange(min=1), help="Its ranks on each node. (default: 1)")
+@click.option("--batch-size", metavar="B", type=click.IntRange(min=1), help="Its samples per replica. (default: 32)")
+@click.option("--name", metavar="N", help="Its name as a sweep. (default: model, strategy and a hash)")
+@over_budget_option
+@remeasure_option
+@output_options
 def run_sweep(
     *, sweep: str | None, cluster_name: str, overrides: tuple[str, ...], name: str | None, over_budget: bool,
     remeasure: bool, results: ResultsTree, as_json: bool, **parameters: Any,
 ) -> None:  # fmt: skip
-    """Submit SWEEP, wait with a live screen, print the table. Ctrl-C leaves the screen; the runs go on."""
+    """Submit SWEEP, wait with a live screen, print the table. Ctrl-C leaves the screen; the runs go on.
+
+    `run --model M --strategy S` runs one configuration without a sweep's file; --set sets its other parameters.
+    """
     # Imported here: `submit` and `retry` need no polars.
     from hpcbench.cli.results_commands import show_table
 
@@ -211,6 +263,15 @@ def watch_runs(plan: SweepPlan, superseded: Mapping[str, str]) -> dict[str, RunS
         raise
 
 
+@click.command("retry")
+@plan_options
+@click.option(
+    "--status", "statuses", multiple=True, type=click.Choice(RETRY_STATES),
+    help="Statuses to submit again (default: all but oom, unsupported, skipped).",
+)  # fmt: skip
+@over_budget_option
+@click.option("--time-limit", metavar="TIME", help="A longer limit, for example '2 h'; the run ids stay the same.")
+@output_options
 def retry_sweep(
     *, sweep: str, cluster_name: str, overrides: tuple[str, ...], statuses: tuple[str, ...], over_budget: bool,
     time_limit: str | None, results: ResultsTree, as_json: bool,

@@ -5,12 +5,23 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import msgspec
 
-from hpcbench.cli.common import make_console, print_json, print_message, print_text
+from hpcbench.cli.common import (
+    complete_files,
+    json_option,
+    make_console,
+    out_option,
+    output_options,
+    overrides_option,
+    plan_options,
+    print_json,
+    print_message,
+    print_text,
+)
 from hpcbench.cli.load_plan import find_sweep_file, load_plan
 from hpcbench.config.cluster_profile import find_cluster_profiles, load_cluster_file
 from hpcbench.config.run_spec import spec_document
@@ -18,7 +29,9 @@ from hpcbench.config.sweep_loader import count_points, load_sweep
 from hpcbench.config.toml_tables import read_toml
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError
 from hpcbench.fileio import make_folder, printable_text, write_atomic
+from hpcbench.forecast.forecast import PlanForecast, forecast_plan
 from hpcbench.parallel.check_names import check_names
+from hpcbench.report.plan_view import plan_renderables
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.site.profile_check import check_against_scheduler
 from hpcbench.submit.batch_call import planned_calls
@@ -26,14 +39,18 @@ from hpcbench.submit.plan import SweepPlan
 from hpcbench.submit.submission_record import next_submission_folder, write_sweep_record
 from hpcbench.submit.submit import render_submission
 
-if TYPE_CHECKING:
-    from hpcbench.forecast.forecast import PlanForecast
-
 _PREDICTED_FIGURES = ("step_time_s", "peak_memory_bytes", "fits", "bound_by")
 
 
+@click.command("check")
+@click.argument("files", nargs=-1, required=True, shell_complete=complete_files)
+@overrides_option
+@json_option
 def check_files(files: tuple[str, ...], overrides: tuple[str, ...], as_json: bool) -> None:
-    """Validate sweeps and profiles."""
+    """Validate sweeps and profiles.
+
+    FILES are TOML files, or names of sweeps. Every mistake in all of them is listed, with file and line.
+    """
     problems: list[HpcbenchError] = []
     documents = []
     for name in files:
@@ -75,17 +92,19 @@ def _check_file(path: Path, overrides: Sequence[str]) -> str:
     return "a cluster profile, valid" + (", and the scheduler agrees" if checked else "; no scheduler here to compare")
 
 
+@click.command("plan")
+@plan_options
+@output_options
 def show_plan(sweep: str, cluster_name: str, overrides: tuple[str, ...], results: ResultsTree, as_json: bool) -> None:
-    """Show what SWEEP would run on a cluster: runs, jobs, finished runs, infeasible points and the reasons."""
-    # Imported here: `check` and `render` predict nothing, and only a terminal gets tables.
-    from hpcbench.forecast.forecast import forecast_plan
+    """Show what SWEEP would run on a cluster: runs, jobs, finished runs, infeasible points and the reasons.
 
+    The plan includes the predicted duration of the runs, and those that will not fit into memory.
+    """
     sweep_plan = load_plan(sweep, cluster_name, results, overrides)
     forecast = forecast_plan(sweep_plan, sweep_plan.tree)
     if as_json:
         print_json(_plan_json(sweep_plan, forecast))
         return
-    from hpcbench.report.plan_view import plan_renderables
 
     screen = make_console()
     for part in plan_renderables(sweep_plan, forecast):
@@ -147,6 +166,10 @@ def _prediction_json(run_id: str, forecast: PlanForecast) -> dict[str, Any]:
     return {"predicted": {**figures, "run_time_s": forecast.run_time_s[run_id], "rests_on": rests_on}}
 
 
+@click.command("render")
+@plan_options
+@out_option("Write scripts and task files there.", metavar="DIR")
+@output_options
 def render_sweep(
     *, sweep: str, cluster_name: str, overrides: tuple[str, ...], out: Path | None, results: ResultsTree, as_json: bool
 ) -> None:

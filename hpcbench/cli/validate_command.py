@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import click
 import msgspec
 
-from hpcbench.cli.common import print_json, print_message
+from hpcbench.cli.common import filter_options, out_option, output_options, print_json, print_message, sources_argument
 from hpcbench.cli.oracle_commands import show_view
 from hpcbench.fileio import encode_indented_json, write_atomic
 from hpcbench.oracle.calibration.calibration_runs import check_disturbed, disturbed_spread
@@ -27,11 +28,22 @@ from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import STATUS_OK
 
 
+@click.command("validate")
+@sources_argument
+@filter_options
+@click.option("--cases", "every", is_flag=True, help="Also list every configuration.")
+@click.option("--busy", "takes_disturbed", is_flag=True, help="Compare even if others disturbed every run.")
+@out_option(".json: everything; .csv .md .tex .xlsx .parquet: every configuration.")
+@output_options
 def validate_predictions(
     sources: tuple[str, ...], cluster_name: str | None, where: str | None, every: bool,
     takes_disturbed: bool, out: Path | None, results: ResultsTree, as_json: bool,
 ) -> None:  # fmt: skip
-    """Compare measurements with the predictions of the oracle and of simple predictors."""
+    """Compare measurements with the predictions of the oracle and of simple predictors.
+
+    Each prediction leaves out the results of its own configuration. A failed run counts as a wrong prediction, unless
+    the prediction was that it does not fit in memory.
+    """
     condition = Condition(where, "--where") if where else None
     columns = [*VALIDATION_COLUMNS, "warnings", *(condition.columns if condition else [])]
     frame = load_frame(results, sources, [cluster_name] if cluster_name else None, columns)

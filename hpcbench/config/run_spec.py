@@ -3,6 +3,7 @@ The sweep's schema, the task file and the result are all derived from ``RunSpec`
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -161,15 +162,14 @@ def config_id(spec: RunSpec) -> str:
 
 
 def _hash_values(values: dict[str, Any], without: frozenset[str]) -> str:
-    # Commands that only look at runs name none: loading it takes them longer than asking the scheduler.
-    import hashlib
-
     for key in without:
         values.pop(key, None)
-    return hashlib.sha256(_encode_sorted(values)).hexdigest()[:16]
+    return hashlib.sha256(sorted_json(values).encode()).hexdigest()[:16]
 
 
-_encode_sorted = msgspec.json.Encoder(order="deterministic").encode
+def sorted_json(value: Any) -> str:
+    """Return the one text of ``value``: equal values have equal texts."""
+    return msgspec.json.encode(value, order="deterministic").decode()
 
 
 class TaskFileHeader(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+import polars as pl
 
 from hpcbench.config.expression import Expression
 from hpcbench.errors import ConfigError, did_you_mean
+from hpcbench.report.table_model import short_name
 from hpcbench.results.frame import JSON_TEXT, column_types
-
-if TYPE_CHECKING:
-    import polars as pl
 
 DERIVED_COLUMNS: dict[str, tuple[str, ...]] = {
     "ranks": ("spec.nodes", "spec.tasks_per_node"),
@@ -63,14 +62,6 @@ def column_choices() -> list[str]:
     return [*DERIVED_COLUMNS, *COMPUTED_COLUMNS, *PREDICTED_COLUMNS, *stored]
 
 
-def short_name(column: str) -> str:
-    """``spec.strategy -> strategy``, ``metrics.step_time_s.median -> step_time_s``."""
-    for prefix in ("spec.", "metrics."):
-        if column.startswith(prefix):
-            return column.removeprefix(prefix).removesuffix(".median")
-    return column
-
-
 def source_columns(columns: Iterable[str]) -> list[str]:
     """Return the columns of a results frame that ``columns`` are computed from, each once."""
     sources: list[str] = []
@@ -88,8 +79,6 @@ def with_option_column(frame: pl.DataFrame, column: str) -> pl.DataFrame:
 
     An option that is a number in one run and a word in another is text in all.
     """
-    import polars as pl  # commands that only name columns start without it
-
     option = split_option_column(column)
     assert option is not None, f"{column} is no option"
     table, key = option
@@ -105,8 +94,6 @@ def with_option_column(frame: pl.DataFrame, column: str) -> pl.DataFrame:
 
 def with_derived_columns(frame: pl.DataFrame) -> pl.DataFrame:
     """Return ``frame`` with those ``DERIVED_COLUMNS`` whose parameters it has."""
-    import polars as pl
-
     products = [
         pl.fold(pl.lit(1), lambda product, factor: product * factor, [pl.col(factor) for factor in factors]).alias(name)
         for name, factors in DERIVED_COLUMNS.items()
@@ -151,8 +138,6 @@ class Condition:
 
         Each combination of values is evaluated once.
         """
-        import polars as pl
-
         columns = list(dict.fromkeys((split_option_column(name) or (name,))[0] for name in self._columns.values()))
         if not columns:
             return pl.Series("holds", [self.expression.holds({})] * len(frame), dtype=pl.Boolean)

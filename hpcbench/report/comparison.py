@@ -22,9 +22,10 @@ from hpcbench.config.run_spec import LAUNCH_PARAMETERS, RunSpec
 from hpcbench.config.toml_tables import TomlSource, TomlTable, load_table
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.report import hypothesis_tests
-from hpcbench.report.column_names import resolve_column, short_name
+from hpcbench.report.column_names import resolve_column
 from hpcbench.report.configurations import run_spec_of
 from hpcbench.report.load_results import LAUNCH_KEY
+from hpcbench.report.table_model import short_name
 from hpcbench.results.frame import column_types
 from hpcbench.results.schema import STATUS_OK
 from hpcbench.units import join_words, parse_quantity, pluralize

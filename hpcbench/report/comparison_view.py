@@ -19,11 +19,11 @@ from hpcbench.config.toml_tables import TomlSource
 from hpcbench.errors import ConfigError
 from hpcbench.fileio import printable_excerpt, printable_text
 from hpcbench.report import comparison
-from hpcbench.report.column_names import Condition, resolve_column, short_name
+from hpcbench.report.column_names import Condition, resolve_column
 from hpcbench.report.configurations import aggregate_launches, filter_launches, ok_results, run_spec_of
 from hpcbench.report.hypothesis_tests import INCONCLUSIVE, SIGNIFICANCE_LEVEL
 from hpcbench.report.results_table import data_column, identity_columns, parameter_column, split_parameters
-from hpcbench.report.table_model import View, format_value, text_column
+from hpcbench.report.table_model import View, format_value, short_name, text_column
 from hpcbench.units import pluralize
 
 WITHIN_BAND, OUTSIDE_BAND, NO_MATCHING_RUN = "within", "outside", "nothing fits"

@@ -12,9 +12,9 @@ import polars as pl
 from hpcbench.errors import ConfigError
 from hpcbench.fileio import open_atomic, write_atomic
 from hpcbench.paths import results_folder
-from hpcbench.report.column_names import short_name, with_option_column
+from hpcbench.report.column_names import with_option_column
 from hpcbench.report.table_files import csv_cell, excel_bytes, parquet_bytes, view_encoder
-from hpcbench.report.table_model import Column, View
+from hpcbench.report.table_model import Column, View, short_name
 from hpcbench.results.bundle_archive import collect_bundle_results, is_bundle_path
 from hpcbench.results.frame import FILE_COLUMNS, collected_frame, column_types
 from hpcbench.results.index import read_indexed_results

@@ -17,7 +17,15 @@ from hpcbench.report import column_names, configurations
 from hpcbench.report.load_results import load_frame
 from hpcbench.report.results_table import results_data_view
 from hpcbench.report.table_files import unique_column_names
-from hpcbench.report.table_model import Column, View, WarningFootnotes, column_heading, format_spread, format_value
+from hpcbench.report.table_model import (
+    Column,
+    View,
+    WarningFootnotes,
+    column_heading,
+    format_spread,
+    format_value,
+    short_name,
+)
 from hpcbench.results.frame import column_types
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import STATUS_OK
@@ -79,9 +87,7 @@ def with_defaults(request: TableRequest) -> TableRequest:
     by = request.by or (("devices",) if pivot == "spec.strategy" else ("spec.strategy",))
     request = replace(request, by=by, pivot=pivot, metrics=metrics)
     if request.pivot in request.by:
-        raise ConfigError(
-            f"--by and --pivot name the same: {column_names.short_name(request.pivot)}", hint="keep one of them"
-        )
+        raise ConfigError(f"--by and --pivot name the same: {short_name(request.pivot)}", hint="keep one of them")
     return request
 
 
@@ -126,7 +132,7 @@ def parse_table_request(**options: Any) -> TableRequest:
         }
         if not is_derived and column_types().get(name) not in ("Float64", "Int64"):
             raise ConfigError(
-                f"--metric {column_names.short_name(name)}: not a figure",
+                f"--metric {short_name(name)}: not a figure",
                 hint=f"choices: {', '.join(metric_choices())}",
             )
     request = replace(TABLE_LAYOUTS[layout] if layout else TableRequest(), **selected)
@@ -135,7 +141,7 @@ def parse_table_request(**options: Any) -> TableRequest:
 
 def metric_choices() -> list[str]:
     """Return the short names of columns that cells of a table can hold."""
-    metrics = [column_names.short_name(name) for name in column_types() if name.startswith("metrics.")]
+    metrics = [short_name(name) for name in column_types() if name.startswith("metrics.")]
     return [*column_names.COMPUTED_COLUMNS, *column_names.PREDICTED_COLUMNS, *metrics]
 
 
@@ -276,7 +282,7 @@ def _pivoted_view(
 ) -> View:
     """One row per key and metric, one column per value of the pivot; ``-`` and the status where all runs failed."""
     assert request.pivot is not None
-    pivot = column_names.short_name(request.pivot)
+    pivot = short_name(request.pivot)
     by_key = {tuple(cell.row[name] for name in request.keys): cell for cell in cells}
     values = [value for (value,) in _sorted_keys([key[-1:] for key in (*by_key, *failed)])]
     if len(values) > MAX_PIVOT_COLUMNS:
@@ -343,7 +349,7 @@ def _sorted_view(view: View, by: str | None) -> View:
     names = [column.name for column in view.columns]
     column = name if name in names else column_names.resolve_column(name)
     if column not in names:
-        hint = did_you_mean(name, [column_names.short_name(choice) for choice in names])
+        hint = did_you_mean(name, [short_name(choice) for choice in names])
         raise ConfigError(f"--sort {name}: no column of this table", hint=hint)
     number = names.index(column)
     lines = list(zip(view.raw, view.cells, strict=True))

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, Protocol
 
-from hpcbench.config.run_spec import PARAMETER_DEFAULTS, RunSpec, run_label, spec_document, strategy_label
+from hpcbench.config.run_spec import PARAMETER_DEFAULTS, RunSpec, run_label, sorted_json, spec_document, strategy_label
 from hpcbench.fileio import printable_excerpt
 from hpcbench.report.table_model import Column, View, WarningFootnotes, text_column
-from hpcbench.results.frame import encode_sorted_json
 from hpcbench.results.schema import STATUS_OK
 from hpcbench.units import count_span, format_bytes, format_rate, or_empty, three_digits
 
@@ -110,7 +109,7 @@ def parameter_column(name: str) -> Column:
 
     def value(row: IdentifiedRow) -> Any:
         parameter = getattr(row.spec, name, None)
-        return encode_sorted_json(parameter) if isinstance(parameter, dict) else parameter
+        return sorted_json(parameter) if isinstance(parameter, dict) else parameter
 
     return data_column(name, value)
 

@@ -9,15 +9,13 @@ import io
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import polars as pl
 
 from hpcbench.errors import INSTALL_REPORT, ConfigError
 from hpcbench.fileio import encode_indented_json, escape_control_characters, printable_excerpt, write_atomic
-from hpcbench.report.column_names import short_name
-from hpcbench.report.table_model import View
-
-if TYPE_CHECKING:
-    import polars as pl
+from hpcbench.report.table_model import View, short_name
 
 
 def write_view(view: View, path: Path) -> None:
@@ -75,8 +73,6 @@ def _encode_csv(view: View) -> bytes:
 
 
 def _view_frame(view: View) -> pl.DataFrame:
-    import polars as pl  # most formats need none
-
     columns = {name: [row[number] for row in view.raw] for number, name in enumerate(unique_column_names(view))}
     return pl.DataFrame(columns, strict=False)
 

@@ -12,8 +12,15 @@ from string import ascii_lowercase
 from typing import Any
 
 from hpcbench.fileio import printable_excerpt
-from hpcbench.report.column_names import short_name
 from hpcbench.units import format_bytes, format_count, format_rate, format_seconds
+
+
+def short_name(column: str) -> str:
+    """``spec.strategy -> strategy``, ``metrics.step_time_s.median -> step_time_s``."""
+    for prefix in ("spec.", "metrics."):
+        if column.startswith(prefix):
+            return column.removeprefix(prefix).removesuffix(".median")
+    return column
 
 
 @dataclass(frozen=True)

@@ -12,18 +12,16 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
+import polars
 
-from hpcbench.config.run_spec import RunSpec
+from hpcbench.config.run_spec import RunSpec, sorted_json
 from hpcbench.fileio import UnsafeFileError, read_error, read_regular_with_stat
 from hpcbench.results.decode import decode_result, decode_result_unbounded, doubts_of
 from hpcbench.results.results_tree import RUN_ID_PATTERN, ClusterTree, CollectedResult
 from hpcbench.results.schema import STATUS_BROKEN, FailureRecord, RunMetrics, RunResult, VerificationResult
-
-if TYPE_CHECKING:
-    import polars
 
 RESULT_COLUMNS = ("run_id", "config_id", "attempt", "sweep", "cluster", "status", "environment_digest", "warnings")
 PROVENANCE_KEYS = ("hpcbench", "hpcbench_commit", "torch", "submission", "environment_key")
@@ -94,7 +92,7 @@ def results_frame(results: Sequence[RunResult], files: Sequence[tuple[int, int]]
     """
     columns: dict[str, Sequence[Any]] = {name: list(map(attrgetter(name), results)) for name in RESULT_COLUMNS}
     texts = [[*result.warnings, *doubts_of(result)] for result in results]
-    columns["warnings"] = [encode_sorted_json(warnings) if warnings else None for warnings in texts]
+    columns["warnings"] = [sorted_json(warnings) if warnings else None for warnings in texts]
     for name, record in _NESTED_RECORDS.items():
         _add_record_columns(columns, name, record, list(map(attrgetter(name), results)))
     for name in PROVENANCE_KEYS:
@@ -120,22 +118,15 @@ def _add_record_columns(
         if entry.record is not None:
             _add_record_columns(columns, name, entry.record, column)
         elif entry.dtype == JSON_TEXT:
-            columns[name] = [encode_sorted_json(value) if value else None for value in column]
+            columns[name] = [sorted_json(value) if value else None for value in column]
         else:
             columns[name] = column
-
-
-def encode_sorted_json(value: Any) -> str:
-    """The one text of a table of options."""
-    return msgspec.json.encode(value, order="deterministic").decode()
 
 
 def _make_frame(
     columns: dict[str, Sequence[Any]], files: Sequence[tuple[int, int]] | None, rows: int
 ) -> polars.DataFrame:
     """The frame of ``columns``, with the states of ``files``; columns that are absent are empty."""
-    import polars  # commands that only name columns start without it
-
     if files is not None:
         columns |= {name: [state[number] for state in files] for number, name in enumerate(FILE_COLUMNS)}
     empty = [None] * rows
@@ -145,8 +136,6 @@ def _make_frame(
 
 
 def _make_series(name: str, values: Sequence[Any], dtype: str) -> polars.Series:
-    import polars
-
     kind = polars.String if dtype == JSON_TEXT else getattr(polars, dtype)
     first = values[0] if values else None
     if values and not isinstance(first, int | float) and values.count(first) == len(values):
@@ -172,8 +161,6 @@ def broken_results_frame(
 
 def collected_frame(entries: Iterable[CollectedResult]) -> polars.DataFrame:
     """Return collected results and broken files as a frame, in their order."""
-    import polars
-
     collected = list(entries)
     frame = polars.concat([
         results_frame([entry.result for entry in collected if entry.result is not None]),
@@ -296,8 +283,6 @@ class FolderScanner:
         self._broken.append((CollectedResult(self._tree.root.name, run_id, None, problem), state or NO_FILE_STATE))
 
     def _close_chunk(self) -> None:
-        import polars
-
         if self._decoded:
             try:
                 frame = results_frame(*map(list, zip(*self._decoded, strict=True)))

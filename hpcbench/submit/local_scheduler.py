@@ -1,6 +1,6 @@
 """Jobs on this machine without a scheduler: the queue process of a submission, its record ``queue.json`` and its state.
 
-psutil and submitit are imported on use, because queries about other schedulers do not need them."""
+submitit is imported on use: it is for jobs that run alone."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
+import psutil
 
 from hpcbench.fileio import share_with_group, shared_umask, write_atomic
 from hpcbench.identity import find_process
@@ -21,8 +22,6 @@ from hpcbench.submit.scheduler import JobStatus, Notify, QueueTable, Scheduler, 
 from hpcbench.submit.submission_record import NewestSubmission, Submission, SubmittedRun
 
 if TYPE_CHECKING:
-    import psutil
-
     from hpcbench.config.cluster_profile import ClusterProfile
     from hpcbench.errors import ConfigError
     from hpcbench.results.attempts import AttemptStart
@@ -109,8 +108,6 @@ class LocalQueueRecord(msgspec.Struct):
 
 def start_local_queue(folder: Path, environment: dict[str, str], warning_s: float) -> None:
     """Start the queue of ``folder`` as a process of its own, which outlives this one."""
-    import psutil
-
     environment = environment | {"PYTHONPATH": _path_for_other_folders(environment.get("PYTHONPATH", ""))}
     with open(folder / "queue.log", "ab") as log:
         share_with_group(folder / "queue.log")
@@ -149,8 +146,6 @@ def queue_process(folder: Path) -> psutil.Process | None:
     record = read_record(folder / "queue.json", LocalQueueRecord)
     if record is None or record.host != os.uname().nodename:
         return None
-    import psutil
-
     try:
         process = psutil.Process(record.pid)
         alive = abs(process.create_time() - record.created) < 1 and process.status() != psutil.STATUS_ZOMBIE

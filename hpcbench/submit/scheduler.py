@@ -18,6 +18,7 @@ import abc
 import contextlib
 import importlib
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -369,9 +370,6 @@ def command_environment(profile: HasSchedulerSettings) -> dict[str, str]:
 
 def find_command(command: str, profile: HasSchedulerSettings) -> Path | None:
     """Return the path of a scheduler's command; ``None`` if it is in no folder of the profile's PATH."""
-    # Imported here: it imports the compression libraries, and the local scheduler has no command.
-    import shutil
-
     path = shutil.which(command, path=command_environment(profile).get("PATH"))
     return Path(path) if path else None
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from hpcbench.config.run_spec import RunSpec, RunTask
 from hpcbench.errors import ConfigError, StorageError, did_you_mean
 from hpcbench.fileio import MAX_GENERATED_FILE_BYTES, make_folder, read_error, read_regular, write_atomic
 from hpcbench.identity import account_name, owner_name
@@ -25,7 +26,6 @@ from hpcbench.results.results_tree import RUN_ID_PATTERN, ClusterTree, ResultsTr
 from hpcbench.submit.journal import JobBatch, Journal, read_journal
 
 if TYPE_CHECKING:
-    from hpcbench.config.run_spec import RunSpec
     from hpcbench.submit.plan import SweepPlan
 
 
@@ -205,8 +205,6 @@ def _read_submission_cached(path: str, *_state: int) -> Submission | None:
 
 def read_run_specs(folder: Path, record: Submission) -> dict[str, RunSpec]:
     """The specifications of a submission's runs, from its task files; absent or broken files are skipped."""
-    from hpcbench.config.run_spec import RunTask
-
     specs: dict[str, RunSpec] = {}
     for array in record.arrays:
         try:

@@ -72,7 +72,7 @@ def test_runs_of_a_checkout_find_it_from_the_folder_of_their_queue(bare: BareMac
 @pytest.mark.parametrize(
     "command",
     [
-        "status", "plan SWEEP", "predict SWEEP", "dry-run SWEEP", "cluster calibrate --help", "validate --help",
+        "status", "plan SWEEP", "predict SWEEP", "dry-run SWEEP", "cluster calibrate --help",
         "cluster calibrate local --out FOLDER/probes.toml", "doctor",
         "recommend --model resnet18 --dataset digits --batch-size 16 --nodes 1",
     ],

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from hpcbench.cli import commands, run_commands
+from hpcbench.cli import run_commands
 from hpcbench.cli.dry_run_command import dry_run
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec
@@ -315,7 +315,7 @@ def submit_sweep(
 
     monkeypatch.setattr(run_commands, "submit_plan", send)
     arguments = [sweep, "--cluster", cluster, "--results", str(folder / "results"), *options]
-    done = CliRunner().invoke(commands.submit, arguments, catch_exceptions=False)
+    done = CliRunner().invoke(run_commands.submit_sweep, arguments, catch_exceptions=False)
     assert not (folder / "results").exists()
     return done.exit_code, done.stdout
 

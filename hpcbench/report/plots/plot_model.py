@@ -8,9 +8,9 @@ from typing import Any
 
 import polars as pl
 
-from hpcbench.report.column_names import short_name
 from hpcbench.report.plots.charts import Chart
 from hpcbench.report.plots.theme import column_values
+from hpcbench.report.table_model import short_name
 from hpcbench.results.schema import RunResult
 from hpcbench.units import count_span, pluralize
 

@@ -12,13 +12,7 @@ import polars as pl
 from hpcbench.config.run_spec import DEGREE_NAMES
 from hpcbench.errors import ConfigError
 from hpcbench.fileio import printable_text
-from hpcbench.report.column_names import (
-    DERIVED_COLUMNS,
-    short_name,
-    split_option_column,
-    with_derived_columns,
-    with_option_column,
-)
+from hpcbench.report.column_names import DERIVED_COLUMNS, split_option_column, with_derived_columns, with_option_column
 from hpcbench.report.configurations import (
     GROUP_COLUMNS,
     HIGH,
@@ -33,6 +27,7 @@ from hpcbench.report.configurations import (
     with_speedups,
 )
 from hpcbench.report.plots.plot_model import NothingToDraw
+from hpcbench.report.table_model import short_name
 from hpcbench.results.schema import STATUS_OK
 from hpcbench.units import pluralize
 
