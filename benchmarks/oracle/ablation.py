@@ -16,9 +16,8 @@ from msgspec.structs import replace
 from benchmarks.oracle import cases
 from benchmarks.oracle.neighbours import regret_text
 from benchmarks.oracle.registered import DATA_PARALLEL, Score
+from benchmarks.oracle.scoring import ORACLE_NAME, ScoredCase, score_predictor
 from hpcbench.oracle.calibration import calibration_store
-from hpcbench.oracle.scoring import ValidationCase, score_predictor
-from hpcbench.report.oracle_validation import ORACLE_NAME
 
 
 def _without(part: str, field: str) -> Callable[[], Callable[..., Any]]:
@@ -64,9 +63,9 @@ def rows(score: Score) -> dict[str, list[str]]:
     return cells
 
 
-def varied_cases(score: Score, variant: str) -> list[ValidationCase]:
+def varied_cases(score: Score, variant: str) -> list[ScoredCase]:
     """Return the cases of a score as ``variant`` predicts them, from all its calibrations and from the plain one."""
-    measured = cases.read(score.cases).validation_cases()
+    measured = cases.read(score.cases).scored_cases()
     with ExitStack() as stack:
         for target, name, value in VARIANTS[variant]:
             stack.enter_context(mock.patch.object(target, name, value()))

@@ -14,15 +14,15 @@ import msgspec
 import polars
 
 from benchmarks.oracle import registered
+from benchmarks.oracle.baselines import choice_results
 from benchmarks.oracle.registered import Score
+from benchmarks.oracle.scoring import ORACLE_NAME, PredictorResult, ScoredCase, ScoredConfiguration, oracle_predictor
 from benchmarks.testbed import CLUSTER
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError
 from hpcbench.fileio import make_folder, write_atomic
-from hpcbench.oracle.baselines import choice_results
+from hpcbench.forecast.cluster_forecasts import ClusterForecasts
 from hpcbench.oracle.calibration.calibration_store import read_calibrations
-from hpcbench.oracle.scoring import MeasuredConfiguration, PredictorResult, ValidationCase
-from hpcbench.report.oracle_validation import ORACLE_NAME, ClusterForecasts, oracle_predictor
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import STATUS_OK
 
@@ -47,13 +47,13 @@ class ScoreCase(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Of the launches, where slices of a score add some to those of earlier slices."""
     status: str = STATUS_OK
     figures: dict[str, float] = {}
-    """Measured parts of the step and memory, as ``MeasuredConfiguration``."""
+    """Measured parts of the step and memory, as ``ScoredConfiguration``."""
     figures_noise: dict[str, float] = {}
     said: dict[str, PredictorResult] = {}
     """By predictor; where one says nothing it is left out."""
 
     @classmethod
-    def of(cls, case: ValidationCase) -> ScoreCase:
+    def of(cls, case: ScoredCase) -> ScoreCase:
         """Return ``case`` as the file has it; constant choices follow from it."""
         measured, said = case.measured, case.said
         known = {name: result for name, result in said.items() if name == ORACLE_NAME or result.step_time_s is not None}
@@ -73,12 +73,12 @@ class ScoreCases(msgspec.Struct, kw_only=True):
     """What the predictions were made from."""
     cases: list[ScoreCase]
 
-    def validation_cases(self) -> list[ValidationCase]:
-        """Return the cases as ``hpcbench.oracle.scoring`` takes them, with the constant choices."""
+    def scored_cases(self) -> list[ScoredCase]:
+        """Return the cases as ``scoring`` takes them, with the constant choices."""
         cases = []
         for case in self.cases:
             choices = choice_results(case.spec.strategy, case.said[ORACLE_NAME].fits)
-            cases.append(ValidationCase(_measured(case, self.cluster), {**case.said, **choices}))
+            cases.append(ScoredCase(_measured(case, self.cluster), {**case.said, **choices}))
         return cases
 
 
@@ -123,8 +123,8 @@ def compressed(data: bytes) -> bytes:
     return gzip.compress(data, mtime=0)
 
 
-def _measured(case: ScoreCase, cluster: str) -> MeasuredConfiguration:
-    return MeasuredConfiguration(
+def _measured(case: ScoreCase, cluster: str) -> ScoredConfiguration:
+    return ScoredConfiguration(
         cluster=cluster, config_id=case.config_id, spec=case.spec, status=case.status, run_ids=case.run_ids,
         launches_s=case.measured_step_times_s, figures=case.figures, figures_noise=case.figures_noise,
     )  # fmt: skip
@@ -152,8 +152,8 @@ def forecasts_by_kind(score: Score, work: Path) -> dict[str, ClusterForecasts]:
 
 
 def with_present_predictions(
-    score: Score, cases: Sequence[ValidationCase], names: Collection[str] = tuple(KINDS.values())
-) -> list[ValidationCase]:
+    score: Score, cases: Sequence[ScoredCase], names: Collection[str] = tuple(KINDS.values())
+) -> list[ScoredCase]:
     """Return ``cases`` with the oracle's predictions as it makes them now from the score's calibrations.
 
     Those kinds of predictions that are not in ``names`` stay as registered.
@@ -164,9 +164,9 @@ def with_present_predictions(
         os.chdir(folder)
         try:
             kinds = forecasts_by_kind(score, Path(folder))
-            predictors = {name: oracle_predictor(own, learns=False) for name, own in kinds.items() if name in names}
+            predictors = {name: oracle_predictor(own) for name, own in kinds.items() if name in names}
             return [
-                ValidationCase(
+                ScoredCase(
                     case.measured, case.said | {name: predict(case.measured) for name, predict in predictors.items()}
                 )
                 for case in cases

@@ -16,18 +16,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import polars
 
 from benchmarks.oracle import abci, ablation, cases, gpu, timelines
+from benchmarks.oracle.baselines import CHOICE_BASELINES
 from benchmarks.oracle.neighbours import cases_after_pilots, held_out_cases, neighbours_rows, regret_rows
 from benchmarks.oracle.registered import BOX, HERE, RERUNS, SCORES, Score
+from benchmarks.oracle.scoring import ORACLE_NAME, ScoredCase, predicted_bests, score_predictor
 from benchmarks.oracle.tables import box_rows, interval_rows
 from benchmarks.rerun import figures as rerun_figures
 from benchmarks.rerun import pages
-from hpcbench.oracle.baselines import CHOICE_BASELINES
-from hpcbench.oracle.scoring import ValidationCase, score_predictor
-from hpcbench.report.oracle_validation import ORACLE_NAME
-from hpcbench.report.validation_view import validation_json
+from hpcbench.config.run_spec import strategy_label
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 _TITLES = {
@@ -40,15 +40,21 @@ _BOX_HEAD = (
 )  # fmt: skip
 
 
-def document(found: Sequence[ValidationCase]) -> dict[str, Any]:
-    """Return what ``validate --json`` prints of these cases."""
+def document(found: Sequence[ScoredCase]) -> dict[str, Any]:
+    """Return the scores of all predictors, and of each group the measured best and the predictors' choices."""
     names = {name for case in found for name in case.said} | CHOICE_BASELINES.keys()
     order = [name for name in (*rerun_figures.PREDICTORS, *CHOICE_BASELINES) if name in names]
     scores = [score_predictor(found, name, None if name == ORACLE_NAME else ORACLE_NAME) for name in order]
-    return validation_json(found, scores, [])
+    choices: list[dict[str, str]] = []
+    for group in zip(*(predicted_bests(found, name) for name in rerun_figures.RECOMMENDERS), strict=True):
+        chosen = [one.chosen.measured.spec if one.chosen else None for one in group]
+        labels = ["" if spec is None else strategy_label(spec) for spec in chosen]
+        best = strategy_label(group[0].best.measured.spec)
+        choices.append({"best": best, **dict(zip(rerun_figures.RECOMMENDERS, labels, strict=True))})
+    return {"scores": [msgspec.to_builtins(score) for score in scores], "choices": choices}
 
 
-def documents(found: Sequence[ValidationCase], held_out: Sequence[ValidationCase]) -> dict[str, Any]:
+def documents(found: Sequence[ScoredCase], held_out: Sequence[ScoredCase]) -> dict[str, Any]:
     """Return the columns of a rerun's tables, by kind of prediction.
 
     Args:
@@ -56,7 +62,7 @@ def documents(found: Sequence[ValidationCase], held_out: Sequence[ValidationCase
         held_out: the same, each moved by all others.
     """
     columns = {
-        words: document([ValidationCase(case.measured, case.said | {ORACLE_NAME: case.said[name]}) for case in found])
+        words: document([ScoredCase(case.measured, case.said | {ORACLE_NAME: case.said[name]}) for case in found])
         for words, name in cases.KINDS.items()
     }
     columns["with one pilot"] = document(cases_after_pilots(found))
@@ -71,7 +77,7 @@ def blocks(docs: Path = DOCS, folder: Path = HERE) -> dict[str, dict[str, str]]:
     for name in RERUNS:
         stored = cases.read(SCORES[name]._replace(folder=folder).cases)
         rows = polars.read_parquet(reruns / f"{stored.sweep}.parquet").to_dicts()
-        alone = stored.validation_cases()
+        alone = stored.scored_cases()
         held_out = held_out_cases(alone)
         tables |= pages.blocks_of(stored.sweep, rows, documents(alone, held_out))
         regrets[name], neighbours[name] = regret_rows(held_out), neighbours_rows(alone, held_out)
@@ -95,7 +101,7 @@ def tables_of_box(score: Score) -> dict[str, str]:
     """Return by name the tables of the score on the SLURM box; none where its cases are not in the tree."""
     if not score.cases.exists():
         return {}
-    regrets = {"box": regret_rows(held_out_cases(cases.read(score.cases).validation_cases()))}
+    regrets = {"box": regret_rows(held_out_cases(cases.read(score.cases).scored_cases()))}
     return {
         "oracle-box": table_of_strategies(score),
         "oracle-box-regret": _side_by_side(regrets, ("accuracy", "regret", "every difference counted")),
@@ -104,7 +110,7 @@ def tables_of_box(score: Score) -> dict[str, str]:
 
 def table_of_strategies(score: Score) -> str:
     """Return the table of a score by strategy, one column for each kind of prediction."""
-    registered = cases.read(score.cases).validation_cases()
+    registered = cases.read(score.cases).scored_cases()
     rows = box_rows(registered, cases.with_present_predictions(score, registered))
     return rerun_figures.table(_BOX_HEAD, [[name, *row] for name, row in rows.items()])
 
@@ -132,7 +138,7 @@ def tables_of_local(folder: Path) -> dict[str, str]:
 def intervals_table(folder: Path) -> str:
     """Return the table of the 90 % intervals of all registered predictions, and of the present version's."""
     scores = [score._replace(folder=folder) for score in SCORES.values()]
-    found = {score: cases.read(score.cases).validation_cases() for score in scores if score.cases.exists()}
+    found = {score: cases.read(score.cases).scored_cases() for score in scores if score.cases.exists()}
     present = {score: cases.with_present_predictions(score, own, [ORACLE_NAME]) for score, own in found.items()}
     rows = [interval_rows({score.name: own for score, own in kind.items()}) for kind in (found, present)]
     return rerun_figures.table(

@@ -10,25 +10,31 @@ from statistics import median
 
 import msgspec
 
+from benchmarks.oracle.baselines import CHOICE_BASELINES
 from benchmarks.oracle.cases import KINDS
-from hpcbench.oracle.baselines import CHOICE_BASELINES
+from benchmarks.oracle.scoring import (
+    MACHINE_ONLY,
+    ORACLE_NAME,
+    PredictorResult,
+    PredictorScore,
+    ScoredCase,
+    score_predictor,
+)
 from hpcbench.oracle.measured_factors import LearnedFactor, MeasuredFactors, MeasuredRatio, model_key, strategy_key
 from hpcbench.oracle.prediction import PredictionInterval, correct_interval, neighbour_basis
-from hpcbench.oracle.scoring import PredictorResult, PredictorScore, ValidationCase, score_predictor
-from hpcbench.report.oracle_validation import MACHINE_ONLY, ORACLE_NAME
 from hpcbench.results.schema import STATUS_OK
 
 _NORMAL_90 = 1.645
 SMALL = 2
 """Devices of the runs that larger ones are predicted from."""
-SITUATIONS: dict[str, Callable[[ValidationCase], Hashable]] = {
+SITUATIONS: dict[str, Callable[[ScoredCase], Hashable]] = {
     "all of other models": lambda case: model_key(case.measured.spec),
     "all of other strategies": lambda case: strategy_key(case.measured.spec),
 }
 """By what was measured: the key of the cases that are left out together."""
 
 
-def moved_cases(cases: Sequence[ValidationCase], key: Callable[[ValidationCase], Hashable]) -> list[ValidationCase]:
+def moved_cases(cases: Sequence[ScoredCase], key: Callable[[ScoredCase], Hashable]) -> list[ScoredCase]:
     """Move the oracle's prediction of every case by the cases with another ``key``."""
     keys = [key(case) for case in cases]
     factors = {
@@ -42,12 +48,12 @@ def moved_cases(cases: Sequence[ValidationCase], key: Callable[[ValidationCase],
     return [_moved(case, factors[own]) for case, own in zip(cases, keys, strict=True)]
 
 
-def held_out_cases(cases: Sequence[ValidationCase]) -> list[ValidationCase]:
+def held_out_cases(cases: Sequence[ScoredCase]) -> list[ScoredCase]:
     """Move the prediction of every case by all others."""
     return moved_cases(cases, lambda case: case.measured.config_id)
 
 
-def cases_from_small(cases: Sequence[ValidationCase]) -> list[ValidationCase]:
+def cases_from_small(cases: Sequence[ScoredCase]) -> list[ScoredCase]:
     """Move the predictions of larger runs by the measured ones on at most ``SMALL`` devices."""
     small = MeasuredFactors([
         ratio
@@ -57,9 +63,9 @@ def cases_from_small(cases: Sequence[ValidationCase]) -> list[ValidationCase]:
     return [_moved(case, small) for case in cases if case.measured.spec.devices > SMALL]
 
 
-def cases_after_pilots(cases: Sequence[ValidationCase]) -> list[ValidationCase]:
+def cases_after_pilots(cases: Sequence[ScoredCase]) -> list[ScoredCase]:
     """Move the predictions by one measured configuration, the smallest, of each model and strategy; without these."""
-    pilots: dict[Hashable, ValidationCase] = {}
+    pilots: dict[Hashable, ScoredCase] = {}
     for case in sorted(cases, key=lambda one: (one.measured.spec.devices, one.measured.spec.batch_size)):
         if _ratio_of(case) is not None:
             pilots.setdefault((model_key(case.measured.spec), strategy_key(case.measured.spec)), case)
@@ -68,7 +74,7 @@ def cases_after_pilots(cases: Sequence[ValidationCase]) -> list[ValidationCase]:
     return [_moved(case, factors) for case in cases if case.measured.config_id not in names]
 
 
-def _ratio_of(case: ValidationCase) -> MeasuredRatio | None:
+def _ratio_of(case: ScoredCase) -> MeasuredRatio | None:
     measured, predicted_s = case.measured, case.said[ORACLE_NAME].step_time_s
     if measured.status != STATUS_OK or measured.step_time_s is None or not predicted_s:
         return None
@@ -76,12 +82,12 @@ def _ratio_of(case: ValidationCase) -> MeasuredRatio | None:
     return MeasuredRatio(measured.config_id, measured.spec, launches, measured.step_time_s, predicted_s)
 
 
-def _moved(case: ValidationCase, factors: MeasuredFactors) -> ValidationCase:
+def _moved(case: ScoredCase, factors: MeasuredFactors) -> ScoredCase:
     alone = case.said[ORACLE_NAME]
     learned = factors.learned(case.measured.spec, case.measured.config_id)
     others = {name: result for name, result in case.said.items() if name != ORACLE_NAME}
     ours = alone if learned is None or not alone.step_time_s else _moved_result(alone, alone.step_time_s, learned)
-    return ValidationCase(case.measured, {ORACLE_NAME: ours, MACHINE_ONLY: alone, **others})
+    return ScoredCase(case.measured, {ORACLE_NAME: ours, MACHINE_ONLY: alone, **others})
 
 
 def _moved_result(alone: PredictorResult, step_time_s: float, learned: LearnedFactor) -> PredictorResult:
@@ -97,7 +103,7 @@ def _moved_result(alone: PredictorResult, step_time_s: float, learned: LearnedFa
     )  # fmt: skip
 
 
-def neighbours_rows(cases: Sequence[ValidationCase], held_out: Sequence[ValidationCase]) -> dict[str, list[str]]:
+def neighbours_rows(cases: Sequence[ScoredCase], held_out: Sequence[ScoredCase]) -> dict[str, list[str]]:
     """Return by situation the cells of accuracy, regret and intervals of a rerun.
 
     ``held_out``: the ``held_out_cases`` of ``cases``.
@@ -112,7 +118,7 @@ def neighbours_rows(cases: Sequence[ValidationCase], held_out: Sequence[Validati
     }
 
 
-def _cells(cases: Sequence[ValidationCase], predictor: str) -> list[str]:
+def _cells(cases: Sequence[ScoredCase], predictor: str) -> list[str]:
     score = score_predictor(cases, predictor)
     assert score.total is not None
     results = (case.said[predictor] for case in cases if case.measured.step_time_s is not None)
@@ -126,9 +132,9 @@ def _cells(cases: Sequence[ValidationCase], predictor: str) -> list[str]:
     ]
 
 
-def _ratio_cell(cases: Sequence[ValidationCase]) -> str:
+def _ratio_cell(cases: Sequence[ScoredCase]) -> str:
     """How often the interval of the ratio of two strategies holds, as ``recommend`` computes it, and its width."""
-    groups: dict[Hashable, list[ValidationCase]] = defaultdict(list)
+    groups: dict[Hashable, list[ScoredCase]] = defaultdict(list)
     for case in cases:
         spec, basis = case.measured.spec, case.said[ORACLE_NAME].rests_on
         if case.measured.step_time_s and basis is not None and basis.counts:
@@ -142,14 +148,14 @@ def _ratio_cell(cases: Sequence[ValidationCase]) -> str:
     return f"{sum(holds) / len(holds):.0%}, x {median(widths):.2f}" if holds else ""
 
 
-def _log_error(case: ValidationCase) -> float:
+def _log_error(case: ScoredCase) -> float:
     predicted_s, measured_s = case.said[ORACLE_NAME].step_time_s, case.measured.step_time_s
     assert predicted_s is not None
     assert measured_s is not None
     return log(predicted_s / measured_s)
 
 
-def _distinct_spread(case: ValidationCase) -> float:
+def _distinct_spread(case: ScoredCase) -> float:
     basis = case.said[ORACLE_NAME].rests_on
     assert basis is not None
     return hypot(basis.distinct, basis.spread)
@@ -161,7 +167,7 @@ def regret_text(score: PredictorScore) -> str:
     return "" if regret is None or worst is None else f"{regret:.1%} (worst {worst:.0%})"
 
 
-def regret_rows(held_out: Sequence[ValidationCase]) -> dict[str, list[str]]:
+def regret_rows(held_out: Sequence[ScoredCase]) -> dict[str, list[str]]:
     """Return by predictor the cells of accuracy, regret and regret with every difference counted."""
     names = {
         "the oracle: moved by all other configurations": ORACLE_NAME,

@@ -12,12 +12,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from benchmarks.oracle.scoring import CasePredictor, PredictorResult, ScoredConfiguration
 from benchmarks.testbed import EIGHT_NODES, FOUR_NODES, RATE_MBIT, LocalMachine, Shape, Testbed
 from hpcbench.config.run_spec import RunSpec, config_id
 from hpcbench.errors import HpcbenchError
 from hpcbench.fileio import write_atomic
-from hpcbench.oracle.scoring import MeasuredConfiguration, PredictorResult
-from hpcbench.report.oracle_validation import CasePredictor
 
 HERE = Path(__file__).parent
 SWEEPS = HERE.parents[1] / "sweeps"
@@ -130,7 +129,7 @@ def write(
     """Write what the predictors say of each of ``specs`` into ``path``."""
     found = []
     for spec in specs:
-        asked = MeasuredConfiguration(cluster=cluster, config_id=config_id(spec), spec=spec)
+        asked = ScoredConfiguration(cluster=cluster, config_id=config_id(spec), spec=spec)
         found.append(
             Foretold(config_id=asked.config_id, spec=spec, said={name: say(asked) for name, say in predictors.items()})
         )

@@ -30,7 +30,9 @@ from typing import Any
 import tomli
 
 from benchmarks.oracle import cases, registered, tables, timelines
+from benchmarks.oracle.baselines import BASELINES, baseline_predictor
 from benchmarks.oracle.registered import SCORES, Score
+from benchmarks.oracle.scoring import ORACLE_NAME, SCORED_COLUMNS, CasePredictor, oracle_predictor
 from benchmarks.testbed import Testbed
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import config_id
@@ -38,16 +40,8 @@ from hpcbench.config.sweep_file import sweep_toml
 from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.errors import HpcbenchError
 from hpcbench.fileio import make_folder, write_atomic
-from hpcbench.oracle.baselines import BASELINES
 from hpcbench.oracle.calibration.calibration_store import StoredCalibration, read_calibrations
 from hpcbench.report.load_results import load_frame
-from hpcbench.report.oracle_validation import (
-    ORACLE_NAME,
-    VALIDATION_COLUMNS,
-    CasePredictor,
-    baseline_predictor,
-    oracle_predictor,
-)
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.submit.plan import SweepPlan, make_plan
 
@@ -112,9 +106,7 @@ def predict(bed: Testbed, score: Score) -> int:
         packed = score.calibrations / f"{stored.path.name}.gz"
         packed.write_bytes(cases.compressed(stored.path.read_bytes()))
     forecasts = cases.forecasts_by_kind(score, bed.work / "predicted")
-    predictors: dict[str, CasePredictor] = {
-        name: oracle_predictor(own, learns=False) for name, own in forecasts.items()
-    }
+    predictors: dict[str, CasePredictor] = {name: oracle_predictor(own) for name, own in forecasts.items()}
     ours = forecasts[ORACLE_NAME]
     predictors |= {name: baseline_predictor(ours, rule, ()) for name, rule in BASELINES.items()}
     for spec in specs:
@@ -200,7 +192,7 @@ def write_cases(bed: Testbed, score: Score) -> int:
     bed.describe(score.scored_mbit, score.scored_jobs)
     os.chdir(bed.work)
     results = ResultsTree(bed.results)
-    launches = load_frame(results, [_launches_name(score)], [bed.cluster], VALIDATION_COLUMNS)
+    launches = load_frame(results, [_launches_name(score)], [bed.cluster], SCORED_COLUMNS)
     register = registered.read(score.predictions)
     measured = tables.measured_cases(launches, results, register, score.sweep.parent)
     if not measured:
@@ -223,7 +215,7 @@ def table(score: Score) -> int:
     """Print the scores."""
     path = score.predictions
     looks = registered.looks(path, score.looks)
-    tables.show(cases.read(score.cases).validation_cases(), registered.read(path), registered.commit(path), looks)
+    tables.show(cases.read(score.cases).scored_cases(), registered.read(path), registered.commit(path), looks)
     return 0
 
 

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from benchmarks.oracle.baselines import BASELINES, baseline_predictor
 from benchmarks.oracle.cases import BLIND, CALIBRATED
 from benchmarks.oracle.neighbours import cases_after_pilots, held_out_cases
 from benchmarks.oracle.registered import DATA_PARALLEL, Commit, Look, Register
-from hpcbench.config.run_spec import strategy_label
-from hpcbench.oracle.baselines import BASELINES
-from hpcbench.oracle.scoring import AccuracySummary, PredictorScore, ValidationCase, score_predictor
-from hpcbench.report.oracle_validation import ORACLE_NAME, ClusterForecasts, baseline_predictor, measured_configurations
-from hpcbench.report.table_model import Column, View
-from hpcbench.report.table_output import render_view
-from hpcbench.report.validation_view import (
-    accuracy_by_part_view,
-    accuracy_by_strategy_view,
-    configuration_cases_view,
-    predictor_comparison_view,
+from benchmarks.oracle.scoring import (
+    MEMORY,
+    MIN_STEP_FRACTION,
+    ORACLE_NAME,
+    AccuracySummary,
+    PredictorScore,
+    ScoredCase,
+    mean_tau,
+    score_predictor,
+    scored_configurations,
 )
+from hpcbench.config.run_spec import strategy_label
+from hpcbench.forecast.cluster_forecasts import ClusterForecasts
+from hpcbench.report.table_model import Column, View, text_column
+from hpcbench.report.table_output import render_view
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.units import format_seconds
 
@@ -39,7 +43,7 @@ _SMALLER = ("flat", "perfect", "log_p")
 """Baselines that look at measured runs on fewer ranks: said when there are some."""
 
 
-def show(cases: Sequence[ValidationCase], register: Register, commit: Commit | None, looks: Sequence[Look]) -> None:
+def show(cases: Sequence[ScoredCase], register: Register, commit: Commit | None, looks: Sequence[Look]) -> None:
     """Everything, on standard output; tables are as wide as the terminal. ``cases`` are at least one."""
     console = Console()
     for case, moved in zip(cases, held_out_cases(cases), strict=True):
@@ -48,30 +52,25 @@ def show(cases: Sequence[ValidationCase], register: Register, commit: Commit | N
     scores = [score_predictor(cases, name, None if name == ORACLE_NAME else ORACLE_NAME) for name in names]
     for line in _head(cases, register, commit, looks):
         console.print(line, highlight=False)
-    ours = scores[0]
-    for view in (
-        _goals(cases, ours), accuracy_by_strategy_view(ours), accuracy_by_part_view(ours),
-        predictor_comparison_view(scores), configuration_cases_view(cases),
-        _terms(cases),
-    ):  # fmt: skip
+    for view in (_goals(cases, scores[0]), _parts(scores[0]), _predictors(cases, scores), _terms(cases)):
         console.print("", render_view(view, console.width), sep="\n")
 
 
 def measured_cases(
     frame: polars.DataFrame, results: ResultsTree, register: Register, model_folder: Path
-) -> list[ValidationCase]:
+) -> list[ScoredCase]:
     """Return measurements with their registered predictions; a configuration without one is not scored."""
     foretold = {one.config_id: one for one in register.configurations}
-    measured = [one for one in measured_configurations(frame) if one.config_id in foretold]
+    measured = [one for one in scored_configurations(frame) if one.config_id in foretold]
     forecasts = ClusterForecasts(results, model_folder)
     later = {name: baseline_predictor(forecasts, BASELINES[name], measured) for name in _SMALLER}
     return [
-        ValidationCase(one, {**foretold[one.config_id].said, **{name: say(one) for name, say in later.items()}})
+        ScoredCase(one, {**foretold[one.config_id].said, **{name: say(one) for name, say in later.items()}})
         for one in measured
     ]
 
 
-def interval_rows(cases_by_score: Mapping[str, Sequence[ValidationCase]]) -> dict[str, list[str]]:
+def interval_rows(cases_by_score: Mapping[str, Sequence[ScoredCase]]) -> dict[str, list[str]]:
     """Return by score, and for all together, how often the 90 % interval holds, and its median width."""
     rows = {}
     everything = [case for own in cases_by_score.values() for case in own]
@@ -84,7 +83,7 @@ def interval_rows(cases_by_score: Mapping[str, Sequence[ValidationCase]]) -> dic
     return rows
 
 
-def box_rows(cases: Sequence[ValidationCase], present: Sequence[ValidationCase]) -> dict[str, list[str]]:
+def box_rows(cases: Sequence[ScoredCase], present: Sequence[ScoredCase]) -> dict[str, list[str]]:
     """Return by strategy the mean accuracy of each kind of prediction, and the noise, as cells of a table.
 
     The kinds: from the profile alone, calibrated, calibrated for the sweep, the same as ``present`` cases have it, and
@@ -119,7 +118,7 @@ def _accuracy_text(summary: AccuracySummary | None) -> str:
 
 
 def _head(
-    cases: Sequence[ValidationCase], register: Register, commit: Commit | None, looks: Sequence[Look]
+    cases: Sequence[ScoredCase], register: Register, commit: Commit | None, looks: Sequence[Look]
 ) -> Iterator[str]:
     launches = sum(len(one.measured.launches_s) for one in cases)
     yield f"{len(cases)} of {len(register.configurations)} configurations, {launches} launches that ended well"
@@ -133,7 +132,7 @@ def _head(
     yield f"look {len(looks)}: so many sets of predictions were compared with measurements of this grid"
 
 
-def _goals(cases: Sequence[ValidationCase], ours: PredictorScore) -> View:
+def _goals(cases: Sequence[ScoredCase], ours: PredictorScore) -> View:
     columns = [
         Column("goal", "goal", is_key=True, is_number=False),
         Column("reached", "reached"),
@@ -154,10 +153,10 @@ def _goals(cases: Sequence[ValidationCase], ours: PredictorScore) -> View:
     regret = ours.ranking.regret
     if regret is not None:
         _row(view, "recommended over best, mean", regret, max(_REGRET_GOAL, noise), noise)
-    memory = ours.parts.get("peak_memory_bytes")
+    memory = ours.parts.get(MEMORY)
     if memory is not None:
         _row(view, "memory, mean error", 1 - memory.mean, _MEMORY_GOAL, 0.0)
-    _row(view, "false fits", float(ours.fits.false_fits), 0.0, 0.0, as_count=True)
+    _row(view, "false fits", float(ours.false_fits), 0.0, 0.0, as_count=True)
     view.notes = ["asked: the goal, or twice the noise floor (spread between launches) where that is more"]
     return view
 
@@ -169,7 +168,7 @@ def _row(view: View, what: str, reached: float, asked: float, noise: float, as_c
     view.cells.append([what, *shown, met])
 
 
-def _error(cases: Sequence[ValidationCase]) -> tuple[float, float]:
+def _error(cases: Sequence[ScoredCase]) -> tuple[float, float]:
     """Mean relative error and mean noise; what failed or was not predicted counts as an error of 1."""
     errors = []
     for one in cases:
@@ -179,12 +178,59 @@ def _error(cases: Sequence[ValidationCase]) -> tuple[float, float]:
     return fmean(errors) if errors else 1.0, fmean(noise) if noise else 0.0
 
 
-def _terms(cases: Sequence[ValidationCase]) -> View:
+_PARTS = {"compute_s": "computation", "comm_s": "communication", MEMORY: "memory"}
+
+
+def _parts(ours: PredictorScore) -> View:
+    """Accuracy of computation, communication and memory: errors of opposite sign cancel in the step time."""
+    columns = [
+        text_column("part", lambda row: _PARTS[row[0]], is_key=True),
+        Column("count", "n", lambda row: row[1].count),
+        _percent_column("mean", "accuracy", lambda row: row[1].mean),
+        _percent_column("signed", "signed", lambda row: row[1].signed, sign="+"),
+        _percent_column("noise", "noise", lambda row: row[1].noise),
+    ]
+    note = f"configurations where the part was measured; times of at least {MIN_STEP_FRACTION:.0%} of the step"
+    return View.from_rows("parts of the step, each on its own", columns, ours.parts.items(), [note])
+
+
+def _percent_column(name: str, heading: str, value: Callable[[Any], float | None], sign: str = "") -> Column:
+    def text(row: Any) -> str:
+        share = value(row)
+        return "" if share is None else f"{share:{sign}.1%}"
+
+    return Column(name, heading, value, text)
+
+
+def _predictors(cases: Sequence[ScoredCase], scores: Sequence[PredictorScore]) -> View:
+    """The oracle and the baselines side by side."""
+    columns = [
+        text_column("predictor", lambda score: score.predictor, is_key=True),
+        Column("count", "n", lambda score: score.total.count if score.total else 0),
+        Column("failed", "failed", lambda score: score.total.failed if score.total else 0),
+        _percent_column("mean", "accuracy", lambda score: score.total and score.total.mean),
+        _percent_column("other", "ours there", lambda score: score.other),
+        _percent_column("signed", "signed", lambda score: score.total and score.total.signed, sign="+"),
+        Column("tau", "tau", lambda score: mean_tau(cases, score.predictor)),
+        _percent_column("regret", "regret", lambda score: score.ranking.regret),
+        _percent_column("worst_regret", "worst", lambda score: score.ranking.worst_regret),
+    ]
+    notes = [
+        f"n: configurations with a prediction; ours there: accuracy of {ORACLE_NAME} over the same ones; failed: "
+        "accuracy 0",
+        "tau: Kendall's, of configurations ranked by time per sample, mean over groups of the same model and devices",
+    ]
+    return View.from_rows("against the baselines", columns, scores, notes)
+
+
+def _terms(cases: Sequence[ScoredCase]) -> View:
     """Return the term that is most wrong: computation or communication, measured and predicted, or the rest."""
     columns = [
         Column("strategy", "strategy", is_key=True, is_number=False),
         Column("model", "model", is_key=True, is_number=False),
         Column("ranks", "ranks", is_key=True),
+        Column("step", "step"),
+        Column("step_said", "said"),
         Column("compute", "computes"),
         Column("compute_said", "said"),
         Column("comm", "sends"),
@@ -207,9 +253,10 @@ def _terms(cases: Sequence[ValidationCase]) -> View:
         wrong = max(off, key=lambda name: abs(off[name]))
         key = [strategy_label(spec), spec.model.rpartition(":")[2], spec.ranks]
         rest = there - sum(measured)
-        view.raw.append([*key, measured[0], told[0], measured[1], told[1], rest, wrong])
+        times = (there, said.step_time_s, measured[0], told[0], measured[1], told[1], rest)
+        view.raw.append([*key, *times, wrong])
         view.cells.append([
-            *map(str, key), *map(format_seconds, (measured[0], told[0], measured[1], told[1], rest)),
+            *map(str, key), *map(format_seconds, times),
             f"{wrong} {off[wrong] / there:+.0%}",
         ])  # fmt: skip
     view.notes = [

@@ -21,6 +21,7 @@ import msgspec
 
 from benchmarks.oracle import cases
 from benchmarks.oracle.registered import Score
+from benchmarks.oracle.scoring import ORACLE_NAME
 from hpcbench.config.run_spec import RunSpec, strategy_label
 from hpcbench.fileio import write_atomic
 from hpcbench.oracle.cost_model import CostModel
@@ -33,7 +34,6 @@ from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.layer_table import LayerTable
 from hpcbench.parallel.pipeline.schedule_simulator import simulate_schedule
 from hpcbench.parallel.pipeline.schedules import schedule_actions
-from hpcbench.report.oracle_validation import ORACLE_NAME
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import RunResult
 

@@ -22,6 +22,13 @@ PREDICTORS = {
     "perfect": "two devices, scaled perfectly (ours)",
     "log_p": "a line over log p (ours)",
 }
+RECOMMENDERS = {
+    "hpcbench": "hpcbench",
+    "ddlbench": "DDLBench's equations",
+    "paradl": "ParaDL's formulas",
+    "always_ddp": "always `ddp`",
+    "ddp_else_fsdp": "`ddp`, `fsdp` where it does not fit",
+}
 TIME, MEMORY = "samples_per_s", "peak_memory_bytes"
 
 Row = Mapping[str, Any]
@@ -128,7 +135,7 @@ def fastest(rows: Sequence[Row]) -> str:
 
 
 def accuracy(documents: Mapping[str, Any]) -> str:
-    """Accuracy and signed error of every strategy, predictor and of memory, a column a document of ``validate``."""
+    """Accuracy and signed error of every strategy, predictor and of memory, a column a document of scores."""
     scores = next(iter(documents.values()))["scores"]
     body = [
         [f"`{name}`", *(_scored(one["scores"][0]["strategies"].get(name)) for one in documents.values())]
@@ -161,15 +168,9 @@ def _scored(summary: Any) -> str:
 
 def choices(documents: Mapping[str, Any]) -> str:
     """Return how often each recommender chose the fastest, and its regret, a column a document."""
-    body = []
-    for name, words in {
-        "hpcbench": "hpcbench",
-        "ddlbench": "DDLBench's equations",
-        "paradl": "ParaDL's formulas",
-        "always_ddp": "always `ddp`",
-        "ddp_else_fsdp": "`ddp`, `fsdp` where it does not fit",
-    }.items():
-        body.append([words, *(_chosen(document, name) for document in documents.values())])
+    body = [
+        [words, *(_chosen(document, name) for document in documents.values())] for name, words in RECOMMENDERS.items()
+    ]
     return table(["recommender", *documents], body)
 
 
@@ -179,7 +180,6 @@ def _chosen(document: Any, name: str) -> str:
         return ""
     every = [one for one in document["choices"] if one.get(name)]
     right, ranking = sum(one[name] == one["best"] for one in every), score["ranking"]
-    # Printed output has no column for every predictor's choices.
     share = f"{right} of {len(every)}; " if every else ""
     return f"{share}{ranking['regret']:.1%}, worst {ranking['worst_regret']:.0%}"
 

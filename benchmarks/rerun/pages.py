@@ -40,8 +40,7 @@ def write(bed: Testbed, sweep: str) -> None:
     for kind in _PLOTS:
         predicted = ("--predict",) if kind in ("scaling", "predicted") else ()
         bed.hpcbench("plot", kind, sweep, *one, *predicted, "--out", f"{HERE}/{sweep}-{kind}.svg")
-    for command, *more in (("report",), ("validate", "--busy")):
-        (HERE / f"{sweep}-{command}.txt").write_bytes(bed.output(command, sweep, *one, *more))
+    (HERE / f"{sweep}-report.txt").write_bytes(bed.output("report", sweep, *one))
 
 
 def blocks_of(sweep: str, rows: Sequence[figures.Row], documents: Mapping[str, Any]) -> dict[str, str]:

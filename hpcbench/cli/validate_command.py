@@ -10,20 +10,13 @@ import msgspec
 from hpcbench.cli.common import filter_options, out_option, output_options, print_json, print_message, sources_argument
 from hpcbench.cli.oracle_commands import show_view
 from hpcbench.fileio import encode_indented_json, write_atomic
-from hpcbench.oracle.calibration.calibration_runs import check_disturbed, disturbed_spread
+from hpcbench.oracle.calibration.calibration_runs import check_disturbed
 from hpcbench.report.column_names import Condition
 from hpcbench.report.load_results import load_frame
-from hpcbench.report.oracle_validation import VALIDATION_COLUMNS, score_predictors
 from hpcbench.report.prediction_view import machine_notes
 from hpcbench.report.table_files import write_view
-from hpcbench.report.validation_view import (
-    accuracy_by_part_view,
-    accuracy_by_strategy_view,
-    chosen_strategies_view,
-    configuration_cases_view,
-    predictor_comparison_view,
-    validation_json,
-)
+from hpcbench.report.validation import VALIDATION_COLUMNS, validate
+from hpcbench.report.validation_view import cases_view, choices_view, errors_view, validation_json
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import STATUS_OK
 
@@ -39,10 +32,10 @@ def validate_predictions(
     sources: tuple[str, ...], cluster_name: str | None, where: str | None, every: bool,
     takes_disturbed: bool, out: Path | None, results: ResultsTree, as_json: bool,
 ) -> None:  # fmt: skip
-    """Compare measurements with the predictions of the oracle and of simple predictors.
+    """Compare measured with predicted step times: error, rank, and the regret of choosing by the predictions.
 
-    Each prediction leaves out the results of its own configuration. A failed run counts as a wrong prediction, unless
-    the prediction was that it does not fit in memory.
+    Each prediction leaves out the results of its own configuration. The regret of the predicted best is printed next to
+    that of always choosing ddp. Runs that failed although they were predicted to run are counted.
     """
     condition = Condition(where, "--where") if where else None
     columns = [*VALIDATION_COLUMNS, "warnings", *(condition.columns if condition else [])]
@@ -51,27 +44,21 @@ def validate_predictions(
         frame = frame.filter(condition.mask(frame))
     warnings = [msgspec.json.decode(text or "[]") for text in frame.filter(frame["status"] == STATUS_OK)["warnings"]]
     noted = check_disturbed(warnings, "runs", "nothing was compared", takes_disturbed=takes_disturbed)
-    validation = score_predictors(frame, results, disturbed_spread(warnings))
+    validation = validate(frame, results)
     validation.notes.extend(noted)
-    document = validation_json(validation.cases, validation.scores, validation.notes)
     if out is not None:
         if out.suffix == ".json":
-            write_atomic(out, encode_indented_json(document))
+            write_atomic(out, encode_indented_json(validation_json(validation)))
         else:
-            write_view(configuration_cases_view(validation.cases), out)
+            write_view(cases_view(validation.cases), out)
         print_message(f"{len(validation.cases)} configurations written to {out}")
     if as_json:
-        print_json(document)
+        print_json(validation_json(validation))
     elif not validation.cases:
         print_message("\n".join([f"no results to validate in {', '.join(sources) or results.root}", *validation.notes]))
     elif out is None or every:
-        oracle_score = validation.scores[0]
-        notes = [*machine_notes(validation.machines), *validation.notes, ""]
-        show_view(accuracy_by_strategy_view(oracle_score), notes)
-        show_view(accuracy_by_part_view(oracle_score), [""])
-        show_view(predictor_comparison_view(validation.scores), [""])
-        chosen = chosen_strategies_view(validation.cases)
-        if chosen.raw:
-            show_view(chosen, [""])
+        show_view(errors_view(validation.cases), [*machine_notes(validation.machines), *validation.notes, ""])
+        if validation.choices:
+            show_view(choices_view(validation.choices), [""])
         if every:
-            show_view(configuration_cases_view(validation.cases), [""])
+            show_view(cases_view(validation.cases), [""])

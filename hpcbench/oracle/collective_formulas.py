@@ -20,10 +20,6 @@ class HockneyLink(NamedTuple):
         """Return the time of one message."""
         return self.latency_s + size_bytes * self.beta_s_per_byte
 
-    def shared(self, flows: float) -> HockneyLink:
-        """Return the links as seen by each of ``flows`` concurrent messages (ParaDL's contention penalty phi)."""
-        return self._replace(beta_s_per_byte=self.beta_s_per_byte * flows)
-
 
 class GroupLinks(NamedTuple):
     """The placement of a group of ranks on nodes, with its links."""

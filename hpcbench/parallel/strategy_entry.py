@@ -169,16 +169,9 @@ class StrategyEntry(NamedTuple):
     staleness: Callable[[RunSpec], Staleness] | None = None
     """Weight versions of an asynchronous pipeline; ``None``: every step uses the newest weights."""
 
-    # Calibration, scores of the oracle, reports, provenance
+    # Calibration, reports, provenance
     calibration: CalibrationRuns | None = None
     """Runs in a calibration sweep; ``None``: none."""
-    paradl: Literal["data", "channels", "samples", "pipeline", "layer"] | None = None
-    """Row of table III of ParaDL (Kahira et al. 2021) for the strategy; ``None``: there is none."""
-    fusion_option: str | None = None
-    """Option with the MiB up to which gradients are sent together, for equation 5.1 of DDLBench (Jansen et al.);
-    ``None``: the equation is not for this strategy."""
-    ddlbench: Literal["pipeline", "layer"] | None = None
-    """Equations 6.1 and 6.2 of DDLBench, or these for one micro-batch; ``None``: they are not for this strategy."""
     plot_style: PlotStyle | None = None
     """Style in plots; ``None``: the first free one."""
     library: str | None = None

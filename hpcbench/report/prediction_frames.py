@@ -9,11 +9,11 @@ import msgspec
 import polars as pl
 
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.forecast.cluster_forecasts import ClusterForecasts
 from hpcbench.oracle.prediction import NotPredicted, Prediction
 from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.report.configurations import HIGH, LOW, STEP_TIME, run_spec_of
-from hpcbench.report.oracle_validation import ClusterForecasts
 from hpcbench.report.plots.plot_model import NothingToDraw
 from hpcbench.report.plots.point_data import plot_points
 from hpcbench.results.results_tree import ResultsTree

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from hpcbench.config.cluster_profile import load_cluster
-from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.baselines import (
+from benchmarks.oracle.baselines import (
     BASELINES,
+    DDLBENCH_PIPELINES,
+    FUSION_OPTIONS,
+    PARADL_ROWS,
     BaselineEstimate,
     BaselineRequest,
     MeasuredRun,
+    baseline_predictor,
+    ddlbench_baseline,
     halo_items,
     single_device_step,
 )
+from benchmarks.oracle.scoring import PredictorResult, ScoredConfiguration
+from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.config.run_spec import RunSpec, config_id
+from hpcbench.errors import ConfigError
+from hpcbench.forecast.cluster_forecasts import ClusterForecasts
 from hpcbench.oracle.collective_formulas import HockneyLink
 from hpcbench.oracle.machine import nominal_machine
 from hpcbench.oracle.pipeline_rank import PipelineRank
 from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
+from hpcbench.results.results_tree import ResultsTree
 
 ALPHA_S, BETA_S = 1e-4, 1e-9
 PLAIN = nominal_machine(load_cluster("slurmbox")[0])
@@ -195,3 +205,35 @@ def test_perfect_scaling_of_one_batch() -> None:
 )
 def test_baselines_without_smaller_runs_give_a_reason(name: str, known: list[MeasuredRun], reason: str) -> None:
     assert said(name, spec_of("ddp", 8), known) == BaselineEstimate(reason=reason)
+
+
+def test_the_tables_of_strategies_name_strategies_and_options() -> None:
+    assert {*PARADL_ROWS, *FUSION_OPTIONS, *DDLBENCH_PIPELINES} <= STRATEGIES.keys()
+    assert all(option in STRATEGIES[name].options for name, option in FUSION_OPTIONS.items())
+
+
+Baseline = Callable[[BaselineRequest], BaselineEstimate]
+
+
+def predicted_by(baseline: Baseline, folder: Path) -> PredictorResult:
+    """The prediction for a measured run on a shipped cluster."""
+    spec = spec_of("ddp", 2)
+    measured = ScoredConfiguration(cluster="abci-v100", config_id=config_id(spec), spec=spec, launches_s=[1.0])
+    return baseline_predictor(ClusterForecasts(ResultsTree(folder)), baseline, [measured])(measured)
+
+
+@pytest.mark.parametrize("error", [KeyError("bandwidth"), ZeroDivisionError("division by zero"), AssertionError("bug")])
+def test_a_bug_in_a_baseline_keeps_its_traceback(error: Exception, tmp_path: Path) -> None:
+    def broken(request: BaselineRequest) -> BaselineEstimate:
+        raise error
+
+    with pytest.raises(type(error)):
+        predicted_by(broken, tmp_path)
+
+
+def test_a_run_that_a_baseline_refuses_has_a_reason(tmp_path: Path) -> None:
+    def refusing(request: BaselineRequest) -> BaselineEstimate:
+        raise ConfigError("no row for this strategy", hint="choose another")
+
+    assert predicted_by(refusing, tmp_path).reason == "no row for this strategy"
+    assert predicted_by(ddlbench_baseline, tmp_path).step_time_s

@@ -53,10 +53,6 @@ def test_small_messages_of_many_nodes_go_through_a_tree() -> None:
     assert tree_all_reduce_s(wide, 1024) < ring_all_reduce_s(wide, 1024) / 10
 
 
-def test_a_shared_link_is_slower_by_the_flows_that_share_it() -> None:
-    assert SLOW.shared(4).message_s(10) == 10 + 40
-
-
 @given(st.sampled_from(COMM_OPERATIONS), st.integers(2, 64), st.integers(0, 10**9))
 def test_more_bytes_take_no_less(operation: str, ranks: int, payload_bytes: int) -> None:
     times = [collective_s(operation, span(ranks, ranks), size) for size in (payload_bytes, payload_bytes + 1)]

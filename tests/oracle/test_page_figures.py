@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.oracle import ablation, cases, figures, timelines
 from benchmarks.oracle.registered import RERUNS, SCORES
-from hpcbench.report.oracle_validation import ORACLE_NAME
+from benchmarks.oracle.scoring import ORACLE_NAME
 
 PARADL = SCORES["paradl"]
 

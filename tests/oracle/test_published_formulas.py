@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcbench.oracle import published_formulas
+from benchmarks.oracle import published_formulas
+from benchmarks.oracle.published_formulas import ParadlEstimate, ParadlJob, ParadlLayer
 from hpcbench.oracle.collective_formulas import HockneyLink
-from hpcbench.oracle.published_formulas import ParadlEstimate, ParadlJob, ParadlLayer
 
 SAMPLES = 1_280_000
 RESNET50 = ParadlLayer(0, 0, 22_734_016, forward_s=3.119502e-3)

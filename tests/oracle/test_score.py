@@ -10,12 +10,11 @@ import pytest
 
 from benchmarks.oracle import cases, registered, score
 from benchmarks.oracle.cases import BLIND, CALIBRATED, ScoreCase, ScoreCases, with_earlier_launches
+from benchmarks.oracle.scoring import ORACLE_NAME, PredictorResult
 from benchmarks.testbed import Testbed
 from hpcbench.config.run_spec import RunSpec, config_id
 from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.errors import ConfigError, HpcbenchError
-from hpcbench.oracle.scoring import PredictorResult
-from hpcbench.report.oracle_validation import ORACLE_NAME
 
 SWEEP = """\
 name = "small"
@@ -143,7 +142,7 @@ def test_present_predictions_follow_from_the_committed_calibrations(bed: Testbed
             for one in register.configurations
         ],
     )  # fmt: skip
-    registered_cases = document.validation_cases()
+    registered_cases = document.scored_cases()
     for before, now in zip(registered_cases, cases.with_present_predictions(own, registered_cases), strict=True):
         assert now.said[ORACLE_NAME].step_time_s == before.said[ORACLE_NAME].step_time_s
         assert now.said[BLIND].step_time_s == before.said[BLIND].step_time_s

@@ -10,15 +10,14 @@ import pytest
 from benchmarks.oracle import cases, timelines
 from benchmarks.oracle.cases import ScoreCase, ScoreCases
 from benchmarks.oracle.registered import BOX
+from benchmarks.oracle.scoring import ORACLE_NAME, PredictorResult
 from benchmarks.oracle.timelines import RankParts, measured_parts, predicted_parts
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec, config_id, run_id
 from hpcbench.oracle.machine import nominal_machine
 from hpcbench.oracle.prediction import predict
-from hpcbench.oracle.scoring import PredictorResult
 from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
 from hpcbench.parallel.resolve import PartitionLimits, resolve_point
-from hpcbench.report.oracle_validation import ORACLE_NAME
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import PipelineTimeline, RankTimeline, RunResult, TimelineSpan
 

@@ -283,7 +283,6 @@ def _channel_entry(class_prefix: str, description: str, style: PlotStyle) -> Str
         table_exclusion=channel_table_exclusion,
         hybrid=("dp_degree",),
         parity_cases=_CHANNEL_PARITY_CASES,
-        paradl="channels",
         plot_style=style,
     )
 

@@ -80,7 +80,6 @@ STRATEGIES = {
         cost="hpcbench.oracle.strategies.data:SingleCost",
         description="one device, no parallelism: the reference of every speed-up",
         represents="single_device",
-        paradl="data",
         plot_style=PlotStyle("black", "star", "solid"),
     ),
     "ddp": _data_parallel_entry(
@@ -91,8 +90,6 @@ STRATEGIES = {
         description="torch DistributedDataParallel: replicas, gradients all_reduced in buckets",
         other_names=("dp", "data_parallel"),
         represents="replicas",
-        paradl="data",
-        fusion_option="bucket_cap_mb",
         options={
             **_BUCKET_OPTIONS,
             "static_graph": Option(False, "the graph is the same in every step"),
@@ -193,8 +190,6 @@ STRATEGIES = {
         cost="hpcbench.oracle.strategies.data:HorovodCost",
         without_bf16_params="Horovod's optimizer reduces the gradients of the tensors that it updates: fp32 masters",
         description="Horovod: replicas, gradients fused and all_reduced by a background thread",
-        paradl="data",
-        fusion_option="fusion_threshold_mb",
         options={
             "fusion_threshold_mb": Option(128.0, "gradients are fused up to this many MiB; 0 fuses none"),
             "cycle_time_ms": Option(1.0, "how often the background thread looks for gradients"),

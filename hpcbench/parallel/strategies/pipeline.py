@@ -175,19 +175,19 @@ STRATEGIES = {
         "model",
         "layers split over ranks, one micro-batch at a time: what pipelines are measured against",
         PlotStyle("black", "square", "dots"),
-    )._replace(paradl="layer", ddlbench="layer"),
+    ),
     "gpipe": _pipeline_entry(
         "gpipe",
         "pipeline: all micro-batches forward, then all backward (GPipe)",
         PlotStyle("orange", "right", "long"),
         _STAGE_REPLICAS,
-    )._replace(paradl="pipeline", ddlbench="pipeline"),
+    ),
     "1f1b": _pipeline_entry(
         "1f1b",
         "pipeline: one micro-batch forward, one backward (PipeDream-Flush)",
         PlotStyle("vermillion", "left", "solid"),
         _STAGE_REPLICAS,
-    )._replace(other_names=("pp", "pipeline"), represents="stages", paradl="pipeline"),
+    )._replace(other_names=("pp", "pipeline"), represents="stages"),
     "interleaved_1f1b": _pipeline_entry(
         "interleaved_1f1b",
         "1f1b with several chunks of the model on every rank",
@@ -236,8 +236,6 @@ STRATEGIES = {
         schedule="gpipe",
         drives_several_devices=True,
         calibration=CalibrationRuns(batch_factor=4, micro_batches=4, one_process=True),
-        paradl="pipeline",
-        ddlbench="pipeline",
         plot_style=PlotStyle("sky", "circle", "dots"),
         parity_cases=(
             ParityCase("vgg11", "digits", {"batch_norm": False}, ranks=1, micro_batches=4, devices_per_task=2),

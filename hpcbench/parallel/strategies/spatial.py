@@ -288,7 +288,6 @@ STRATEGIES = {
         cost="hpcbench.oracle.strategies.spatial:SpatialCost",
         table_exclusion=spatial_table_exclusion,
         other_names=("sp",),
-        paradl="samples",
         plot_style=PlotStyle("green", "square", "dash-dot"),
     )
 }

@@ -109,6 +109,11 @@ class ParadlEstimate(NamedTuple):
         return self.compute_s + self.comm_s
 
 
+def _shared(link: HockneyLink, flows: float) -> HockneyLink:
+    """Return the link as seen by each of ``flows`` concurrent messages: the paper's contention penalty phi."""
+    return link._replace(beta_s_per_byte=link.beta_s_per_byte * flows)
+
+
 def paradl_all_reduce_s(p: int, message_bytes: float, link: HockneyLink) -> float:
     """Return the time of an all_reduce of ``message_bytes`` on every device."""
     return 2 * (p - 1) * link.message_s(message_bytes / p)
@@ -158,7 +163,7 @@ def paradl_data_filter(
     batch = job.batch / p1
     parts_bytes = [batch * layer.output_items / p2 * job.item_bytes for layer in job.layers[:-1] if layer.is_split]
     gathered_s = 3 * sum(paradl_all_gather_s(p2, part, inner) for part in parts_bytes)
-    reduced_s = paradl_all_reduce_s(p1, job.weight_bytes(p2), outer.shared(phi))
+    reduced_s = paradl_all_reduce_s(p1, job.weight_bytes(p2), _shared(outer, phi))
     compute_s = job.samples / p1 * job.sample_s(p2) + job.iterations * job.update_s(p2)
     return ParadlEstimate(compute_s, job.iterations * (gathered_s + reduced_s), job.memory_bytes(1 / p1, p2))
 
@@ -177,7 +182,7 @@ def paradl_data_spatial(
         if layer.halo_items and layer.is_split and p2 > 1
     ]
     inside_s = paradl_all_reduce_s(p2, job.weight_bytes(), inner)
-    between_s = paradl_all_reduce_s(p1, job.weight_bytes(), outer.shared(phi))
+    between_s = paradl_all_reduce_s(p1, job.weight_bytes(), _shared(outer, phi))
     compute_s = job.samples / p1 * job.sample_s(p2) + job.iterations * job.update_s()
     return ParadlEstimate(
         compute_s, job.iterations * (2 * sum(halos_s) + inside_s + between_s), job.memory_bytes(1 / (p1 * p2))

@@ -14,13 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from hpcbench.config.run_spec import DEGREE_NAMES, RunSpec
-from hpcbench.oracle.collective_formulas import HockneyLink
-from hpcbench.oracle.cost_model import CostModel, StepBreakdown, row_kernels, update_kernels
-from hpcbench.oracle.machine import Machine
-from hpcbench.oracle.pipeline_rank import PipelineRank
-from hpcbench.oracle.placement import are_on_one_node, place_group
-from hpcbench.oracle.published_formulas import (
+from benchmarks.oracle.published_formulas import (
     ParadlEstimate,
     ParadlJob,
     ParadlLayer,
@@ -32,11 +26,20 @@ from hpcbench.oracle.published_formulas import (
     paradl_data_spatial,
     paradl_pipeline,
 )
-from hpcbench.oracle.scoring import PredictorResult
+from benchmarks.oracle.scoring import CasePredictor, PredictorResult, ScoredConfiguration
+from hpcbench.config.run_spec import DEGREE_NAMES, RunSpec
+from hpcbench.errors import HpcbenchError
+from hpcbench.forecast.cluster_forecasts import ClusterForecasts
+from hpcbench.oracle.collective_formulas import HockneyLink
+from hpcbench.oracle.cost_model import CostModel, StepBreakdown, row_kernels, update_kernels
+from hpcbench.oracle.machine import Machine
+from hpcbench.oracle.pipeline_rank import PipelineRank
+from hpcbench.oracle.placement import are_on_one_node, place_group
+from hpcbench.oracle.prediction import NotPredicted
 from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.oracle.tensor_sizes import FP32_BYTES, activation_number_bytes, parameter_bytes, parameter_number_bytes
 from hpcbench.parallel import layer_table
-from hpcbench.parallel.catalog import SINGLE_DEVICE, get_strategy, options_with_defaults, representative
+from hpcbench.parallel.catalog import SINGLE_DEVICE, options_with_defaults
 from hpcbench.parallel.gradient_buckets import MIB
 from hpcbench.parallel.layer_table import LayerTable
 from hpcbench.parallel.strategies.pipeline import pipeline_layout
@@ -85,6 +88,15 @@ def single_device_step(request: BaselineRequest) -> StepBreakdown:
     return resolve_cost(spec.strategy).step(spec, request.table, CostModel(request.machine, spec))
 
 
+PARADL_ROWS = {
+    **dict.fromkeys(("single", "ddp", "horovod"), "data"), **dict.fromkeys(("filter", "channel"), "channels"),
+    "spatial": "samples", "model": "layer", **dict.fromkeys(("gpipe", "1f1b", "fairscale_pipe"), "pipeline"),
+}  # fmt: skip
+"""Rows of ParaDL's table III by strategy."""
+FUSION_OPTIONS = {"ddp": "bucket_cap_mb", "horovod": "fusion_threshold_mb"}
+"""Options with the MiB up to which gradients are sent together, by the strategies of DDLBench's equation 5.1."""
+DDLBENCH_PIPELINES = ("gpipe", "fairscale_pipe")
+"""Strategies of DDLBench's equations 6.1 and 6.2."""
 _PARADL_SPLIT_KINDS = ("Conv1d", "Conv2d", "Conv3d", "Linear")
 """Kinds of layers that filter and channel split; all others run whole, as in the authors' lists of layers."""
 
@@ -92,7 +104,7 @@ _PARADL_SPLIT_KINDS = ("Conv1d", "Conv2d", "Conv3d", "Linear")
 def paradl_baseline(request: BaselineRequest) -> BaselineEstimate:
     """Return the paper's table III for the run, with its memory; the reason where it has no row for the run."""
     spec = request.spec
-    row = get_strategy(spec.strategy).paradl
+    row = PARADL_ROWS.get(spec.strategy)
     if row is None:
         return BaselineEstimate(reason=f"ParaDL has no formula for {spec.strategy}")
     if row in ("pipeline", "layer") and _is_hybrid_pipeline(spec):
@@ -155,7 +167,7 @@ def _paradl_data(request: BaselineRequest) -> ParadlEstimate:
 def _paradl_hybrid(request: BaselineRequest) -> ParadlEstimate:
     """Replicas of ranks that split filters, channels or samples."""
     spec, rows = request.spec, request.table.layers
-    if get_strategy(spec.strategy).paradl == "samples":
+    if PARADL_ROWS[spec.strategy] == "samples":
         end = spatial_split_of_run(spec, request.table).end if spec.sp_degree > 1 else len(rows)
         formula, axis, split = paradl_data_spatial, "sp", [number < end for number in range(len(rows))]
     else:
@@ -170,7 +182,7 @@ def _paradl_pipeline(request: BaselineRequest) -> ParadlEstimate:
     """Stages of one pipeline; in the row ``layer`` one segment after another, and one update."""
     job, link, parts = _paradl_job(request), _ring_link(request, "pp"), request.spec.micro_batches
     stages = [[job.layers[row] for row in rows] for rows in PipelineRank(request.spec, request.table, 0).rows]
-    if get_strategy(request.spec.strategy).paradl == "pipeline":
+    if PARADL_ROWS[request.spec.strategy] == "pipeline":
         return paradl_pipeline(job, stages, parts, link)
     without_update = [[layer._replace(update_s=0.0) for layer in stage] for stage in stages]
     part = job._replace(samples=job.samples / parts, batch=job.batch / parts)
@@ -184,7 +196,7 @@ _PARADL_ESTIMATES: dict[str, Callable[[BaselineRequest], ParadlEstimate]] = {
     **dict.fromkeys(("channels", "samples"), _paradl_hybrid),
     **dict.fromkeys(("pipeline", "layer"), _paradl_pipeline),
 }
-"""Formulas by ``StrategyEntry.paradl``."""
+"""Formulas by row of ``PARADL_ROWS``."""
 
 
 def ddlbench_baseline(request: BaselineRequest) -> BaselineEstimate:
@@ -193,14 +205,13 @@ def ddlbench_baseline(request: BaselineRequest) -> BaselineEstimate:
     All links of a ring are taken to be its slowest.
     """
     spec, comm, parts = request.spec, request.machine.comm, request.spec.micro_batches
-    entry = get_strategy(spec.strategy)
-    if entry.fusion_option is not None:
-        threshold = float(options_with_defaults(spec)[entry.fusion_option]) * MIB
+    if spec.strategy in FUSION_OPTIONS:
+        threshold = float(options_with_defaults(spec)[FUSION_OPTIONS[spec.strategy]]) * MIB
         replica_s, sent = single_device_step(request).step_time_s, sum(parameter_bytes(spec, request.table))
         links = [_ring_link(request, "dp")] * spec.dp_degree
         step_s = ddlbench_horovod_step_s(replica_s * spec.dp_degree, links, sent, threshold)
         return BaselineEstimate(step_s, replica_s, step_s - replica_s)
-    if entry.ddlbench is None:
+    if spec.strategy not in (*DDLBENCH_PIPELINES, "model"):
         return BaselineEstimate(reason=f"DDLBench has no equation for {spec.strategy}")
     if _is_hybrid_pipeline(spec):
         return BaselineEstimate(reason="DDLBench has no equation for pipelines with replicas or split layers")
@@ -209,7 +220,7 @@ def ddlbench_baseline(request: BaselineRequest) -> BaselineEstimate:
         link = comm.intra_node if are_on_one_node(spec, "pp", stage, stage + 1) else comm.inter_node
         transfers_s.append(link.message_s(spec.batch_size / parts * pipeline.boundary_bytes(stage)))
     compute_s = single_device_step(request).step_time_s
-    if entry.ddlbench == "layer":
+    if spec.strategy == "model":
         comm_s = parts * ddlbench_gpipe_comm_s(transfers_s, 1)
     else:
         compute_s = ddlbench_gpipe_compute_s(compute_s, spec.pp_degree, parts)
@@ -284,8 +295,7 @@ BASELINES: dict[str, Callable[[BaselineRequest], BaselineEstimate]] = {
 """Functions of the baselines by name; each has a section in ``docs/formulas.md``."""
 
 
-_DDP, _FSDP = representative("replicas"), representative("sharded_parameters")
-CHOICE_BASELINES: dict[str, tuple[str, ...]] = {"always_ddp": (_DDP,), "ddp_else_fsdp": (_DDP, _FSDP)}
+CHOICE_BASELINES: dict[str, tuple[str, ...]] = {"always_ddp": ("ddp",), "ddp_else_fsdp": ("ddp", "fsdp")}
 """Strategies of each baseline, the preferred one first. A baseline with several chooses only runs that fit into
 memory."""
 
@@ -297,15 +307,41 @@ def choice_results(strategy: str, fits: bool | None) -> dict[str, PredictorResul
         strategy: of the run.
         fits: whether the oracle predicts that it fits into memory; ``None``, unknown, counts as yes.
     """
-    return {
-        name: _choice_result(strategy, order, fits is False and len(order) > 1)
-        for name, order in CHOICE_BASELINES.items()
-    }
+    results = {}
+    for name, order in CHOICE_BASELINES.items():
+        if strategy not in order:
+            results[name] = PredictorResult(reason=f"it chooses only {' or '.join(order)}")
+        elif fits is False and len(order) > 1:
+            results[name] = PredictorResult(reason="it does not fit, by the oracle", fits=False)
+        else:
+            results[name] = PredictorResult(preference=order.index(strategy))
+    return results
 
 
-def _choice_result(strategy: str, order: tuple[str, ...], is_too_large: bool) -> PredictorResult:
-    if strategy not in order:
-        return PredictorResult(reason=f"it chooses only {' or '.join(order)}")
-    if is_too_large:
-        return PredictorResult(reason="it does not fit, by the oracle", fits=False)
-    return PredictorResult(preference=order.index(strategy))
+def baseline_predictor(
+    forecasts: ClusterForecasts, baseline: Callable[[BaselineRequest], BaselineEstimate],
+    measured: Sequence[ScoredConfiguration],
+) -> CasePredictor:  # fmt: skip
+    """Return one of ``BASELINES`` as a predictor that may use all of ``measured`` on fewer devices."""
+    runs: dict[str, list[MeasuredRun]] = {}
+    for other in measured:
+        if other.step_time_s is not None:
+            runs.setdefault(other.cluster, []).append(MeasuredRun(other.spec, other.step_time_s))
+
+    def predict(measured: ScoredConfiguration) -> PredictorResult:
+        forecast = forecasts.forecast(measured.cluster)
+        if isinstance(forecast, NotPredicted):
+            return PredictorResult(reason=forecast.reason)
+        table = forecast.table(measured.spec)
+        if isinstance(table, NotPredicted):
+            return PredictorResult(reason=table.reason)
+        machine = forecast.machine(measured.spec)
+        try:
+            estimate = baseline(BaselineRequest(measured.spec, table, machine, runs.get(measured.cluster, [])))
+        except HpcbenchError as error:
+            return PredictorResult(reason=error.message)
+        parts = {"compute_s": estimate.compute_s, "comm_s": estimate.comm_s, "peak_memory_bytes": estimate.memory_bytes}
+        figures = {name: value for name, value in parts.items() if value is not None}
+        return PredictorResult(step_time_s=estimate.step_time_s, figures=figures, reason=estimate.reason)
+
+    return predict

@@ -1,0 +1,220 @@
+"""Measured configurations beside their predictions: errors, ranks, and the regret of choosing by them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf, log, sqrt
+from statistics import median, stdev
+from typing import Any, NamedTuple
+
+import msgspec
+import polars as pl
+
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.forecast.cluster_forecasts import ClusterForecasts
+from hpcbench.oracle.machine import Machine
+from hpcbench.oracle.prediction import NotPredicted, Prediction, count_bases
+from hpcbench.parallel.catalog import STRATEGIES, representative
+from hpcbench.report.configurations import SPEC_COLUMNS, STEP_TIME, run_spec_of
+from hpcbench.results.results_tree import ResultsTree
+from hpcbench.results.schema import STATUS_OK
+
+VALIDATION_COLUMNS = ("cluster", "run_id", "config_id", "environment_digest", "status", STEP_TIME, *SPEC_COLUMNS)
+COUNTED_FAILURES = frozenset({"oom", "failed", "timeout"})
+"""Ends that contradict a prediction of a step time; the oracle predicts none of the others."""
+CONSTANT_CHOICE = representative("replicas")
+"""The strategy of ``always ddp``: a recommender with a larger regret is worse than a habit."""
+_IMPLAUSIBLE_S = 1e18
+"""Larger values are errors."""
+_NORMAL_95 = 1.96
+"""Number of standard deviations within which 95 % of a normal distribution lie."""
+
+
+class MeasuredConfiguration(msgspec.Struct, kw_only=True):
+    """A configuration on one cluster in one environment, as it was run."""
+
+    cluster: str
+    config_id: str
+    spec: RunSpec
+    status: str = STATUS_OK
+    """``ok`` where any launch ended well, else how the first one ended."""
+    run_ids: list[str] = []
+    launches_s: list[float] = []
+    """Median step time of every launch."""
+
+    @property
+    def step_time_s(self) -> float | None:
+        """The median over launches."""
+        return median(self.launches_s) if self.launches_s else None
+
+    @property
+    def s_per_sample(self) -> float:
+        """Measured time per sample; infinite where no launch ended well."""
+        return (self.step_time_s or inf) / self.spec.global_batch_size
+
+    @property
+    def group(self) -> Hashable:
+        """Equal for configurations that are alternatives: of one workload, on the same number of devices."""
+        spec, options = self.spec, msgspec.json.encode(self.spec.model_options, order="deterministic")
+        return (self.cluster, spec.model, options, spec.dataset, spec.input_size, spec.precision, spec.devices)
+
+
+def measured_configurations(frame: pl.DataFrame) -> list[MeasuredConfiguration]:
+    """Return the launches of each configuration on one cluster in one environment, in their first order.
+
+    ``frame`` has ``VALIDATION_COLUMNS``. Failed launches count where no launch of the configuration is ok.
+    """
+    launches: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
+    for row in frame.select(VALIDATION_COLUMNS).iter_rows(named=True):
+        if row["config_id"] is not None:
+            is_ok = row["status"] == STATUS_OK
+            environment = row["environment_digest"] if is_ok else None
+            launches[row["cluster"], row["config_id"], is_ok, environment].append(row)
+    succeeded = {key[:2] for key in launches if key[2]}
+    return [
+        MeasuredConfiguration(
+            cluster=rows[0]["cluster"], config_id=rows[0]["config_id"], spec=run_spec_of(rows[0]),
+            status=rows[0]["status"], run_ids=[row["run_id"] for row in rows],
+            launches_s=[row[STEP_TIME] for row in rows if key[2] and 0 < (row[STEP_TIME] or 0) < _IMPLAUSIBLE_S],
+        )
+        for key, rows in launches.items()
+        if key[2] or key[:2] not in succeeded
+    ]  # fmt: skip
+
+
+def pooled_launch_noise(measured: Iterable[MeasuredConfiguration]) -> dict[str, float]:
+    """Return by cluster the standard deviation of a launch's logarithm, pooled over configurations with several.
+
+    Two or three launches of one configuration do not determine its own spread.
+    """
+    squares: dict[str, float] = defaultdict(float)
+    freedom: Counter[str] = Counter()
+    for one in measured:
+        if len(one.launches_s) > 1:
+            degrees = len(one.launches_s) - 1
+            squares[one.cluster] += stdev(map(log, one.launches_s)) ** 2 * degrees
+            freedom[one.cluster] += degrees
+    return {cluster: sqrt(total / freedom[cluster]) for cluster, total in squares.items()}
+
+
+def excess_time(chosen: MeasuredConfiguration, best: MeasuredConfiguration) -> float | None:
+    """Relative difference between their times per sample; ``None`` where the chosen one did not run."""
+    return chosen.s_per_sample / best.s_per_sample - 1 if chosen.launches_s else None
+
+
+def regret_of(chosen: MeasuredConfiguration, best: MeasuredConfiguration, noise: Mapping[str, float]) -> float | None:
+    """Return ``excess_time``, or 0 where it is not significant at 95 %, given the ``pooled_launch_noise``."""
+    excess, spread = excess_time(chosen, best), noise.get(best.cluster)
+    if excess is None or spread is None:
+        return excess
+    limit = _NORMAL_95 * spread * sqrt(1 / len(chosen.launches_s) + 1 / len(best.launches_s))
+    return 0.0 if log(1 + excess) <= limit else excess
+
+
+@dataclass
+class ValidationCase:
+    """A measured configuration and its prediction, which uses none of its own results."""
+
+    measured: MeasuredConfiguration
+    prediction: Prediction | NotPredicted
+    rank: int | None = None
+    """Place by measured time per sample among those of its group that ran and are predicted to fit."""
+    predicted_rank: int | None = None
+    """Place among the same by predicted time per sample."""
+
+    @property
+    def known(self) -> Prediction | None:
+        """The prediction; ``None`` if the configuration is not predicted."""
+        return None if isinstance(self.prediction, NotPredicted) else self.prediction
+
+    @property
+    def error(self) -> float | None:
+        """(predicted - measured) / measured; ``None`` if either is missing."""
+        measured_s = self.measured.step_time_s
+        return (self.known.step_time_s - measured_s) / measured_s if self.known and measured_s else None
+
+    @property
+    def predicted_s_per_sample(self) -> float:
+        """Predicted time per sample; infinite where it is not predicted, or predicted not to fit into memory."""
+        step_s = inf if self.known is None or self.known.fits is False else self.known.step_time_s
+        # Formulas that agree may differ by rounding: the order of strategies must not depend on it.
+        return float(f"{step_s / self.measured.spec.global_batch_size:.9g}")
+
+
+class GroupChoice(NamedTuple):
+    """The configurations that would have been chosen in a group, and their regrets."""
+
+    best: MeasuredConfiguration
+    """The measured best."""
+    predicted_best: MeasuredConfiguration | None
+    """``None`` where fewer than two configurations are predicted."""
+    regret: float | None
+    """``None`` also where the predicted best did not run."""
+    constant_regret: float | None
+    """That of ``CONSTANT_CHOICE`` with the largest batch; ``None`` where it did not run."""
+
+
+def compare_groups(cases: Sequence[ValidationCase]) -> list[GroupChoice]:
+    """Set the ranks of ``cases``; return the choices in each group of two configurations or more of which any ran."""
+    groups: dict[Hashable, list[ValidationCase]] = defaultdict(list)
+    for case in cases:
+        groups[case.measured.group].append(case)
+    noise, choices = pooled_launch_noise(case.measured for case in cases), []
+    for group in groups.values():
+        feasible = [case for case in group if case.predicted_s_per_sample < inf]
+        ranked = [case for case in feasible if case.measured.launches_s]
+        for case in ranked:
+            case.rank = 1 + sum(other.measured.s_per_sample < case.measured.s_per_sample for other in ranked)
+            case.predicted_rank = 1 + sum(
+                other.predicted_s_per_sample < case.predicted_s_per_sample for other in ranked
+            )
+        best = min((case.measured for case in group), key=lambda one: one.s_per_sample)
+        if len(group) < 2 or not best.launches_s:
+            continue
+        feasible.sort(key=lambda case: (case.predicted_s_per_sample, case.measured.config_id))
+        chosen = feasible[0].measured if len(feasible) > 1 else None
+        constant = [case.measured for case in group if case.measured.spec.strategy == CONSTANT_CHOICE]
+        largest = min(constant, key=lambda one: (-one.spec.global_batch_size, one.config_id), default=None)
+        regrets = (None if one is None else regret_of(one, best, noise) for one in (chosen, largest))
+        choices.append(GroupChoice(best, chosen, *regrets))
+    return choices
+
+
+class Validation(NamedTuple):
+    """The compared configurations, the choices in their groups, and the machines of the predictions."""
+
+    cases: list[ValidationCase]
+    choices: list[GroupChoice]
+    machines: list[Machine]
+    notes: list[str]
+
+
+def validate(frame: pl.DataFrame, results: ResultsTree) -> Validation:
+    """Predict the configurations of ``frame``, which has ``VALIDATION_COLUMNS``, with the calibrations of a tree."""
+    forecasts = ClusterForecasts(results)
+    measured, notes = measured_configurations(frame), []
+    conditions: dict[str, Callable[[MeasuredConfiguration], Any]] = {
+        "that were skipped, cancelled, preempted or unsupported":
+            lambda one: one.launches_s if one.status == STATUS_OK else one.status in COUNTED_FAILURES,
+        # A probe measures, it does not train.
+        "of strategies that the oracle has no formulas for":
+            lambda one: one.spec.strategy in STRATEGIES and STRATEGIES[one.spec.strategy].cost is not None,
+        "that the cluster's calibration was fitted to":
+            lambda one: not forecasts.fitted_from(one.cluster, one.spec) & {*one.run_ids},
+    }  # fmt: skip
+    for reason, is_kept in conditions.items():
+        kept = [one for one in measured if is_kept(one)]
+        if len(kept) < len(measured):
+            notes.append(f"not compared: {len(measured) - len(kept)} configurations {reason}")
+        measured = kept
+    cases = [ValidationCase(one, forecasts.predict(one.cluster, one.spec)) for one in measured]
+    choices = compare_groups(cases)
+    reasons = {case.prediction.reason for case in cases if isinstance(case.prediction, NotPredicted)}
+    notes += [f"not predicted: {reason}" for reason in sorted(reasons)]
+    bases = [case.known.rests_on for case in cases if case.known is not None]
+    if bases:
+        held_out = "; each leaves the results of its own configuration out (held out)"
+        notes.append(f"predictions: {count_bases(bases)}{held_out if any(basis.counts for basis in bases) else ''}")
+    return Validation(cases, choices, forecasts.machines(), notes)
