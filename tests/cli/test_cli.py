@@ -189,7 +189,7 @@ def test_doctor_separates_what_is_required_and_cuts_no_command(monkeypatch: pyte
         DoctorCheck("results", works=True, detail=f"{tmp_path}/{'x' * 100}"),
         DoctorCheck("fairscale", works=False, needed=False, mend=install),
     ]
-    monkeypatch.setattr("hpcbench.site.cluster_doctor.check_cluster", lambda *_: checks)
+    monkeypatch.setattr("hpcbench.cli.project_commands.check_cluster", lambda *_: checks)
     monkeypatch.setenv("COLUMNS", "80")
     done = CliRunner().invoke(cli, ["doctor", "--cluster", "local"])
     lines = done.stdout.splitlines()
