@@ -1,6 +1,6 @@
 """Peaks of live bytes: dry runs against the oracle, from one rank to 1,024, as one table.
 
-``python -m tests.distributed.peaks`` prints it, for docs/dry-run.md.
+``python -m tests.distributed.peaks`` prints it, for docs/decisions/0018-dry-runs-on-fake-cpu-tensors.md.
 """
 
 from __future__ import annotations
