@@ -19,24 +19,13 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 SECTIONS = {
     "Begin": ["index", "tour", "tutorial", "glossary"],
-    "Use": ["sweeps", "life", "data", "results", "plots", "report", "ci", "cli"],
-    "Choose": ["strategies", "pipelines", "pipedream", "partition", "horovod", "models", "layers", "catalog"],
+    "Use": ["sweeps", "life", "data", "results", "plots", "report", "cli"],
+    "Choose": ["strategies", "pipelines", "horovod", "models", "catalog"],
     "Predict": ["oracle", "oracle-figures", "oracle-gpu", "calibration", "dry-run", "formulas"],
-    "Trust": [
-        "numbers",
-        "measurement",
-        "verification",
-        "gpu-check",
-        "warnings",
-        "provenance",
-        "figures",
-        "gpu-status",
-        "reruns",
-        "megatron",
-        "peers",
-    ],
+    "Trust": ["measurement", "verification", "gpu-check", "reruns", "peers"],
     "Extend": ["add-a-cluster", "add-a-strategy", "add-a-model", "templates", "contributing"],
     "Look up": ["schema-sweep", "schema-cluster", "schema-result", "results-tree", "changelog"],
+    "Figures": ["benchmarks", "benchmarks-gpu", "benchmarks-megatron"],
 }
 """The order of the pages. One that is named here and does not exist is left out, one that is not comes under MORE."""
 MORE = "More"
@@ -46,6 +35,9 @@ ELSEWHERE = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "README.md": "index.md",
+    "benchmarks/README.md": "benchmarks.md",
+    "benchmarks/oracle/gpu.md": "benchmarks-gpu.md",
+    "benchmarks/oracle/megatron.md": "benchmarks-megatron.md",
     "docs/decisions": "decisions/index.md",
 }
 """What lies outside of ``docs/``, or is a folder, and is a page of the site."""

@@ -24,7 +24,7 @@ import tomli
 ROOT = Path(__file__).resolve().parent.parent
 BOUNDS = ROOT / "tests" / "vocabulary.toml"
 EXCLUDED = ("docs/reruns/", "docs/schemas/")
-PAGES = ("*.md", "docs/**/*.md", "results/README.md", "templates/README.md")
+PAGES = ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "results/README.md", "templates/README.md")
 COMMENTED = ("Makefile", "templates/*.j2", "clusters/*.toml", "sweeps/*.toml")
 NEW_BLOCK = re.compile(r"\s*(\||#|[*+-] |\d+\. )")
 LIST_ITEM = re.compile(r"\s*([*+-] |\d+\. )")

@@ -2,7 +2,7 @@
 
 Without an option: fits all machines to ``data/gpu_published_fit.csv`` and ``data/gpu_fits_fit.csv``, writes their files
 in ``hpcbench/oracle/machines`` and both files of predictions beside this one. ``--check`` repeats the predictions from
-the shipped files and compares. ``--tables`` prints the held-out errors as Markdown. docs/oracle-gpu.md explains them.
+the shipped files and compares. ``--tables`` prints the held-out errors as Markdown, which gpu.md beside this explains.
 """
 
 from __future__ import annotations

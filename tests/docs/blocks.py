@@ -52,6 +52,8 @@ def pages() -> list[Path]:
         ROOT / "templates",
         ROOT / "results",
         ROOT / "clusters",
+        ROOT / "benchmarks",
+        ROOT / "benchmarks" / "oracle",
     ]
     return [path for folder in folders for path in sorted(folder.glob("*.md"))]
 

@@ -38,9 +38,8 @@ FOLLOWED = {
     "docs/add-a-cluster.md": "tests/slurm/test_add_a_cluster.py",
     "docs/add-a-strategy.md": "tests/docs/test_add_a_strategy.py",
     "docs/calibration.md": "tests/cli/test_calibrate_commands.py",
-    "docs/ci.md": "tests/docs/test_ci.py",
     "docs/oracle-figures.md": "tests/oracle/test_abci_predictions.py",
-    "docs/oracle-gpu.md": "tests/oracle/test_gpu_predictions.py",
+    "benchmarks/oracle/gpu.md": "tests/oracle/test_gpu_predictions.py",
     "docs/tutorial.md": "tests/slurm/test_tutorial.py",
 }
 """Pages that a test of their own follows from top to bottom."""
@@ -66,6 +65,11 @@ def of_kind(kind: str) -> list[Block]:
     return [block for block in ALL if block.kind == kind and not block.excuse]
 
 
+def has_own_test(block: Block) -> bool:
+    """Whether another test runs the block: those of its page, or test_ci, which runs the fenced console blocks."""
+    return block.page in FOLLOWED or block.fence == "console"
+
+
 def is_run(command: str) -> bool:
     return command.startswith(("hpcbench ", "cd ", "cp "))
 
@@ -80,7 +84,7 @@ def is_accounted_for(block: Block, command: str) -> bool:
     return bool(
         block.excuse
         or is_run(command)
-        or block.page in FOLLOWED
+        or has_own_test(block)
         or (made and made[1] in targets)
         or (installed and installed[1] in extras)
         or hooks
@@ -115,7 +119,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(ROOT / "clusters" / "generic-slurm.toml", folder / "clusters")
     (folder / "clusters" / "my-cluster.toml").write_text(renamed(ROOT / "clusters" / "generic-slurm.toml"))
     for block in of_kind("toml"):
-        if block.page == "docs/numbers.md":
+        if block.page == "docs/measurement.md":
             (folder / "spread.toml").write_text(block.text)
         if "[[reference]]" in block.text:
             (folder / "bands.toml").write_text(block.text)
@@ -196,7 +200,7 @@ def call(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     return said
 
 
-CONSOLES = [block for block in of_kind("console") if block.page not in FOLLOWED]
+CONSOLES = [block for block in of_kind("console") if not has_own_test(block)]
 
 
 @pytest.mark.slow

@@ -95,7 +95,7 @@ def test_both_servers_and_the_page_have_the_same_commands() -> None:
         names = [line.replace('"$BASELINE"', "baselines/main.hpcbench.tar.gz") for line in kept]
         return [line.replace(" --cluster local", "").replace(" --out comparison.md", "") for line in names]
 
-    on_page = [block.commands() for block in blocks(ROOT / "docs" / "ci.md") if block.kind == "console"]
+    on_page = [block.commands() for block in blocks(ROOT / "docs" / "results.md") if block.fence == "console"]
     assert measuring(github_commands("push")[0]) == measuring(gitlab_commands("baseline")[0]) == measuring(on_page[0])
     assert (
         measuring(github_commands("pull_request")[0])
