@@ -21,11 +21,11 @@ SECTIONS = {
     "Begin": ["index", "tour", "tutorial", "glossary"],
     "Use": ["sweeps", "life", "data", "results", "plots", "report", "cli"],
     "Choose": ["strategies", "pipelines", "horovod", "models", "catalog"],
-    "Predict": ["oracle", "oracle-figures", "oracle-gpu", "calibration", "dry-run", "formulas"],
+    "Predict": ["oracle", "oracle-gpu", "calibration", "dry-run", "formulas"],
     "Trust": ["measurement", "verification", "gpu-check", "reruns", "peers"],
     "Extend": ["add-a-cluster", "add-a-strategy", "add-a-model", "templates", "contributing"],
     "Look up": ["schema-sweep", "schema-cluster", "schema-result", "results-tree", "changelog"],
-    "Figures": ["benchmarks", "benchmarks-gpu", "benchmarks-megatron"],
+    "Figures": ["benchmarks", "benchmarks-oracle", "benchmarks-gpu", "benchmarks-megatron"],
 }
 """The order of the pages. One that is named here and does not exist is left out, one that is not comes under MORE."""
 MORE = "More"
@@ -36,6 +36,7 @@ ELSEWHERE = {
     "CHANGELOG.md": "changelog.md",
     "README.md": "index.md",
     "benchmarks/README.md": "benchmarks.md",
+    "benchmarks/oracle/README.md": "benchmarks-oracle.md",
     "benchmarks/oracle/gpu.md": "benchmarks-gpu.md",
     "benchmarks/oracle/megatron.md": "benchmarks-megatron.md",
     "docs/decisions": "decisions/index.md",
@@ -115,8 +116,7 @@ def stage(folder: Path) -> None:
     shutil.copytree(DOCS / "pictures", pages / "pictures")
     for picture in (pages / "pictures").glob("*.svg"):
         picture.write_text(_FONTS.sub("", picture.read_text(encoding="utf-8")), encoding="utf-8")
-    for name in ("schemas", "reruns"):
-        shutil.copytree(DOCS / name, pages / name)
+    shutil.copytree(DOCS / "schemas", pages / "schemas")
     for source, target in sources().items():
         place = pages / target
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -124,8 +124,7 @@ def stage(folder: Path) -> None:
     (pages / "decisions" / "index.md").write_text(_decisions(pages), encoding="utf-8")
     (pages / "site.css").write_text(_STYLE, encoding="utf-8")
     (pages / "frame-worker.js").write_text(_FRAME_WORKER, encoding="utf-8")
-    apart = {"Reruns": _names(pages, "reruns/*.md")}, {"Decisions": _names(pages, "decisions/*.md")}
-    nav = json.dumps([*navigation(pages), *apart])
+    nav = json.dumps([*navigation(pages), {"Decisions": _names(pages, "decisions/*.md")}])
     (folder / "zensical.toml").write_text(_CONFIGURATION.replace("{nav}", nav.replace(": ", " = ")), encoding="utf-8")
 
 

@@ -116,7 +116,8 @@ def test_only_marked_blocks_of_a_page_are_replaced() -> None:
 
 
 @pytest.mark.parametrize("sweep", ["ddlbench-small", "paradl-small"])
-def test_the_page_has_a_place_for_every_table(sweep: str) -> None:
+def test_the_pages_have_a_place_for_every_table(sweep: str) -> None:
     rows = TWO if sweep == "ddlbench-small" else [row("single", 10.0), row("filter", 8.0, 2)]
-    blocks = pages.blocks_of(sweep, rows, {"before": document(0.7)})
-    assert pages.filled(pages.PAGE.read_text(), blocks)
+    assert pages.filled(pages.PAGE.read_text(), pages.measured_blocks(sweep, rows))
+    oracle_page = pages.ROOT / "benchmarks" / "oracle" / "README.md"
+    assert pages.filled(oracle_page.read_text(), pages.score_blocks(sweep, {"before": document(0.7)}))

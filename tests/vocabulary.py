@@ -1,6 +1,6 @@
 """Find phrases that ``vocabulary.toml`` replaces by a term of the glossary.
 
-It reads the pages (without the output of the reruns), the strings and comments of the package, and the comments of
+It reads the pages, the strings and comments of the package, and the comments of
 templates, profiles, sweeps and the Makefile. A phrase that is broken over two lines counts. The exit code is 1 if a
 phrase occurs more often than its bound, or less often, since the bound is then too high.
 
@@ -23,7 +23,7 @@ import tomli
 
 ROOT = Path(__file__).resolve().parent.parent
 BOUNDS = ROOT / "tests" / "vocabulary.toml"
-EXCLUDED = ("docs/reruns/", "docs/schemas/")
+EXCLUDED = ("docs/schemas/",)
 PAGES = ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "results/README.md", "templates/README.md")
 COMMENTED = ("Makefile", "templates/*.j2", "clusters/*.toml", "sweeps/*.toml")
 NEW_BLOCK = re.compile(r"\s*(\||#|[*+-] |\d+\. )")

@@ -1,7 +1,7 @@
 """``python -m benchmarks.oracle.abci``: iterations on ABCI at 16 to 1,024 V100 from runs at 1 to 8, blind.
 
 Writes ``abci_predictions.csv`` beside this file from ``abci_fit.csv`` and the profile ``historic/abci-v100`` alone, and
-prints what was found as Markdown. ``--check`` compares with the file instead. docs/oracle-figures.md explains it.
+prints what was found as Markdown. ``--check`` compares with the file instead. README.md beside this explains it.
 """
 
 from __future__ import annotations

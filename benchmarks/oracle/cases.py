@@ -17,6 +17,7 @@ from benchmarks.oracle import registered
 from benchmarks.oracle.baselines import choice_results
 from benchmarks.oracle.registered import Score
 from benchmarks.oracle.scoring import ORACLE_NAME, PredictorResult, ScoredCase, ScoredConfiguration, oracle_predictor
+from benchmarks.rerun import pages
 from benchmarks.testbed import CLUSTER
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError
@@ -175,10 +176,10 @@ def with_present_predictions(
             os.chdir(before)
 
 
-def differences(score: Score, reruns: Path) -> Iterator[str]:
+def differences(score: Score, root: Path) -> Iterator[str]:
     """Yield where the cases of a score differ from its registered predictions and from the table of its results."""
     stored = read(score.cases)
-    table = reruns / f"{stored.sweep}.parquet"
+    table = pages.data_of(stored.sweep, root)
     if table.exists():
         yield from _table_differences(stored, {row["config_id"]: row for row in polars.read_parquet(table).to_dicts()})
     for case in stored.cases:

@@ -1,6 +1,6 @@
 """Every figure of the pages about the oracle and the reruns that the tree alone determines.
 
-    python -m benchmarks.oracle.figures            write the tables into docs/reruns.md and docs/oracle-figures.md
+    python -m benchmarks.oracle.figures            write the tables into docs/reruns.md and benchmarks/oracle/README.md
     python -m benchmarks.oracle.figures --check    recompute and compare; 1 where a figure or a measurement differs
 
 Compared are the marked tables of the two pages, the measurements of the committed files with each other, and the
@@ -29,7 +29,8 @@ from benchmarks.rerun import figures as rerun_figures
 from benchmarks.rerun import pages
 from hpcbench.config.run_spec import strategy_label
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+ROOT = Path(__file__).resolve().parents[2]
+RERUNS_PAGE, ORACLE_PAGE = "docs/reruns.md", "benchmarks/oracle/README.md"
 _TITLES = {
     "paradl": "ParaDL's matrix", "ddlbench": "DDLBench's matrix", "box": "the test cluster",
     "local": "one machine", "local_busy": "one machine beside other work",
@@ -69,22 +70,24 @@ def documents(found: Sequence[ScoredCase], held_out: Sequence[ScoredCase]) -> di
     return columns | {"moved by all other configurations": document(held_out)}
 
 
-def blocks(docs: Path = DOCS, folder: Path = HERE) -> dict[str, dict[str, str]]:
+def blocks(root: Path = ROOT, folder: Path = HERE) -> dict[str, dict[str, str]]:
     """Return by page and name the tables."""
-    reruns = docs / "reruns"
-    tables: dict[str, str] = {}
+    measured: dict[str, str] = {}
+    scores: dict[str, str] = {}
     regrets, neighbours = {}, {}
     for name in RERUNS:
         stored = cases.read(SCORES[name]._replace(folder=folder).cases)
-        rows = polars.read_parquet(reruns / f"{stored.sweep}.parquet").to_dicts()
+        rows = polars.read_parquet(pages.data_of(stored.sweep, root)).to_dicts()
         alone = stored.scored_cases()
         held_out = held_out_cases(alone)
-        tables |= pages.blocks_of(stored.sweep, rows, documents(alone, held_out))
+        measured |= pages.measured_blocks(stored.sweep, rows)
+        scores |= pages.score_blocks(stored.sweep, documents(alone, held_out))
         regrets[name], neighbours[name] = regret_rows(held_out), neighbours_rows(alone, held_out)
     box = tables_of_box(BOX._replace(folder=folder))
     return {
-        "reruns.md": tables,
-        "oracle-figures.md": box
+        RERUNS_PAGE: measured,
+        ORACLE_PAGE: scores
+        | box
         | tables_of_local(folder)
         | timeline_tables(folder)
         | {
@@ -162,13 +165,13 @@ def ablation_block() -> dict[str, dict[str, str]]:
         if score.shape is not None and score.cases.exists() and score.predictions.exists():
             rows = [[variant, *cells] for variant, cells in ablation.rows(score).items()]
             tables[f"oracle-{score.name}-ablation"] = rerun_figures.table(["", *ablation.COLUMNS], rows)
-    return {"oracle-figures.md": tables}
+    return {ORACLE_PAGE: tables}
 
 
-def page_differences(found: dict[str, dict[str, str]], docs: Path = DOCS) -> Iterator[str]:
+def page_differences(found: dict[str, dict[str, str]], root: Path = ROOT) -> Iterator[str]:
     """Yield the lines of the pages that the recomputed tables ``found`` do not have."""
     for name, own in found.items():
-        before = (docs / name).read_text()
+        before = (root / name).read_text()
         after = pages.filled(before, own)
         lines = zip(before.splitlines(), after.splitlines(), strict=False)
         yield from (f"{name}: the page has {old!r}, recomputed is {new!r}" for old, new in lines if old != new)
@@ -176,13 +179,13 @@ def page_differences(found: dict[str, dict[str, str]], docs: Path = DOCS) -> Ite
             yield f"{name}: a table has other rows than the page"
 
 
-def differences(docs: Path = DOCS, folder: Path = HERE) -> Iterator[str]:
+def differences(root: Path = ROOT, folder: Path = HERE) -> Iterator[str]:
     """Yield everything that differs."""
-    yield from page_differences(blocks(docs, folder), docs)
+    yield from page_differences(blocks(root, folder), root)
     for score in SCORES.values():
         own = score._replace(folder=folder)
         if own.cases.exists():
-            yield from cases.differences(own, docs / "reruns")
+            yield from cases.differences(own, root)
 
 
 def other_differences() -> Iterator[str]:
@@ -204,7 +207,7 @@ def main(arguments: Sequence[str]) -> int:
         return 1 if wrong else 0
     for found in (blocks(), ablation_block()):
         for name, own in found.items():
-            page = DOCS / name
+            page = ROOT / name
             page.write_text(pages.filled(page.read_text(), own))
     return 0
 

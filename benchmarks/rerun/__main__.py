@@ -2,7 +2,7 @@
 
     python -m benchmarks.rerun ddlbench          measure it and score the oracle on it, check it, write its pages
     python -m benchmarks.rerun ddlbench check    only look at what is there
-    python -m benchmarks.rerun ddlbench pages    only write docs/reruns/ and the tables of the pages
+    python -m benchmarks.rerun ddlbench pages    only write build/reruns/ and the tables of the pages
 
 Needs the SLURM box, so root. The first is ``python -m benchmarks.oracle.score ddlbench`` with all its steps, whose
 predictions are then in no commit before the runs; calling its steps one by one registers them. What is done stays.

@@ -1,4 +1,4 @@
-"""The committed pages of a rerun: its report, its plots, its tables and its data, all made by the commands of users."""
+"""The report, plots, tables and data of a rerun, all made by the commands of users, and the tables of its page."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any
 from benchmarks.rerun import figures
 from benchmarks.testbed import CLUSTER, Testbed
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reruns.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "reruns.md"
 _BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
-HERE = Path(__file__).resolve().parents[2] / "docs" / "reruns"
+BUILT = ROOT / "build" / "reruns"
+"""Files that the commands make again; they are not committed."""
 _PLOTS = ("throughput", "scaling", "parts", "memory", "predicted")
 _TABLES = {
     "throughput": ("samples_per_s",),
@@ -24,37 +26,46 @@ _LAYOUTS = {"ddlbench-small": "ddlbench", "paradl-small": "paradl"}
 
 
 def write(bed: Testbed, sweep: str) -> None:
-    """Into ``docs/reruns``; what cannot be drawn from these results is said and left out.
+    """Write the data to commit beside this file, and everything else into ``build/reruns``.
 
-    Predictions in them are made from the rerun's calibrations, and moved by its other results.
+    Predictions are made from the rerun's calibrations, and moved by its other results. A plot that these results do not
+    allow is reported and left out.
     """
-    HERE.mkdir(exist_ok=True)
-    # Not committed: a page of some megabytes.
+    BUILT.mkdir(parents=True, exist_ok=True)
     one = ("--cluster", CLUSTER)
-    bed.output("report", sweep, *one, "--predict", "--out", f"{HERE}/{sweep}.html")
-    bed.output("table", sweep, *one, "--out", f"{HERE}/{sweep}.parquet")
-    bed.output("table", sweep, *one, "--layout", _LAYOUTS[sweep], "--out", f"{HERE}/{sweep}-paper.md")
+    bed.output("table", sweep, *one, "--out", str(data_of(sweep)))
+    bed.output("report", sweep, *one, "--predict", "--out", f"{BUILT}/{sweep}.html")
+    bed.output("table", sweep, *one, "--layout", _LAYOUTS[sweep], "--out", f"{BUILT}/{sweep}-paper.md")
     for name, (metric, *chosen) in _TABLES.items():
         by = ("--by", "model,dataset,devices", "--pivot", "strategy", "--metric", metric)
-        bed.output("table", sweep, *one, *chosen, *by, "--out", f"{HERE}/{sweep}-{name}.md")
+        bed.output("table", sweep, *one, *chosen, *by, "--out", f"{BUILT}/{sweep}-{name}.md")
     for kind in _PLOTS:
         predicted = ("--predict",) if kind in ("scaling", "predicted") else ()
-        bed.hpcbench("plot", kind, sweep, *one, *predicted, "--out", f"{HERE}/{sweep}-{kind}.svg")
-    (HERE / f"{sweep}-report.txt").write_bytes(bed.output("report", sweep, *one))
+        bed.hpcbench("plot", kind, sweep, *one, *predicted, "--out", f"{BUILT}/{sweep}-{kind}.svg")
+    (BUILT / f"{sweep}-report.txt").write_bytes(bed.output("report", sweep, *one))
 
 
-def blocks_of(sweep: str, rows: Sequence[figures.Row], documents: Mapping[str, Any]) -> dict[str, str]:
-    """Tables by their name on the page."""
-    found = {
-        "accuracy": figures.accuracy(documents),
-        "choices": figures.choices(documents),
-        "fastest": figures.fastest(rows),
-    }
+def data_of(sweep: str, root: Path = ROOT) -> Path:
+    """Return the committed table of a rerun's results."""
+    return root / "benchmarks" / "rerun" / f"{sweep}.parquet"
+
+
+def measured_blocks(sweep: str, rows: Sequence[figures.Row]) -> dict[str, str]:
+    """Return the tables of measurements by their name on the page."""
     layout = figures.families_on_two if sweep == "ddlbench-small" else figures.strategies_by_model
-    found |= {"time": layout(rows, figures.TIME), "memory": layout(rows, figures.MEMORY)}
+    found = {
+        "time": layout(rows, figures.TIME),
+        "fastest": figures.fastest(rows),
+        "memory": layout(rows, figures.MEMORY),
+    }
     if sweep == "ddlbench-small":
         found["scale"] = figures.families_at_scale(rows)
     return {f"{sweep}-{name}": text for name, text in found.items()}
+
+
+def score_blocks(sweep: str, documents: Mapping[str, Any]) -> dict[str, str]:
+    """Return the tables of predictions by their name on the page of the oracle's figures."""
+    return {f"{sweep}-accuracy": figures.accuracy(documents), f"{sweep}-choices": figures.choices(documents)}
 
 
 def filled(page: str, blocks: Mapping[str, str]) -> str:

@@ -38,7 +38,7 @@ FOLLOWED = {
     "docs/add-a-cluster.md": "tests/slurm/test_add_a_cluster.py",
     "docs/add-a-strategy.md": "tests/docs/test_add_a_strategy.py",
     "docs/calibration.md": "tests/cli/test_calibrate_commands.py",
-    "docs/oracle-figures.md": "tests/oracle/test_abci_predictions.py",
+    "benchmarks/oracle/README.md": "tests/oracle/test_abci_predictions.py",
     "benchmarks/oracle/gpu.md": "tests/oracle/test_gpu_predictions.py",
     "docs/tutorial.md": "tests/slurm/test_tutorial.py",
 }

@@ -15,6 +15,7 @@ import pytest
 from benchmarks.oracle import ablation, cases, figures, timelines
 from benchmarks.oracle.registered import RERUNS, SCORES
 from benchmarks.oracle.scoring import ORACLE_NAME
+from benchmarks.rerun import pages
 
 PARADL = SCORES["paradl"]
 
@@ -23,22 +24,23 @@ PARADL = SCORES["paradl"]
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the pages, the reruns' files and the cases."""
     root = tmp_path_factory.mktemp("tree")
-    (root / "docs" / "reruns").mkdir(parents=True)
-    for name in ("reruns.md", "oracle-figures.md"):
-        shutil.copy(figures.DOCS / name, root / "docs")
+    for name in (figures.RERUNS_PAGE, figures.ORACLE_PAGE):
+        (root / name).parent.mkdir(parents=True)
+        shutil.copy(figures.ROOT / name, root / name)
+    pages.data_of("", root).parent.mkdir()
     for score in SCORES.values():
         for path in (score.cases, score.predictions, timelines.path_of(score)):
             if path.exists():
                 shutil.copy(path, root)
-        table = figures.DOCS / "reruns" / f"{score.name}-small.parquet"
+        table = pages.data_of(f"{score.name}-small")
         if table.exists():
-            shutil.copy(table, root / "docs" / "reruns")
+            shutil.copy(table, pages.data_of(f"{score.name}-small", root))
     shutil.copytree(PARADL.calibrations.parent, root / "calibrations")
     return root
 
 
 def found(tree: Path) -> list[str]:
-    return [*figures.differences(tree / "docs", tree)]
+    return [*figures.differences(tree, tree)]
 
 
 def edited(path: Path, change: Any) -> None:
@@ -82,7 +84,7 @@ def test_a_changed_measurement_is_noticed(tree: Path, monkeypatch: pytest.Monkey
     (line,) = found(tree)
     assert "s, the oracle predicts" in line
     path.write_bytes(before)
-    table = tree / "docs" / "reruns" / "paradl-small.parquet"
+    table = pages.data_of("paradl-small", tree)
     rows = table.read_bytes()
     polars.read_parquet(table).with_columns(polars.col("step_time_s") * 1.001).write_parquet(table)
     assert len(found(tree)) == 66
@@ -93,9 +95,10 @@ def test_a_changed_measurement_changes_the_figures_of_the_pages(tree: Path, monk
     monkeypatch.setattr(figures, "RERUNS", ("paradl",))
 
     def differing() -> list[str]:
-        lines = figures.page_differences(figures.blocks(tree / "docs", tree), tree / "docs")
-        # The other page's tables have columns of both reruns.
-        return [line for line in lines if line.startswith("reruns.md")]
+        scores = figures.blocks(tree, tree)[figures.ORACLE_PAGE]
+        # Other tables of the page have columns of both reruns.
+        own = {name: text for name, text in scores.items() if name.startswith("paradl-small")}
+        return list(figures.page_differences({figures.ORACLE_PAGE: own}, tree))
 
     def slower(document: Any) -> None:
         case = document["cases"][0]
@@ -107,10 +110,10 @@ def test_a_changed_measurement_changes_the_figures_of_the_pages(tree: Path, monk
     lines = differing()
     path.write_bytes(before)
     strategy = cases.read(path).cases[0].spec.strategy
-    page = (tree / "docs" / "reruns.md").read_text()
-    accuracies = page.split("<!-- figures: paradl-small-accuracy -->")[1].splitlines()
+    page = (tree / figures.ORACLE_PAGE).read_text()
+    accuracies = page.split("<!-- figures: paradl-small-accuracy -->")[1].split("<!-- end")[0].splitlines()
     (row,) = [line for line in accuracies if line.startswith(f"| `{strategy}` |") and "%, " in line]
-    assert any(line.startswith(f"reruns.md: the page has {row!r}") for line in lines)
+    assert any(line.startswith(f"{figures.ORACLE_PAGE}: the page has {row!r}") for line in lines)
     assert differing() == []
 
 
