@@ -52,7 +52,8 @@ def _page(title: str, parts: Iterable[str]) -> str:
 
 def _commands() -> Iterator[str]:
     yield "Exit codes: 0 success; 1 some runs did not end well, or `compare` found a regression; 2 an invalid argument"
-    yield "or file; 3 the scheduler or the file system refused. Every command has `--help`.\n"
+    yield "or file; 3 the scheduler or the file system refused. Options may stand anywhere after the command. Every"
+    yield "command has `--help`.\n"
     context = click.Context(cli, info_name="hpcbench")
     for name in COMMANDS:
         command = cli.get_command(context, name)
@@ -67,10 +68,9 @@ def _command(command: click.Command, context: click.Context) -> Iterator[str]:
             assert inner is not None, name
             yield from _command(inner, click.Context(inner, info_name=name, parent=context))
         return
-    yield f"## `{context.command_path}`\n"
+    pieces = [piece for piece in command.collect_usage_pieces(context) if piece != "[OPTIONS]"]
+    yield f"## `{' '.join([context.command_path, *pieces])}`\n"
     yield f"{_text(inspect.cleandoc(command.help or ''))}\n"
-    usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
-    yield f"Usage: `{usage}`\n"
     records = (parameter.get_help_record(context) for parameter in command.params)
     rows = [record for record in records if record is not None and record[1]]
     if rows:

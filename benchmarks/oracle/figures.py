@@ -1,9 +1,9 @@
 """Every figure of the pages about the oracle and the reruns that the tree alone determines.
 
-    python -m benchmarks.oracle.figures            write the tables into docs/reruns.md and benchmarks/oracle/README.md
+    python -m benchmarks.oracle.figures            write the tables into three pages (PAGES)
     python -m benchmarks.oracle.figures --check    recompute and compare; 1 where a figure or a measurement differs
 
-Compared are the marked tables of the two pages, the measurements of the committed files with each other, and the
+Compared are the marked tables of the pages, the measurements of the committed files with each other, and the
 predictions for the reruns, ABCI and published GPU runs with what the oracle predicts now.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,14 @@ from benchmarks.rerun import pages
 from hpcbench.config.run_spec import strategy_label
 
 ROOT = Path(__file__).resolve().parents[2]
-RERUNS_PAGE, ORACLE_PAGE = "docs/reruns.md", "benchmarks/oracle/README.md"
+RERUNS_PAGE, USERS_PAGE, ORACLE_PAGE = "docs/reruns.md", "docs/oracle.md", "benchmarks/oracle/README.md"
+PAGES = (RERUNS_PAGE, USERS_PAGE, ORACLE_PAGE)
 _TITLES = {
     "paradl": "ParaDL's matrix", "ddlbench": "DDLBench's matrix", "box": "the test cluster",
     "local": "one machine", "local_busy": "one machine beside other work",
 }  # fmt: skip
+_SUMMARY_ROWS = 5
+"""The oracle's four kinds of predictions and always ``ddp``."""
 _BOX_HEAD = (
     "", "the profile alone", "calibrated", "calibrated for the sweep", "the same by the present version",
     "with one pilot", "noise",
@@ -83,11 +86,12 @@ def blocks(root: Path = ROOT, folder: Path = HERE) -> dict[str, dict[str, str]]:
         measured |= pages.measured_blocks(stored.sweep, rows)
         scores |= pages.score_blocks(stored.sweep, documents(alone, held_out))
         regrets[name], neighbours[name] = regret_rows(held_out), neighbours_rows(alone, held_out)
-    box = tables_of_box(BOX._replace(folder=folder))
+    box = BOX._replace(folder=folder)
     return {
         RERUNS_PAGE: measured,
+        USERS_PAGE: summary_table(regrets | regrets_of_box(box)),
         ORACLE_PAGE: scores
-        | box
+        | tables_of_box(box)
         | tables_of_local(folder)
         | timeline_tables(folder)
         | {
@@ -100,11 +104,26 @@ def blocks(root: Path = ROOT, folder: Path = HERE) -> dict[str, dict[str, str]]:
     }
 
 
-def tables_of_box(score: Score) -> dict[str, str]:
-    """Return by name the tables of the score on the SLURM box; none where its cases are not in the tree."""
+def summary_table(regrets: Mapping[str, dict[str, list[str]]]) -> dict[str, str]:
+    """Return the table for users: accuracy and regret of each kind of prediction, and of always ``ddp``."""
+    shortened = {
+        score: {name: cells[:2] for name, cells in list(rows.items())[:_SUMMARY_ROWS]}
+        for score, rows in regrets.items()
+    }
+    return {"oracle-summary": _side_by_side(shortened, ("accuracy", "regret"))}
+
+
+def regrets_of_box(score: Score) -> dict[str, dict[str, list[str]]]:
+    """Return the rows of regrets of the score on the SLURM box; none where its cases are not in the tree."""
     if not score.cases.exists():
         return {}
-    regrets = {"box": regret_rows(held_out_cases(cases.read(score.cases).scored_cases()))}
+    return {"box": regret_rows(held_out_cases(cases.read(score.cases).scored_cases()))}
+
+
+def tables_of_box(score: Score) -> dict[str, str]:
+    """Return by name the tables of the score on the SLURM box; none where its cases are not in the tree."""
+    if not (regrets := regrets_of_box(score)):
+        return {}
     return {
         "oracle-box": table_of_strategies(score),
         "oracle-box-regret": _side_by_side(regrets, ("accuracy", "regret", "every difference counted")),
@@ -150,7 +169,7 @@ def intervals_table(folder: Path) -> str:
     )
 
 
-def _side_by_side(rows: dict[str, dict[str, list[str]]], columns: Sequence[str]) -> str:
+def _side_by_side(rows: Mapping[str, dict[str, list[str]]], columns: Sequence[str]) -> str:
     head = ["", *(f"{_TITLES[sweep]}: {name}" for sweep in rows for name in columns)]
     names, blank = dict.fromkeys(name for own in rows.values() for name in own), [""] * len(columns)
     body = [[name, *(cell for own in rows.values() for cell in own.get(name, blank))] for name in names]

@@ -23,7 +23,7 @@ NORMAL_90 = 1.645
 """Quantile of the standard normal distribution: 90 % lie within its two sides."""
 FORMULA_SPREAD = 0.10
 """Standard deviation of the logarithm of measured over predicted step times of distributed runs where the machine's
-numbers have no error: the error of a strategy's formulas (``docs/formulas.md``, comparison of two predictions)."""
+numbers have no error: the error of a strategy's formulas (``docs/decisions/0029-statistics-of-predictions.md``)."""
 
 
 class PredictionInterval(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,8 +24,8 @@ PARADL = SCORES["paradl"]
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the pages, the reruns' files and the cases."""
     root = tmp_path_factory.mktemp("tree")
-    for name in (figures.RERUNS_PAGE, figures.ORACLE_PAGE):
-        (root / name).parent.mkdir(parents=True)
+    for name in figures.PAGES:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(figures.ROOT / name, root / name)
     pages.data_of("", root).parent.mkdir()
     for score in SCORES.values():
