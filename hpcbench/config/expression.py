@@ -74,7 +74,7 @@ class Expression:
         except SyntaxError as error:
             raise self._error(*_syntax_problem(text.strip(), error)) from error
         except (ValueError, MemoryError) as error:
-            raise self._error(f"no expression: {error}") from error
+            raise self._error(f"not a valid expression: {error}") from error
         except RecursionError as error:
             raise self._error("nested too deeply") from error
 
@@ -154,9 +154,9 @@ def _syntax_problem(text: str, error: SyntaxError) -> tuple[str, str | None]:
     at = f"at character {position}, {rest!r:.20}" if rest else "at its end"
     mistaken = next((wrong for wrong in _MISTAKEN_OPERATORS if wrong in text), None)
     if mistaken is not None:
-        return f"no expression: {error.msg} {at}", f"did you mean {_MISTAKEN_OPERATORS[mistaken]!r}?"
+        return f"not a valid expression: {error.msg} {at}", f"did you mean {_MISTAKEN_OPERATORS[mistaken]!r}?"
     compares = re.search(r"(?<![=!<>])=(?!=)", text) is not None
-    return f"no expression: {error.msg} {at}", "did you mean '=='?" if compares else None
+    return f"not a valid expression: {error.msg} {at}", "did you mean '=='?" if compares else None
 
 
 def _make_call(function: Callable[..., ExpressionValue], parts: list[_Evaluator]) -> _Evaluator:

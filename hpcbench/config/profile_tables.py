@@ -349,5 +349,6 @@ class EnvironmentConfig(TomlTable):
     """The interpreter that runs the ranks; when absent the submitter's own, or python3 in an image."""
     container: ContainerConfig | None = None
     env: EnvironmentVariables = {}
+    """Variables that the jobs get in addition."""
     env_unset: list[VariableName] = []
     """Variables that the jobs must not have."""

@@ -187,7 +187,7 @@ class TaskFileHeader(msgspec.Struct, frozen=True, kw_only=True):
     host_suffix: str = ""
     """Appended to rank 0's host name (JUWELS' ``i``)."""
     meet_by_host_name: bool = False
-    """The others reach rank 0 by what its host name stands for, not by ``interface``."""
+    """The other ranks connect to the address of rank 0's host name, not to that of ``interface``."""
     wait_s: float = 300.0
     """Seconds that a rank waits for the other ranks before the run fails."""
     warning_s: float | None = None

@@ -58,8 +58,8 @@ def _make_table(name: str, doc: str, form: Callable[[Any], Any], **fields: Any) 
     """A table of every parameter; ``form`` makes the type of its key from the parameter's."""
     for parameter, kind in parameter_types().items():
         if parameter in TABLE_PARAMETERS:
-            key, value = get_args(get_args(kind)[0])
-            fields[parameter] = (dict[key, form(value)] | None, None)  # type: ignore[misc, valid-type]
+            (key, value), about = get_args(get_args(kind)[0]), get_args(kind)[1]
+            fields[parameter] = (Annotated[dict[key, form(value)], about] | None, None)  # type: ignore[misc, valid-type]
         else:
             fields[parameter] = (form(kind) | None, None)
     return create_model(name, __base__=TomlTable, __doc__=doc, **fields)

@@ -158,18 +158,18 @@ def wait_for_host(
 
 
 _BASIS_TEXTS: Mapping[BasisKind, str] = {
-    "profile": "by the profile", "published runs": "by published runs", "calibrated": "by the calibration",
-    MEASURED_FOR_SWEEP: "by the calibration for this sweep", "measured neighbours": "by measured neighbours",
+    "profile": "from the profile", "published runs": "from published runs", "calibrated": "from the calibration",
+    MEASURED_FOR_SWEEP: "from the calibration for this sweep", "measured neighbours": "from measured neighbours",
 }  # fmt: skip
 
 
 def count_bases(bases: Iterable[PredictionBasis]) -> str:
-    """``4 by the calibration for this sweep, 2 by the calibration; 3 of them moved by measured neighbours``."""
+    """``4 from the calibration for this sweep, 2 from the calibration; 3 of them adjusted by measured neighbours``."""
     listed = list(bases)
     kinds = Counter(basis.base or basis.kind for basis in listed)
     moved = sum(bool(basis.counts) for basis in listed)
     text = ", ".join(f"{count} {_BASIS_TEXTS[kind]}" for kind, count in kinds.most_common())
-    return f"{text}; {moved} of them moved by measured neighbours" if moved else text
+    return f"{text}; {moved} of them adjusted by measured neighbours" if moved else text
 
 
 def _basis_kind(cost_model: CostModel) -> BasisKind:

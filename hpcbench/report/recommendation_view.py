@@ -76,7 +76,7 @@ def _ranking_notes(recommendation: Recommendation, most: int) -> Iterable[str]:
         yield f"~: not significantly slower than the first ({pluralize(equivalent, 'candidate')}); measure them"
     yield "to best: ratio to the fastest with its 90 % interval; errors common to both are cancelled"
     if len(candidates) > most:
-        yield f"{len(candidates) - most} more rank behind; --top shows them, --json all"
+        yield f"{pluralize(len(candidates) - most, 'more candidate')} not shown; --top N shows N, --json all"
     limits = {candidate.predicted.memory_limit_bytes for candidate in candidates}
     capacity = next(iter(limits), None)
     if capacity is not None:
@@ -248,7 +248,7 @@ def _view_notes(recommendation: LayoutRecommendation, ranking: LayoutRanking, mo
     runnable = [(place, row) for place, row in enumerate(ranking.layouts, 1) if row.priced_only is None]
     if runnable and runnable[0][0] > most:
         place, row = runnable[0]
-        yield f"the first that hpcbench runs is number {place}: {layout_name(row.layout)}, {row.ratio:.2f} to best"
+        yield f"the best that hpcbench can run is number {place}: {layout_name(row.layout)}, {row.ratio:.2f} x the best"
 
 
 def refused_layouts_table(recommendation: LayoutRecommendation) -> PrintedView:

@@ -14,7 +14,7 @@ from hpcbench.site.slurm_facts import NodeFacts, PartitionFacts, SiteFacts
 
 _PROFILE_HEAD = """\
 # Written by `hpcbench cluster init` on {date} from the scheduler of {cluster} (SLURM {version}){looked}.
-# What is commented out was not to be known from there. Next: hpcbench check, hpcbench doctor --cluster {name}.
+# Commented-out keys could not be read from the scheduler. Next: hpcbench check, hpcbench doctor --cluster {name}.
 name = {quoted}
 description = {description}
 verified = "none"
@@ -125,9 +125,9 @@ def _top_level_keys(
         reason = facts.why_closed(usual) or "has no devices, and `device` holds for all partitions"
         lines.append(f"# The scheduler's default partition, {usual.name}, {reason}.")
     if gpus and not has_devices:
-        lines.append("# The scheduler hands out devices, but the job saw no driver for them.")
+        lines.append("# The scheduler lists devices, but the job found no driver for them.")
     elif gpus and not probed:
-        lines.append("# As the scheduler says; `--probe` looks whether there is a driver.")
+        lines.append("# From the scheduler; `--probe` checks whether there is a driver.")
     lines += _keys(device="cuda" if has_devices else "cpu", launcher="srun")
     accounts = [association.account for association in facts.associations]
     if accounts:

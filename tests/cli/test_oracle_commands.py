@@ -326,7 +326,7 @@ def test_validation_of_planted_results_gives_errors_ranks_and_regrets(tmp_path: 
     assert choice["regret"] == choice["constant_regret"] == pytest.approx(regret)
     assert document["notes"] == [
         "not compared: 1 configurations that were skipped, cancelled, preempted or unsupported",
-        "predictions: 4 by the profile; 4 of them moved by measured neighbours; each leaves the results of its own "
+        "predictions: 4 from the profile; 4 of them adjusted by measured neighbours; each leaves the results of its own "
         "configuration out (held out)",
     ]
 
@@ -367,7 +367,7 @@ def test_a_calibration_is_taken_and_its_own_runs_are_not_compared(tmp_path: Path
     assert case["spec"]["strategy"] == "ddp"
     assert document["notes"] == [
         "not compared: 1 configurations that the cluster's calibration was fitted to",
-        "predictions: 1 by the calibration",
+        "predictions: 1 from the calibration",
     ]
     (tmp_path / "tiny.toml").write_text(SWEEP)
     found = said(tmp_path, "predict", tmp_path / "tiny.toml", "--cluster", "slurmbox")
@@ -404,7 +404,7 @@ def test_measured_configurations_move_predictions(tmp_path: Path) -> None:
     planned = said(tmp_path, "plan", *ask)
     assert all(one["predicted"]["rests_on"]["kind"] == "measured neighbours" for one in planned["runs"])
     text = " ".join(call(tmp_path, "plan", *ask).stdout.split())
-    assert "(5 by the profile; 5 of them moved by measured neighbours)" in text
+    assert "(5 from the profile; 5 of them adjusted by measured neighbours)" in text
     wish = ("recommend", "--model", "resnet18", "--dataset", "digits", "--cluster", "slurmbox", "--batch-size", "8")
     best = said(tmp_path, *wish, "--nodes", "2")["recommendations"][0]["candidates"][0]
     assert best["predicted"]["rests_on"]["kind"] == "measured neighbours"

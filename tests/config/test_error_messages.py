@@ -38,7 +38,7 @@ def test_strategy_names_of_other_tools_get_a_suggestion(wrong: str, meant: str) 
         (GOOD.replace('"resnet18"', '"resnet18'), "s.toml:3: not valid TOML: a string is not closed: model = \"resnet18"),
         (GOOD.replace('"tiny"', '"a/b"'), "s.toml:1: name: letters, digits, '.', '_' and '-' are allowed, 64 at most"),
         (GOOD + "[gird.options]\nx = [1]\n", "s.toml:11: unknown key 'gird'"),
-        (GOOD + '[[exclude]]\nwhen = "nodes =! 2"\n', "no expression: invalid syntax at character 7, '=! 2'\n  did you mean '!='?"),
+        (GOOD + '[[exclude]]\nwhen = "nodes =! 2"\n', "not a valid expression: invalid syntax at character 7, '=! 2'\n  did you mean '!='?"),
         (GOOD + '[[exclude]]\nwhen = "batch_size = 8"\n', "'= 8'\n  did you mean '=='?"),
     ],
 )  # fmt: skip
@@ -51,7 +51,7 @@ def test_mistakes_are_reported_with_line_and_suggestion(tmp_path: Path, text: st
 
 
 def test_an_incomplete_expression_is_refused_with_its_place() -> None:
-    with pytest.raises(ConfigError, match="no expression: invalid syntax at "):
+    with pytest.raises(ConfigError, match="not a valid expression: invalid syntax at "):
         Expression("nodes >")
 
 

@@ -137,7 +137,7 @@ def test_weak_and_strong_scaling_set_batch_per_node_count(write_sweep: Write) ->
             "[derive]\nnodes = 'stepps * 2'",
             r"sweep.toml:3: expression 'stepps \* 2': unknown name 'stepps'\n  did you mean 'steps'",
         ),
-        ("[[exclude]]\nwhen = 'nodes >'", r"sweep.toml:3: expression 'nodes >': no expression"),
+        ("[[exclude]]\nwhen = 'nodes >'", r"sweep.toml:3: expression 'nodes >': not a valid expression"),
         (
             "[[include]]\nform = 'x'",
             r"(?s)sweep.toml:3: unknown key 'form' in \[include.0\]\n  .*; parameters of a single strategy belong in options",

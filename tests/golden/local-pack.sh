@@ -10,7 +10,7 @@ job=$(( ${1:-0} + ${SLURM_ARRAY_TASK_ID:-0} ))
 first=$(( job * pack ))
 last=$(( first + pack < runs ? first + pack : runs ))
 
-# Nothing that happens to lie in the working folder may stand in for a module of the worker.
+# Python must not import files of the working folder in place of modules of the worker.
 export PYTHONSAFEPATH=1
 
 python=(/venv/bin/python)

@@ -56,7 +56,7 @@ module load 2025; check_module 2025 "$?"
 module load PyTorch/2.6; check_module PyTorch/2.6 "$?"
 ulimit -c 0
 export A='it'"'"'s $HOME'
-# Nothing that happens to lie in the working folder may stand in for a module of the worker.
+# Python must not import files of the working folder in place of modules of the worker.
 export PYTHONSAFEPATH=1
 
 python=(apptainer exec '/im age.sif' python3)

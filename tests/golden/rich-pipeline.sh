@@ -58,7 +58,7 @@ ulimit -c 0
 export CUDA_DEVICE_MAX_CONNECTIONS=32
 export CUDA_MODULE_LOADING=EAGER
 export A='it'"'"'s $HOME'
-# Nothing that happens to lie in the working folder may stand in for a module of the worker.
+# Python must not import files of the working folder in place of modules of the worker.
 export PYTHONSAFEPATH=1
 
 python=(apptainer exec '/im age.sif' python3)

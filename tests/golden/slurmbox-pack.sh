@@ -28,7 +28,7 @@ job_id=${job_id:-${SLURM_JOB_ID:-}}
 # It was for the shell that submitted: here each command means the cluster that this job is on.
 unset SLURM_CLUSTERS
 
-# Nothing that happens to lie in the working folder may stand in for a module of the worker.
+# Python must not import files of the working folder in place of modules of the worker.
 export PYTHONSAFEPATH=1
 
 python=(/venv/bin/python)

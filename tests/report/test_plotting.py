@@ -65,7 +65,7 @@ def test_the_throughput_plot_has_lines_range_and_ideal(tree: ResultsTree) -> Non
     )
     assert found.subtitle == "resnet50, imagenet, 32 samples per device, on made-up"
     assert found.notes == [
-        "whiskers: least and most of 3 launches", "ideal: as many times one device's rate as there are devices",
+        "whiskers: minimum and maximum of 3 launches", "ideal: as many times one device's rate as there are devices",
         "not drawn: 1 run that did not end well (1 oom)",
     ]  # fmt: skip
 
@@ -256,7 +256,7 @@ NEEDED = {
     "memory": "peak_memory_bytes: 1 configuration ended well, but none has it measured",
     "distribution": "no result holds its single steps",
     "timeline": "bubble_fraction: 1 configuration ended well, but none is a pipeline whose step was noted",
-    "predicted": "no run has a prediction: --predict computes them, in Python predict=True",
+    "predicted": "no run has a prediction: add --predict (in Python: predict=True)",
     "mfu": "mfu: 1 configuration ended well, but none has it measured",
     "energy": "energy: 1 configuration ended well, but none has it measured",
 }  # fmt: skip
@@ -300,7 +300,7 @@ def test_workloads_are_panels_and_notes_define_the_intervals() -> None:
         "resnet18, batch 8 per replica", "vgg11, batch 4 per replica", "vgg11, batch 8 per replica",
         "vgg11, batch 16 per replica",
     ]  # fmt: skip
-    assert found.notes[0] == "whiskers: 95 % of the median within one launch; least and most of 3 launches"
+    assert found.notes[0] == "whiskers: 95 % of the median within one launch; minimum and maximum of 3 launches"
     assert values(found, "low", "high", panel="vgg11, batch 8 per replica", series="zero1", x=2.0) == [
         (round(16 / 0.125 / 1.1, 4), round(16 / 0.125 / 0.9, 4)),
     ]

@@ -140,7 +140,7 @@ def test_a_ranking_marks_inconclusive_candidates() -> None:
     assert "recomputing" in shown
     assert "zero1" not in shown
     assert "~: not significantly slower than the first (1 candidate); measure them" in shown
-    assert "1 more rank behind" in shown
+    assert "1 more candidate not shown" in shown
     assert "whether these fit is unknown" in shown
 
 

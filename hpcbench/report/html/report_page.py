@@ -225,7 +225,7 @@ def _scales_table(findings: Findings) -> View | None:
     columns = [
         Column("workload", "workload", workload, choices=True),
         *(Column(name, name, attrgetter(name), choices=True) for name in ("nodes", "devices", "cluster")),
-        Column("spec.strategy", "most samples/s", attrgetter("strategy"), choices=True),
+        Column("spec.strategy", "fastest strategy", attrgetter("strategy"), choices=True),
         Column("metrics.samples_per_s", "samples/s", lambda finding: finding.evidence[0].samples_per_s),
         Column("rival", "next", attrgetter("rival")),
         Column("ratio", "ahead %", lambda finding: percent(finding.ratio)),

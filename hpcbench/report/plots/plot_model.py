@@ -84,7 +84,7 @@ def whisker_notes(rows: pl.DataFrame, more: str = "") -> list[str]:
     counts = sorted({int(count) for count in with_interval["launches"].to_list()})
     kinds = ["95 % of the median within one launch"] if counts[:1] == [1] else []
     if counts and counts[-1] > 1:
-        kinds.append(f"least and most of {count_span(counts)} launches")
+        kinds.append(f"minimum and maximum of {count_span(counts)} launches")
     return [f"whiskers: {'; '.join([*kinds, *([more] if more else [])])}"] if kinds else ["no intervals"]
 
 

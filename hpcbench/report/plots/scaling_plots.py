@@ -298,7 +298,7 @@ def _rows_from_results(frame: pl.DataFrame, request: PlotRequest) -> tuple[pl.Da
     """Rows from results that have predicted their own step; what they share; and notes."""
     self_predicted = frame.filter(pl.col("spec.options").str.contains(_MEASURED_BLOCKS, literal=True))
     if self_predicted.is_empty() or request.whole is None:
-        raise NothingToDraw("no run has a prediction: --predict computes them, in Python predict=True")
+        raise NothingToDraw("no run has a prediction: add --predict (in Python: predict=True)")
     points = plot_points(self_predicted, request.by, STEP_TIME, every=True)
     rows, notes = points.frame.sort("series", "devices", "config_id"), points.notes
     if len(rows) > _MAX_READ:

@@ -77,7 +77,7 @@
     const controls = element("div", { className: "controls" });
     if (holder.dataset.filters !== undefined) {
       const input = element("input", { type: "search", autocomplete: "off" });
-      controls.append(element("label", {}, ["rows with the words", input]));
+      controls.append(element("label", {}, ["filter", input]));
       input.addEventListener("input", () => {
         words = input.value.toLowerCase().split(/\s+/).filter(Boolean);
         show();
