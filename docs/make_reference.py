@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,10 @@ from hpcbench.site.project_setup import make_json_schema
 DOCS = Path(__file__).resolve().parent
 PACKAGE = DOCS.parent / "hpcbench"
 _WRITTEN_BY = "<!-- Written by docs/make_reference.py: make reference -->\n"
+_ONLY_IN_SCHEMA = {"BlockProbe", "CollectiveProbe", "OverlapProbe", "ProbeResults", "UpdateProbe"}
+"""Records of calibrations, which only the oracle reads."""
+_COMMON = 6
+"""An option that this many commands have is described once."""
 _FIELD_SOURCES = ("results/schema.py", "results/probe_records.py", "config/run_spec.py", "parallel/traffic.py")
 
 
@@ -31,7 +36,8 @@ _ABOUT = {
     "sweep": "A sweep is a TOML file; [sweeps.md](sweeps.md) describes how to write one.",
     "cluster": "A profile is a TOML file; [add a cluster](add-a-cluster.md) describes how to write one.",
     "result": "A run leaves one `result.json`; [how every number is measured](measurement.md) defines its figures. "
-    "Figures that were not measured are absent. Values are in SI units and bytes.",
+    "Figures that were not measured are absent. Values are in SI units and bytes. Records of calibrations (`probe`) "
+    "are in the JSON Schema only.",
 }
 
 
@@ -54,27 +60,37 @@ def _commands() -> Iterator[str]:
     yield "Exit codes: 0 success; 1 some runs did not end well, or `compare` found a regression; 2 an invalid argument"
     yield "or file; 3 the scheduler or the file system refused. Options may stand anywhere after the command. Every"
     yield "command has `--help`.\n"
-    context = click.Context(cli, info_name="hpcbench")
-    for name in COMMANDS:
-        command = cli.get_command(context, name)
+    listed = list(_listed_commands(cli, click.Context(cli, info_name="hpcbench")))
+    counts = Counter(row for command, context in listed for row in _option_rows(command, context))
+    common = [row for row, count in counts.most_common() if count >= _COMMON]
+    yield "## Common options\n"
+    yield from _table(("option", "meaning"), ((f"`{names}`", text) for names, text in common))
+    for command, context in listed:
+        pieces = [piece for piece in command.collect_usage_pieces(context) if piece != "[OPTIONS]"]
+        yield f"## `{' '.join([context.command_path, *pieces])}`\n"
+        yield f"{_text(inspect.cleandoc(command.help or ''))}\n"
+        rows = _option_rows(command, context)
+        if own := [row for row in rows if row not in common]:
+            yield from _table(("option", "meaning"), ((f"`{names}`", text) for names, text in own))
+        if shared := [f"`{row[0]}`" for row in rows if row in common]:
+            yield f"Common options: {', '.join(shared)}.\n"
+
+
+def _listed_commands(group: click.Group, context: click.Context) -> Iterator[tuple[click.Command, click.Context]]:
+    """Yield every command with its context; a group stands for the commands in it."""
+    for name in COMMANDS if group is cli else group.list_commands(context):
+        command = group.get_command(context, name)
         assert command is not None, name
-        yield from _command(command, click.Context(command, info_name=name, parent=context))
+        inner = click.Context(command, info_name=name, parent=context)
+        if isinstance(command, click.Group):
+            yield from _listed_commands(command, inner)
+        else:
+            yield command, inner
 
 
-def _command(command: click.Command, context: click.Context) -> Iterator[str]:
-    if isinstance(command, click.Group):
-        for name in command.list_commands(context):
-            inner = command.get_command(context, name)
-            assert inner is not None, name
-            yield from _command(inner, click.Context(inner, info_name=name, parent=context))
-        return
-    pieces = [piece for piece in command.collect_usage_pieces(context) if piece != "[OPTIONS]"]
-    yield f"## `{' '.join([context.command_path, *pieces])}`\n"
-    yield f"{_text(inspect.cleandoc(command.help or ''))}\n"
+def _option_rows(command: click.Command, context: click.Context) -> list[tuple[str, str]]:
     records = (parameter.get_help_record(context) for parameter in command.params)
-    rows = [record for record in records if record is not None and record[1]]
-    if rows:
-        yield from _table(("option", "meaning"), ((f"`{names}`", text) for names, text in rows))
+    return [record for record in records if record is not None and record[1]]
 
 
 def _catalog() -> Iterator[str]:
@@ -127,7 +143,7 @@ def _schema(kind: str) -> Iterator[str]:
         yield "## The file\n"
         yield from _fields(document, {})
     first = document.get("$ref", "").rpartition("/")[2]
-    for name in sorted(definitions, key=lambda name: (name != first, name)):
+    for name in sorted(definitions.keys() - _ONLY_IN_SCHEMA, key=lambda name: (name != first, name)):
         found = definitions[name]
         yield f"## {name}\n"
         yield f"{_text(inspect.cleandoc(found.get('description', '')))}\n"
@@ -162,7 +178,7 @@ def _description(entry: dict[str, Any]) -> str:
 def _kind(entry: dict[str, Any]) -> str:
     if "$ref" in entry:
         name = entry["$ref"].rpartition("/")[2]
-        return f"[{name}](#{name.lower()})"
+        return f"`{name}`" if name in _ONLY_IN_SCHEMA else f"[{name}](#{name.lower()})"
     if "enum" in entry:
         values = [f"`{value}`" for value in entry["enum"]]
         return ", ".join(values) if len(values) < 8 else "a name"
