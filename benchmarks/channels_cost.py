@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from benchmarks.ratios import Block, paired, tell
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.worker import model_parallel_layers as model_parallel
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies import model_parallel
-from hpcbench.worker.strategies.base import resolve_runtime
+from hpcbench.worker.strategy import resolve_runtime
 
 PAIRS = 20
 STEPS = 2

@@ -23,13 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.ratios import median_interval
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.strategies.data.train import DdpStrategy
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.measure.clocks import make_step_clock
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.shutdown import StopController
-from hpcbench.worker.strategies.data import DdpStrategy
 from hpcbench.worker.training_loop import LoopProgress, run_training_loop
 
 PAIRS = 120

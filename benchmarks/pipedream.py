@@ -22,15 +22,15 @@ from torch import Tensor, nn
 
 from benchmarks.ratios import median_interval
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.pipeline.schedule_simulator import schedule_step_time
-from hpcbench.parallel.pipeline.schedules import PipelineLayout
-from hpcbench.parallel.pipeline.stage_partition import parse_cuts
-from hpcbench.parallel.pipeline.weight_versions import Staleness
+from hpcbench.strategies.pipeline.schedule_simulator import schedule_step_time
+from hpcbench.strategies.pipeline.schedules import PipelineLayout
+from hpcbench.strategies.pipeline.stage_partition import parse_cuts
+from hpcbench.strategies.pipeline.weight_versions import Staleness
 from hpcbench.worker.block_times import profile_blocks
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_meta_model, build_model
-from hpcbench.worker.strategies.base import resolve_runtime
+from hpcbench.worker.strategy import resolve_runtime
 
 PAIRS = 8
 STEPS = 4

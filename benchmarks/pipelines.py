@@ -23,17 +23,17 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from benchmarks.ratios import median_interval, tell
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.pipeline.schedule_simulator import ActionSpan, measured_bubble_fraction
+from hpcbench.strategies.pipeline.action_timeline import ActionRecorder
+from hpcbench.strategies.pipeline.chunk import ModelChunk
+from hpcbench.strategies.pipeline.fairscale_pipe import FairscalePipeStrategy
+from hpcbench.strategies.pipeline.pipeline_strategy import PipelineStrategy
+from hpcbench.strategies.pipeline.schedule_simulator import ActionSpan, measured_bubble_fraction
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.model_execution import summed_loss
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import make_optimizer
-from hpcbench.worker.strategies.pipeline.action_timeline import ActionRecorder
-from hpcbench.worker.strategies.pipeline.chunk import ModelChunk
-from hpcbench.worker.strategies.pipeline.fairscale_pipe import FairscalePipeStrategy
-from hpcbench.worker.strategies.pipeline.strategy import PipelineStrategy
+from hpcbench.worker.strategy import make_optimizer
 
 CPU = torch.device("cpu")
 UNIT_S = float(os.environ.get("SLEEP_UNIT_S", "0.05"))

@@ -11,8 +11,6 @@ from typing import Any
 import msgspec
 
 from hpcbench.config.run_spec import RunSpec, config_id, run_id
-from hpcbench.parallel.pipeline.schedule_simulator import ScheduleTimeline, simulate_schedule
-from hpcbench.parallel.pipeline.schedules import PipelineLayout, schedule_actions
 from hpcbench.results.schema import (
     FailureRecord,
     LossSummary,
@@ -25,6 +23,8 @@ from hpcbench.results.schema import (
     TimelineSpan,
     result_document,
 )
+from hpcbench.strategies.pipeline.schedule_simulator import ScheduleTimeline, simulate_schedule
+from hpcbench.strategies.pipeline.schedules import PipelineLayout, schedule_actions
 
 REPEATS, STEPS = 3, 24
 _SECONDS = {

@@ -21,13 +21,13 @@ import torch.distributed as dist
 
 from benchmarks.ratios import tell
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.strategies.spatial.halo_exchange import HaloExchange
+from hpcbench.worker import model_parallel_layers as model_parallel
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.gradient_reducer import GradientReducer
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies import model_parallel
-from hpcbench.worker.strategies.base import Strategy, resolve_runtime
-from hpcbench.worker.strategies.halo_exchange import HaloExchange
+from hpcbench.worker.strategy import Strategy, resolve_runtime
 
 STEPS = 9
 WARM = 2

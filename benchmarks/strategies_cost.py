@@ -28,7 +28,7 @@ from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import resolve_runtime
+from hpcbench.worker.strategy import resolve_runtime
 
 PAIRS = 60
 STEPS = 4

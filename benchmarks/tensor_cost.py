@@ -26,12 +26,12 @@ from torch.distributed.tensor.parallel import (
 
 from benchmarks.ratios import Block, median_interval, paired
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.strategies.tensor.train import TensorParallelStrategy
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.models.transformer import TransformerBlock
-from hpcbench.worker.strategies.tensor import TensorParallelStrategy
 
 PAIRS = 60
 STEPS = 4

@@ -17,10 +17,11 @@ from typing import Any
 import click
 
 from hpcbench.cli.main import COMMANDS, cli
-from hpcbench.parallel.catalog import ALIASES, STRATEGIES, shipped_model_entries
-from hpcbench.parallel.strategy_entry import Option
-from hpcbench.parallel.workloads import DATASETS
+from hpcbench.config.option import Option
 from hpcbench.site.project_setup import make_json_schema
+from hpcbench.strategies.catalog import ALIASES, STRATEGIES
+from hpcbench.workloads.datasets import DATASETS
+from hpcbench.workloads.models import MODELS
 
 DOCS = Path(__file__).resolve().parent
 PACKAGE = DOCS.parent / "hpcbench"
@@ -29,7 +30,7 @@ _ONLY_IN_SCHEMA = {"BlockProbe", "CollectiveProbe", "OverlapProbe", "ProbeResult
 """Records of calibrations, which only the oracle reads."""
 _COMMON = 6
 """An option that this many commands have is described once."""
-_FIELD_SOURCES = ("results/schema.py", "results/probe_records.py", "config/run_spec.py", "parallel/traffic.py")
+_FIELD_SOURCES = ("results/schema.py", "results/probe_records.py", "config/run_spec.py", "strategies/traffic.py")
 
 
 _ABOUT = {
@@ -105,9 +106,7 @@ def _catalog() -> Iterator[str]:
     named = (f"`{name}` for `{alias.strategy}`" for name, alias in ALIASES.items())
     yield f"Aliases, for strategies that become hybrids with several degrees above 1: {', '.join(named)}.\n"
     yield "## Models\n"
-    shipped = (
-        (f"`{name}`", one.description, one.kind, _options(one.options)) for name, one in shipped_model_entries().items()
-    )
+    shipped = ((f"`{name}`", one.description, one.kind, _options(one.options)) for name, one in MODELS.items())
     yield from _table(("model", "description", "accepts", "options (default)"), shipped)
     yield "## Data sets\n"
     sets = (

@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 
 from hpcbench.config.sweep_loader import Sweep, load_sweep
-from hpcbench.parallel.catalog import STRATEGIES
+from hpcbench.strategies.catalog import STRATEGIES
 
 # A shell lets what it starts in the background ignore SIGINT, and every process of a test would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -44,7 +44,7 @@ def absent(part: str, reason: str) -> None:
 def require_horovod() -> None:
     """``absent`` where Horovod does not work with this torch."""
     from hpcbench.errors import WorkerError
-    from hpcbench.worker.strategies.horovod import load_horovod
+    from hpcbench.strategies.horovod.train import load_horovod
 
     try:
         load_horovod()

@@ -20,17 +20,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.catalog import get_strategy, options_with_defaults
-from hpcbench.parallel.gradient_buckets import MIB
+from hpcbench.strategies.catalog import get_strategy, options_with_defaults
+from hpcbench.strategies.gradient_buckets import MIB
+from hpcbench.strategies.horovod import train as horovod
+from hpcbench.strategies.pipeline import fairscale_pipe, stage_assignment
 from hpcbench.worker.models.build import build_meta_model
-from hpcbench.worker.strategies import horovod
-from hpcbench.worker.strategies.pipeline import fairscale_pipe, stage_assignment
 
 
 @contextmanager
 def library_stand_ins(spec: RunSpec, device: torch.device) -> Iterator[None]:
     """Replace the parts of the strategy's library that fake tensors on ``device`` do not pass."""
-    library = get_strategy(spec.strategy).library
+    library = get_strategy(spec.strategy).library_name
     replacements: list[tuple[Any, str, Any]] = []
     if library == "horovod":
         fusion_bytes = int(float(options_with_defaults(spec)["fusion_threshold_mb"]) * MIB)

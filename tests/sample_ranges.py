@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpcbench.parallel.mesh import even_ranges, steps_per_epoch
+from hpcbench.strategies.mesh import even_ranges, steps_per_epoch
 
 
 def step_sample_ranges(

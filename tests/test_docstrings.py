@@ -15,9 +15,9 @@ import pytest
 
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.machine import nominal_machine
-from hpcbench.parallel.layer_table import read_shipped_table
-from hpcbench.parallel.resolve import PartitionLimits, resolve_point
+from hpcbench.predict.machine import nominal_machine
+from hpcbench.strategies.layer_table import read_shipped_table
+from hpcbench.strategies.resolve import PartitionLimits, resolve_point
 
 ROOT = Path(__file__).resolve().parent.parent
 OPTIONS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS

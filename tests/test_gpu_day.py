@@ -23,10 +23,10 @@ from benchmarks.gpu_day.preflight import Gpu, Machine, inspect_machine, is_hopel
 from benchmarks.gpu_day.report import cell, report_lines
 from benchmarks.gpu_day.shards import shard_specs
 from hpcbench.config.run_spec import config_id, run_id
-from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import FailureRecord, RunMetrics, RunResult, VerificationResult
 from hpcbench.results.timing_statistics import step_time_statistics
+from hpcbench.strategies.catalog import STRATEGIES
 from hpcbench.submit.plan import make_plan
 from hpcbench.units import format_bytes, format_seconds
 from tests.worker.helpers import make_spec

@@ -12,50 +12,32 @@ from typing import get_args
 
 import pytest
 
-from hpcbench.oracle.strategies.base import Cost, resolve_cost
-from hpcbench.oracle.strategies.channel import ChannelCost, FilterCost
-from hpcbench.oracle.strategies.data import (
-    DataParallelCost,
-    DdpCost,
-    FairscaleOssCost,
-    FairscaleSddpCost,
-    HorovodCost,
-    SingleCost,
-    Zero1Cost,
-)
-from hpcbench.oracle.strategies.pipeline import FairscalePipeCost, PipedreamCost, PipelineCost
-from hpcbench.oracle.strategies.sharded import FairscaleFsdpCost, FsdpCost
-from hpcbench.oracle.strategies.spatial import SpatialCost
-from hpcbench.oracle.strategies.tensor import TensorCost
-from hpcbench.parallel.catalog import (
-    PROBES,
-    REFERENCE_TRAINERS,
-    STRATEGIES,
-    load_object,
-    representative,
-    selectable_strategies,
-)
-from hpcbench.parallel.pipeline.schedules import SCHEDULES
-from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
-from hpcbench.parallel.strategy_entry import Parallelism
-from hpcbench.worker.strategies.base import DataParallelStrategy, SingleStrategy, Strategy, resolve_runtime
-from hpcbench.worker.strategies.channel import ChannelStrategy, FilterStrategy
-from hpcbench.worker.strategies.data import (
-    DdpStrategy,
-    FairscaleFsdpStrategy,
-    FairscaleOssStrategy,
-    FairscaleSddpStrategy,
-    Zero1Strategy,
-)
-from hpcbench.worker.strategies.fsdp import FsdpStrategy
-from hpcbench.worker.strategies.horovod import HorovodStrategy
-from hpcbench.worker.strategies.pipeline.fairscale_pipe import FairscalePipeStrategy
-from hpcbench.worker.strategies.pipeline.pipedream import PipedreamStrategy
-from hpcbench.worker.strategies.pipeline.strategy import PipelineStrategy
-from hpcbench.worker.strategies.probes import ProbeBlocksStrategy, ProbeMessagesStrategy
-from hpcbench.worker.strategies.spatial import SpatialStrategy
-from hpcbench.worker.strategies.tensor import TensorParallelStrategy
-from hpcbench.worker.verification.reference import resolve_reference_trainer
+from hpcbench.predict.strategy_cost import Cost, find_cost, resolve_cost
+from hpcbench.strategies.catalog import PROBES, STRATEGIES, representative, selectable_strategies
+from hpcbench.strategies.channel.cost import ChannelCost, FilterCost
+from hpcbench.strategies.channel.train import ChannelStrategy, FilterStrategy
+from hpcbench.strategies.data.cost import DataParallelCost, DdpCost, SingleCost
+from hpcbench.strategies.data.train import DdpStrategy, SingleStrategy
+from hpcbench.strategies.fairscale.cost import FairscaleFsdpCost, FairscaleOssCost, FairscaleSddpCost
+from hpcbench.strategies.fairscale.train import FairscaleFsdpStrategy, FairscaleOssStrategy, FairscaleSddpStrategy
+from hpcbench.strategies.horovod.cost import HorovodCost
+from hpcbench.strategies.horovod.train import HorovodStrategy
+from hpcbench.strategies.pipeline.cost import FairscalePipeCost, PipedreamCost, PipelineCost
+from hpcbench.strategies.pipeline.fairscale_pipe import FairscalePipeStrategy
+from hpcbench.strategies.pipeline.pipedream import PipedreamStrategy
+from hpcbench.strategies.pipeline.pipeline_strategy import PipelineStrategy
+from hpcbench.strategies.pipeline.schedules import SCHEDULES
+from hpcbench.strategies.probes.train import ProbeBlocksStrategy, ProbeMessagesStrategy
+from hpcbench.strategies.resolve import InfeasiblePoint, PartitionLimits, resolve_point
+from hpcbench.strategies.sharded.cost import FsdpCost, Zero1Cost
+from hpcbench.strategies.sharded.train import FsdpStrategy, Zero1Strategy
+from hpcbench.strategies.spatial.cost import SpatialCost
+from hpcbench.strategies.spatial.train import SpatialStrategy
+from hpcbench.strategies.strategy_entry import Parallelism
+from hpcbench.strategies.tensor.cost import TensorCost
+from hpcbench.strategies.tensor.train import TensorParallelStrategy
+from hpcbench.worker.strategy import DataParallelStrategy, Strategy, resolve_runtime
+from hpcbench.worker.verification.reference_pipelines import resolve_reference_trainer
 from tests.parity_cases import parity_cases
 
 ALL = {**STRATEGIES, **PROBES}
@@ -120,7 +102,7 @@ def test_a_registered_runtime_is_checked_by_mypy(key: str) -> None:
     assert issubclass(resolve_runtime(key), CHECKED_RUNTIMES)
 
 
-@pytest.mark.parametrize("key", [key for key, entry in ALL.items() if entry.cost is not None])
+@pytest.mark.parametrize("key", [key for key in ALL if find_cost(key) is not None])
 def test_a_registered_cost_overrides_the_base_class_and_is_checked_by_mypy(key: str) -> None:
     cost = resolve_cost(key)
     assert isinstance(cost, CHECKED_COSTS)
@@ -132,16 +114,14 @@ def test_a_registered_cost_overrides_the_base_class_and_is_checked_by_mypy(key: 
 @pytest.mark.parametrize("key", ALL)
 def test_the_references_of_a_strategy_entry_exist(key: str) -> None:
     entry = ALL[key]
-    assert entry.reference in REFERENCE_TRAINERS
     assert callable(resolve_reference_trainer(key))
-    assert entry.library_facts is None or callable(load_object(entry.library_facts))
-    assert entry.schedule is None or entry.schedule in SCHEDULES
+    assert entry.pipeline.schedule is None or entry.pipeline.schedule in SCHEDULES
 
 
 @pytest.mark.parametrize("key", ALL)
 def test_an_entry_and_its_runtime_agree_on_the_optional_members(key: str) -> None:
     entry, runtime = ALL[key], resolve_runtime(key)
-    assert runtime.record_actions is not Strategy.record_actions or not entry.records_timeline
+    assert runtime.record_actions is not Strategy.record_actions or not entry.pipeline.records_timeline
     assert (runtime.measure is not Strategy.measure) == runtime.measures_machine
 
 
@@ -152,16 +132,16 @@ def test_one_strategy_represents_each_way_to_divide_a_training(parallelism: Para
 
 
 PACKAGE = Path(__file__).resolve().parents[1] / "hpcbench"
-FILES_OF_STRATEGIES = ("parallel/strategies/", "worker/strategies/", "oracle/strategies/")
+FILES_OF_STRATEGIES = tuple(f"strategies/{path.parent.name}/" for path in (PACKAGE / "strategies").glob("*/entry.py"))
 ALLOWED_NAMES: dict[str, tuple[set[str], str]] = {
-    "parallel/pipeline/schedules.py": (
+    "strategies/pipeline/schedules.py": (
         {"gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "pipedream"},
         "names of schedules: a new one is a part of its strategy's runtime and cost",
     ),
-    "parallel/catalog.py": ({"pipedream"}, "name of a reference training"),
-    "oracle/transformer/layout.py": ({"fsdp", "tensor"}, "a software, and a field of a layout"),
-    "oracle/transformer/layout_search.py": ({"fsdp", "tensor"}, "a software, and a field of a layout"),
-    "oracle/transformer/work.py": ({"tensor"}, "field of a layout"),
+    "worker/verification/reference_pipelines.py": ({"pipedream"}, "name of a reference training"),
+    "predict/decoder/layout.py": ({"fsdp", "tensor"}, "a software, and a field of a layout"),
+    "predict/decoder/layout_search.py": ({"fsdp", "tensor"}, "a software, and a field of a layout"),
+    "predict/decoder/work.py": ({"tensor"}, "field of a layout"),
     "report/recommendation_view.py": ({"fsdp", "zero1"}, "words for the degrees of a layout"),
     "submit/plan.py": ({"horovod"}, "name of a package"),
     "tools/build_horovod.py": ({"horovod"}, "name of a package"),

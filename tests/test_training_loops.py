@@ -25,7 +25,7 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import DataParallelStrategy
+from hpcbench.worker.strategy import DataParallelStrategy
 from tests.worker.helpers import make_spec
 
 CPU = torch.device("cpu")

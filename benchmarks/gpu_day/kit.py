@@ -18,7 +18,7 @@ from benchmarks.gpu_day.parts import day_parts
 from benchmarks.gpu_day.predictions import FILE, read_predictions
 from benchmarks.gpu_day.shards import shard_specs
 from hpcbench.config.run_spec import config_id
-from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
+from hpcbench.strategies.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (

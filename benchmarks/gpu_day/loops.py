@@ -8,7 +8,7 @@ import msgspec
 
 from benchmarks.gpu_day.parts import Point, Size
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
+from hpcbench.strategies.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 
 
 class LoopTime(msgspec.Struct, kw_only=True):

@@ -19,9 +19,9 @@ from typing import Any, Literal, NamedTuple
 from hpcbench.config.sweep_file import settings_lines
 from hpcbench.config.sweep_loader import Sweep, parse_sweep
 from hpcbench.config.toml_tables import TomlSource
-from hpcbench.parallel.catalog import STRATEGIES
-from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
-from hpcbench.parallel.strategies.probes import PROBE_BLOCKS
+from hpcbench.strategies.catalog import STRATEGIES
+from hpcbench.strategies.probes.entry import PROBE_BLOCKS
+from hpcbench.strategies.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 
 Device = Literal["cuda", "cpu"]
 Size = Literal["full", "small"]
@@ -172,7 +172,7 @@ def _shared_points(size: Size) -> Iterator[Point]:
     for key, entry in STRATEGIES.items():
         if entry.own_degree is not None:
             ranks = {"devices_per_task" if entry.drives_several_devices else "tasks_per_node": 2}
-            micro_batches = {"micro_batches": 4} if entry.schedule is not None else {}
+            micro_batches = {"micro_batches": 4} if entry.pipeline.schedule is not None else {}
             yield _first_feasible(size, {"strategy": key, **ranks, **micro_batches})
     for point in _HYBRIDS:
         yield _first_feasible(size, {**point, "tasks_per_node": SHARED_RANKS})

@@ -17,9 +17,9 @@ from benchmarks.gpu_day.parts import day_parts, part_sweep
 from benchmarks.gpu_day.shards import shard_specs
 from hpcbench.config.run_spec import RunSpec, config_id
 from hpcbench.fileio import encode_indented_json, write_atomic
-from hpcbench.forecast.dry_runs import dry_run_configurations
-from hpcbench.forecast.forecast import Forecast
-from hpcbench.oracle.prediction import NotPredicted, Prediction
+from hpcbench.predict.dry_runs import dry_run_configurations
+from hpcbench.predict.forecast import Forecast
+from hpcbench.predict.prediction import NotPredicted, Prediction
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.submit.plan import make_plan
 

@@ -22,7 +22,7 @@ from hpcbench.worker.measure.step_profiler import run_profiled_steps
 from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.shutdown import StopController
-from hpcbench.worker.strategies.base import resolve_runtime
+from hpcbench.worker.strategy import resolve_runtime
 
 
 def step_shard(figures: ShardFigures, device: torch.device) -> None:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from benchmarks.gpu_day.loops import LoopFigures
 from benchmarks.gpu_day.outputs import DayFiles, committed_days
 from benchmarks.gpu_day.shards import ShardFigures
-from hpcbench.parallel.catalog import STRATEGIES, get_strategy
 from hpcbench.results.schema import STATUS_OK, RunResult
+from hpcbench.strategies.catalog import STRATEGIES, get_strategy
 
 PAGE = Path(__file__).parents[2] / "docs/gpu-check.md"
 _BEGIN, _END = "<!-- rows: python -m benchmarks.gpu_day status -->\n", "<!-- end of rows -->\n"
@@ -70,7 +70,7 @@ ROWS: list[StatusRow] = [
         "messages of pipelines and halos of `spatial` in cuda's order", "CPU; staged in host memory on CPU ranks",
         "sends and receives of a layer are one `batch_isend_irecv`", "two communicators at work on one device",
         lambda result: _is_shared(result)
-        and (get_strategy(result.spec.strategy).schedule is not None or result.spec.strategy == "spatial"),
+        and (get_strategy(result.spec.strategy).pipeline.schedule is not None or result.spec.strategy == "spatial"),
     ),
     StatusRow(
         "hybrids on four ranks", "CPU on four ranks; a mesh of 16 ranks (torch's fake process group)", "",

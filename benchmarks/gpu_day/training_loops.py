@@ -26,14 +26,15 @@ from benchmarks.gpu_day.device_cases import measure_cases
 from benchmarks.gpu_day.loops import LoopFigures, LoopTime, loop_budget_s, loop_specs
 from benchmarks.gpu_day.parts import Size
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.workloads import DATASETS, sample_shape
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.measure.clocks import reading_statistics, synchronize
 from hpcbench.worker.model_execution import choose_convolution_algorithms
-from hpcbench.worker.models.build import SMALL_IMAGE_EDGE, build_model, build_torchvision_model
-from hpcbench.worker.strategies.base import DataParallelStrategy
+from hpcbench.worker.models.build import build_model
+from hpcbench.worker.models.torchvision_models import SMALL_IMAGE_EDGE, build_torchvision_model
+from hpcbench.worker.strategy import DataParallelStrategy
+from hpcbench.workloads.datasets import DATASETS, sample_shape
 
 STEPS_PER_BLOCK = 5
 MIN_ROUNDS, MAX_ROUNDS = 3, 60

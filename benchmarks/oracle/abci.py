@@ -20,14 +20,14 @@ from msgspec.structs import replace
 from benchmarks.oracle.whole_runs import FittedMachine, Observation, fit_whole_runs
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.cost_model import CostModel
-from hpcbench.oracle.machine import Machine, StrategyOverhead, nominal_machine
-from hpcbench.oracle.placement import GroupPlacement, place_group
-from hpcbench.oracle.prediction import Prediction
-from hpcbench.oracle.strategies.data import NEGOTIATION_BYTES
-from hpcbench.oracle.stream_simulator import CommCall, StreamEvent, StreamTimes
-from hpcbench.parallel.layer_table import LayerRow, LayerTable, read_shipped_table
-from hpcbench.parallel.mesh import MESH_AXES
+from hpcbench.predict.cost_model import CostModel
+from hpcbench.predict.machine import Machine, StrategyOverhead, nominal_machine
+from hpcbench.predict.placement import GroupPlacement, place_group
+from hpcbench.predict.prediction import Prediction
+from hpcbench.predict.stream_simulator import CommCall, StreamEvent, StreamTimes
+from hpcbench.strategies.horovod.cost import NEGOTIATION_BYTES
+from hpcbench.strategies.layer_table import LayerRow, LayerTable, read_shipped_table
+from hpcbench.strategies.mesh import MESH_AXES
 
 FOLDER = Path(__file__).parent
 PREDICTIONS = FOLDER / "abci_predictions.csv"

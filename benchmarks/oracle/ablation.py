@@ -17,7 +17,7 @@ from benchmarks.oracle import cases
 from benchmarks.oracle.neighbours import regret_text
 from benchmarks.oracle.registered import DATA_PARALLEL, Score
 from benchmarks.oracle.scoring import ORACLE_NAME, ScoredCase, score_predictor
-from hpcbench.oracle.calibration import calibration_store
+from hpcbench.predict.calibration import calibration_store
 
 
 def _without(part: str, field: str) -> Callable[[], Callable[..., Any]]:

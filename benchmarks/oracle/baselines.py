@@ -29,21 +29,21 @@ from benchmarks.oracle.published_formulas import (
 from benchmarks.oracle.scoring import CasePredictor, PredictorResult, ScoredConfiguration
 from hpcbench.config.run_spec import DEGREE_NAMES, RunSpec
 from hpcbench.errors import HpcbenchError
-from hpcbench.forecast.cluster_forecasts import ClusterForecasts
-from hpcbench.oracle.collective_formulas import HockneyLink
-from hpcbench.oracle.cost_model import CostModel, StepBreakdown, row_kernels, update_kernels
-from hpcbench.oracle.machine import Machine
-from hpcbench.oracle.pipeline_rank import PipelineRank
-from hpcbench.oracle.placement import are_on_one_node, place_group
-from hpcbench.oracle.prediction import NotPredicted
-from hpcbench.oracle.strategies.base import resolve_cost
-from hpcbench.oracle.tensor_sizes import FP32_BYTES, activation_number_bytes, parameter_bytes, parameter_number_bytes
-from hpcbench.parallel import layer_table
-from hpcbench.parallel.catalog import SINGLE_DEVICE, options_with_defaults
-from hpcbench.parallel.gradient_buckets import MIB
-from hpcbench.parallel.layer_table import LayerTable
-from hpcbench.parallel.strategies.pipeline import pipeline_layout
-from hpcbench.parallel.strategies.spatial import spatial_split_of_run
+from hpcbench.predict.cluster_forecasts import ClusterForecasts
+from hpcbench.predict.collective_formulas import HockneyLink
+from hpcbench.predict.cost_model import CostModel, StepBreakdown, row_kernels, update_kernels
+from hpcbench.predict.machine import Machine
+from hpcbench.predict.placement import are_on_one_node, place_group
+from hpcbench.predict.prediction import NotPredicted
+from hpcbench.predict.strategy_cost import resolve_cost
+from hpcbench.predict.tensor_sizes import FP32_BYTES, activation_number_bytes, parameter_bytes, parameter_number_bytes
+from hpcbench.strategies import layer_table
+from hpcbench.strategies.catalog import SINGLE_DEVICE, options_with_defaults
+from hpcbench.strategies.gradient_buckets import MIB
+from hpcbench.strategies.layer_table import LayerTable
+from hpcbench.strategies.pipeline.entry import pipeline_layout
+from hpcbench.strategies.pipeline.rank_cost import PipelineRank
+from hpcbench.strategies.spatial.spatial_split import spatial_split_of_run
 
 
 class MeasuredRun(NamedTuple):

@@ -22,8 +22,8 @@ from benchmarks.testbed import CLUSTER
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError
 from hpcbench.fileio import make_folder, write_atomic
-from hpcbench.forecast.cluster_forecasts import ClusterForecasts
-from hpcbench.oracle.calibration.calibration_store import read_calibrations
+from hpcbench.predict.calibration.calibration_store import read_calibrations
+from hpcbench.predict.cluster_forecasts import ClusterForecasts
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import STATUS_OK
 

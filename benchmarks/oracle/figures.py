@@ -30,7 +30,7 @@ from benchmarks.rerun import pages
 from hpcbench.config.run_spec import strategy_label
 
 ROOT = Path(__file__).resolve().parents[2]
-RERUNS_PAGE, USERS_PAGE, ORACLE_PAGE = "docs/reruns.md", "docs/oracle.md", "benchmarks/oracle/README.md"
+RERUNS_PAGE, USERS_PAGE, ORACLE_PAGE = "benchmarks/rerun/README.md", "docs/oracle.md", "benchmarks/oracle/README.md"
 PAGES = (RERUNS_PAGE, USERS_PAGE, ORACLE_PAGE)
 _TITLES = {
     "paradl": "ParaDL's matrix", "ddlbench": "DDLBench's matrix", "box": "the test cluster",

@@ -1,7 +1,7 @@
 """``python -m benchmarks.oracle.gpu``: training steps on H100 and A100 predicted from published runs, blind.
 
 Without an option: fits all machines to ``data/gpu_published_fit.csv`` and ``data/gpu_fits_fit.csv``, writes their files
-in ``hpcbench/oracle/machines`` and both files of predictions beside this one. ``--check`` repeats the predictions from
+in ``hpcbench/predict/machines`` and both files of predictions beside this one. ``--check`` repeats the predictions from
 the shipped files and compares. ``--tables`` prints the held-out errors as Markdown, which gpu.md beside this explains.
 """
 
@@ -34,8 +34,8 @@ from benchmarks.oracle.gpu_tables import (
     read_outcomes,
     read_rows,
 )
-from hpcbench.oracle import transformer
-from hpcbench.oracle.transformer.machines import (
+from hpcbench.predict import decoder as transformer
+from hpcbench.predict.decoder.machines import (
     FittedMachine,
     fitted_machine,
     fitted_machines,
@@ -43,7 +43,7 @@ from hpcbench.oracle.transformer.machines import (
     machine_file,
     predict_step,
 )
-from hpcbench.oracle.transformer.memory import MemoryTerms, reserved_gib, stage_memory_terms
+from hpcbench.predict.decoder.memory import MemoryTerms, reserved_gib, stage_memory_terms
 
 FOLDER = Path(__file__).parent
 STEP_PREDICTIONS = FOLDER / "gpu_predictions.csv"

@@ -21,8 +21,8 @@ from benchmarks.oracle.gpu_fit import (
     prior_fit,
 )
 from benchmarks.oracle.gpu_tables import EXAM, FIT, FITS_FIT, PublishedRow, read_outcomes, read_rows
-from hpcbench.oracle.transformer.layout import Layout
-from hpcbench.oracle.transformer.machines import interval_class
+from hpcbench.predict.decoder.layout import Layout
+from hpcbench.predict.decoder.machines import interval_class
 
 PLAYBOOK = "nanotron_playbook"
 COLUMNS = ("gpus", "tensor", "pipeline", "micro_batch", "zero")

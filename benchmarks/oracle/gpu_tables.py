@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcbench.errors import HpcbenchError
-from hpcbench.oracle.transformer.layout import CollectiveRates, Layout, Recompute, Software
-from hpcbench.parallel.decoder_shapes import DecoderShape, named_shape
+from hpcbench.predict.decoder.layout import CollectiveRates, Layout, Recompute, Software
+from hpcbench.strategies.decoder_shapes import DecoderShape, named_shape
 
 DATA = Path(__file__).parent / "data"
 FIT = DATA / "gpu_published_fit.csv"

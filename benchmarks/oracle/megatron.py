@@ -17,8 +17,8 @@ from rich.table import Table
 from benchmarks.oracle.megatron_run import MegatronCostModel, step_of_run
 from benchmarks.oracle.megatron_runs import Published, Recompute, held, machine, plan_of, published
 from benchmarks.oracle.megatron_table import Gpt, kept_in_block
-from hpcbench.oracle.cost_model import StepBreakdown
-from hpcbench.oracle.prediction import bottleneck
+from hpcbench.predict.cost_model import StepBreakdown
+from hpcbench.predict.prediction import bottleneck
 
 _GIB = 2**30
 GOAL_MEAN, GOAL_WORST = 0.05, 0.10

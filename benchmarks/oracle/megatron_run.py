@@ -14,14 +14,14 @@ from collections.abc import Sequence
 
 from benchmarks.oracle.megatron_table import Gpt, kept_in_block
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.cost_model import CostModel, StepBreakdown
-from hpcbench.oracle.machine import Machine
-from hpcbench.oracle.pipeline_rank import PipelineRank
-from hpcbench.oracle.pipeline_step import ChunkPassTimes, PipelineStep
-from hpcbench.oracle.stream_simulator import CommCall
-from hpcbench.parallel.layer_table import LayerTable
-from hpcbench.parallel.pipeline.schedule_simulator import RankTimes
-from hpcbench.parallel.traffic import Traffic
+from hpcbench.predict.cost_model import CostModel, StepBreakdown
+from hpcbench.predict.machine import Machine
+from hpcbench.predict.stream_simulator import CommCall
+from hpcbench.strategies.layer_table import LayerTable
+from hpcbench.strategies.pipeline.rank_cost import PipelineRank
+from hpcbench.strategies.pipeline.schedule_simulator import RankTimes
+from hpcbench.strategies.pipeline.step_cost import ChunkPassTimes, PipelineStep
+from hpcbench.strategies.traffic import Traffic
 
 HALF_BYTES = 2
 STATE_BYTES = 18

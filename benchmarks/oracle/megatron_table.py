@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from hpcbench.parallel.layer_table import LOSS_ROW_NAME, LayerRow, LayerTable, TensorShape
-from hpcbench.parallel.strategies.tensor import TRANSFORMER_BLOCK_KIND
+from hpcbench.strategies.layer_table import LOSS_ROW_NAME, LayerRow, LayerTable, TensorShape
+from hpcbench.strategies.tensor.entry import TRANSFORMER_BLOCK_KIND
 
 TOKENS = 2048
 VOCABULARY = 51_200

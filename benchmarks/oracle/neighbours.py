@@ -20,8 +20,8 @@ from benchmarks.oracle.scoring import (
     ScoredCase,
     score_predictor,
 )
-from hpcbench.oracle.measured_factors import LearnedFactor, MeasuredFactors, MeasuredRatio, model_key, strategy_key
-from hpcbench.oracle.prediction import PredictionInterval, correct_interval, neighbour_basis
+from hpcbench.predict.measured_factors import LearnedFactor, MeasuredFactors, MeasuredRatio, model_key, strategy_key
+from hpcbench.predict.prediction import PredictionInterval, correct_interval, neighbour_basis
 from hpcbench.results.schema import STATUS_OK
 
 _NORMAL_90 = 1.645

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from math import ceil
 from typing import NamedTuple
 
-from hpcbench.oracle.collective_formulas import HockneyLink
+from hpcbench.predict.collective_formulas import HockneyLink
 
 
 def ddlbench_horovod_step_s(

@@ -40,7 +40,7 @@ from hpcbench.config.sweep_file import sweep_toml
 from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.errors import HpcbenchError
 from hpcbench.fileio import make_folder, write_atomic
-from hpcbench.oracle.calibration.calibration_store import StoredCalibration, read_calibrations
+from hpcbench.predict.calibration.calibration_store import StoredCalibration, read_calibrations
 from hpcbench.report.load_results import load_frame
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.submit.plan import SweepPlan, make_plan

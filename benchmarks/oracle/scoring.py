@@ -14,8 +14,8 @@ from typing import NamedTuple
 import msgspec
 import polars as pl
 
-from hpcbench.forecast.cluster_forecasts import ClusterForecasts
-from hpcbench.oracle.prediction import NotPredicted, PredictionBasis
+from hpcbench.predict.cluster_forecasts import ClusterForecasts
+from hpcbench.predict.prediction import NotPredicted, PredictionBasis
 from hpcbench.report.validation import (
     COUNTED_FAILURES,
     VALIDATION_COLUMNS,

@@ -27,7 +27,7 @@ from benchmarks.oracle.scoring import (
     scored_configurations,
 )
 from hpcbench.config.run_spec import strategy_label
-from hpcbench.forecast.cluster_forecasts import ClusterForecasts
+from hpcbench.predict.cluster_forecasts import ClusterForecasts
 from hpcbench.report.table_model import Column, View, text_column
 from hpcbench.report.table_output import render_view
 from hpcbench.results.results_tree import ResultsTree

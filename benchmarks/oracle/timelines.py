@@ -24,18 +24,18 @@ from benchmarks.oracle.registered import Score
 from benchmarks.oracle.scoring import ORACLE_NAME
 from hpcbench.config.run_spec import RunSpec, strategy_label
 from hpcbench.fileio import write_atomic
-from hpcbench.oracle.cost_model import CostModel
-from hpcbench.oracle.machine import Machine
-from hpcbench.oracle.pipeline_rank import PipelineRank
-from hpcbench.oracle.pipeline_step import PipelineStep
-from hpcbench.oracle.prediction import NotPredicted
-from hpcbench.oracle.strategies.base import resolve_cost
-from hpcbench.parallel.catalog import get_strategy
-from hpcbench.parallel.layer_table import LayerTable
-from hpcbench.parallel.pipeline.schedule_simulator import simulate_schedule
-from hpcbench.parallel.pipeline.schedules import schedule_actions
+from hpcbench.predict.cost_model import CostModel
+from hpcbench.predict.machine import Machine
+from hpcbench.predict.prediction import NotPredicted
+from hpcbench.predict.strategy_cost import resolve_cost
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import RunResult
+from hpcbench.strategies.catalog import get_strategy
+from hpcbench.strategies.layer_table import LayerTable
+from hpcbench.strategies.pipeline.rank_cost import PipelineRank
+from hpcbench.strategies.pipeline.schedule_simulator import simulate_schedule
+from hpcbench.strategies.pipeline.schedules import schedule_actions
+from hpcbench.strategies.pipeline.step_cost import PipelineStep
 
 
 class RankParts(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -79,7 +79,7 @@ def write(score: Score, tree: ClusterTree) -> None:
     for case in cases.read(score.cases).cases:
         results = [result for run_id in case.run_ids if (result := tree.read_result(run_id)) is not None]
         launches = [parts for result in results if (parts := measured_parts(result))]
-        if launches and case.spec.ranks > 1 and get_strategy(case.spec.strategy).staleness is None:
+        if launches and case.spec.ranks > 1 and get_strategy(case.spec.strategy).pipeline.staleness is None:
             ranks = [_median_parts(own) for own in zip(*launches, strict=True)]
             timelines[case.config_id] = MeasuredTimeline(config_id=case.config_id, spec=case.spec, ranks=ranks)
     write_atomic(path_of(score), msgspec.json.format(msgspec.json.encode([*timelines.values()]), indent=1) + b"\n")
@@ -124,7 +124,7 @@ def _median_parts(launches: Sequence[RankParts]) -> RankParts:
 def predicted_parts(spec: RunSpec, table: LayerTable, machine: Machine, ranks: Iterable[int]) -> list[RankParts]:
     """Return the parts of ``ranks`` as the oracle predicts them."""
     cost_model = CostModel(machine, spec)
-    if get_strategy(spec.strategy).records_timeline:
+    if get_strategy(spec.strategy).pipeline.records_timeline:
         step = PipelineStep(PipelineRank(spec, table, 0), cost_model)
         actions = schedule_actions(spec.strategy, step.layout, spec.micro_batches)
         timeline = simulate_schedule(actions, step.layout, *step.schedule_costs(spec.micro_batches))

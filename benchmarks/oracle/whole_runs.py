@@ -23,11 +23,11 @@ from msgspec.structs import replace
 from scipy.optimize import least_squares
 
 from hpcbench.config.run_spec import RunSpec, run_label
-from hpcbench.oracle.collective_formulas import HockneyLink
-from hpcbench.oracle.machine import Machine, StrategyOverhead
-from hpcbench.oracle.prediction import NORMAL_90, CostModelFactory, Prediction, PredictionInterval, predict
-from hpcbench.oracle.strategies.base import resolve_cost
-from hpcbench.parallel.layer_table import LayerTable
+from hpcbench.predict.collective_formulas import HockneyLink
+from hpcbench.predict.machine import Machine, StrategyOverhead
+from hpcbench.predict.prediction import NORMAL_90, CostModelFactory, Prediction, PredictionInterval, predict
+from hpcbench.predict.strategy_cost import resolve_cost
+from hpcbench.strategies.layer_table import LayerTable
 
 COMPUTE, BANDWIDTH, STRAGGLING, DELAY = "compute", "bandwidth", "straggling", "delay"
 _MODEL_WIDTH, _LATENCY_WIDTH, _DELAY_WIDTH = 0.15, 0.7, 1.0

@@ -1,4 +1,4 @@
-"""The tables of ``docs/reruns.md``, made from the committed data of a rerun: a cell for what each question asks."""
+"""The tables of ``benchmarks/rerun/README.md``, made from the committed data of a rerun: a cell for each question."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from benchmarks.rerun import figures
 from benchmarks.testbed import CLUSTER, Testbed
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "reruns.md"
+PAGE = ROOT / "benchmarks" / "rerun" / "README.md"
 _BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 BUILT = ROOT / "build" / "reruns"
 """Files that the commands make again; they are not committed."""

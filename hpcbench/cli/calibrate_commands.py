@@ -27,7 +27,7 @@ from hpcbench.cli.status_output import runs_exit_code
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.fileio import write_file
-from hpcbench.forecast.calibrate import (
+from hpcbench.predict.calibrate import (
     SweepCalibration,
     calibration_sweeps,
     collect_evidence,
@@ -36,19 +36,19 @@ from hpcbench.forecast.calibrate import (
     plan_calibration,
     prepare_sweep_calibration,
 )
-from hpcbench.forecast.forecast import Forecast
-from hpcbench.oracle.calibration.calibration_runs import CalibrationRun, check_disturbed, usable_runs
-from hpcbench.oracle.calibration.calibration_store import (
+from hpcbench.predict.calibration.calibration_runs import CalibrationRun, check_disturbed, usable_runs
+from hpcbench.predict.calibration.calibration_store import (
     calibration_of_partition,
     read_calibrations,
     write_calibration,
 )
-from hpcbench.oracle.calibration.fit_calibration import fit_calibration
+from hpcbench.predict.calibration.fit_calibration import fit_calibration
+from hpcbench.predict.forecast import Forecast
 from hpcbench.report.prediction_view import calibration_view
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.submit.plan import SweepPlan
 from hpcbench.submit.run_state import RunState
-from hpcbench.submit.scheduler import check_scheduler
+from hpcbench.submit.scheduler_registry import check_scheduler
 from hpcbench.submit.submission_record import select_sweeps
 from hpcbench.submit.submit import RunSelection
 

@@ -34,7 +34,7 @@ _MAX_ROWS_OF_KIND = 20
 @cluster_filter_option
 @click.option(
     "--older-than", metavar="TIME", default="30 days", show_default=True,
-    help="Only what has not changed for so long, for example '2 h'.",
+    help="Only files unchanged for this long, for example '2 h'.",
 )  # fmt: skip
 @click.option("--yes", "removes", is_flag=True, help="Remove it. Without this option nothing is changed.")
 @output_options
@@ -47,7 +47,7 @@ def clean(
     \b
     unfinished submission   of a submit that was killed before it sent anything
     old submission          none of its runs is in a sweep or measured anything
-    orphan                  a run of no sweep without an ok or oom result
+    orphan                  a run that belongs to no sweep and has neither an ok nor an oom result
     temporary file          of a process that died while it wrote
 
     Measurements are kept. The scheduler is not asked: TIME must be longer than a job waits and runs.

@@ -81,9 +81,9 @@ def complete_runs(context: click.Context, parameter: click.Parameter, incomplete
 _CHOICES = {
     "kind": "hpcbench.report.plots.plotting:PLOTS",
     "state": "hpcbench.submit.run_state:RUN_STATES",
-    "model": "hpcbench.parallel.catalog:shipped_model_entries",
-    "strategy": "hpcbench.parallel.catalog:selectable_strategies",
-    "dataset": "hpcbench.parallel.workloads:DATASETS",
+    "model": "hpcbench.workloads.models:MODELS",
+    "strategy": "hpcbench.strategies.catalog:selectable_strategies",
+    "dataset": "hpcbench.workloads.datasets:DATASETS",
     "column": "hpcbench.report.column_names:column_choices",
     "set": "hpcbench.config.sweep_file:parameter_types",
 }

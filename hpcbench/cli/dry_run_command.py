@@ -23,7 +23,7 @@ from hpcbench.cli.common import (
 from hpcbench.cli.load_plan import load_plan, spec_condition
 from hpcbench.config.run_spec import RunSpec, run_label, spec_document
 from hpcbench.errors import EXIT_OK, EXIT_RUNS_FAILED, ConfigError
-from hpcbench.forecast.dry_runs import distinct_configurations, dry_run_configurations
+from hpcbench.predict.dry_runs import distinct_configurations, dry_run_configurations
 from hpcbench.results.probe_records import DryRun
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.submit.plan import SweepPlan

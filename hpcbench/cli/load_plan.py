@@ -20,10 +20,11 @@ from hpcbench.config.sweep_loader import COMPUTED_NAMES, Sweep, expression_value
 from hpcbench.config.toml_tables import NAME_PATTERN, TomlSource
 from hpcbench.errors import ConfigError, ConfigErrors, did_you_mean
 from hpcbench.fileio import write_file
-from hpcbench.parallel.catalog import selectable_strategies, shipped_model_entries
 from hpcbench.paths import is_visible, search_folders
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
+from hpcbench.strategies.catalog import selectable_strategies
 from hpcbench.submit.plan import SweepPlan, make_plan
+from hpcbench.workloads.models import MODELS
 
 _DATASETS_BY_KIND = {"images": "cifar10", "volumes": "cosmoflow", "tokens": "tokens"}
 _ONE_OFF_BATCH_SIZE = 32
@@ -102,7 +103,7 @@ def one_off_sweep(name: str | None, parameters: Mapping[str, Any], overrides: Se
     data: dict[str, Any] = {"fixed": {key: value for key, value in parameters.items() if value is not None}}
     origins = apply_overrides(data, overrides)
     fixed, grid = data["fixed"], data.get("grid", {})
-    models = shipped_model_entries()
+    models = MODELS
     choices: dict[str, Iterable[str]] = {"model": models, "strategy": selectable_strategies()}
     check_options({f"--{key}": names for key, names in choices.items() if key not in fixed | grid})
     defaults: dict[str, Any] = {}

@@ -27,7 +27,8 @@ from hpcbench.results.attempts import Attempt, attempt_numbers
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.results.schema import FAILED_STATUSES
 from hpcbench.submit.run_state import ACTIVE_STATES, run_states
-from hpcbench.submit.scheduler import job_log, read_scheduler_settings
+from hpcbench.submit.scheduler import read_scheduler_settings
+from hpcbench.submit.scheduler_registry import job_log
 from hpcbench.submit.submission_record import find_submitted_runs
 
 _LOG_PART_CHARACTERS = 2**20

@@ -22,12 +22,9 @@ from hpcbench.cli.common import (
 )
 from hpcbench.cli.load_plan import check_options, load_plan
 from hpcbench.fileio import printable_excerpt, write_atomic
-from hpcbench.forecast.forecast import Forecast
-from hpcbench.forecast.oracle_requests import LayoutRecommendation, RecommendRequest, recommend_for, recommend_layouts
-from hpcbench.oracle.recommend import Recommendation
-from hpcbench.parallel.catalog import shipped_model_entries
-from hpcbench.parallel.check_names import custom_model_folder
-from hpcbench.parallel.workloads import DATASETS
+from hpcbench.predict.forecast import Forecast
+from hpcbench.predict.oracle_requests import LayoutRecommendation, RecommendRequest, recommend_for, recommend_layouts
+from hpcbench.predict.recommend import Recommendation
 from hpcbench.report.prediction_view import machine_notes, predict_configurations, predictions_json, predictions_view
 from hpcbench.report.recommendation_view import (
     layouts_json,
@@ -43,6 +40,9 @@ from hpcbench.report.recommendation_view import (
 from hpcbench.report.table_model import View
 from hpcbench.report.table_output import render_view
 from hpcbench.results.results_tree import ResultsTree
+from hpcbench.strategies.check_names import custom_model_folder
+from hpcbench.workloads.datasets import DATASETS
+from hpcbench.workloads.models import MODELS
 
 
 @click.command("predict")
@@ -108,12 +108,13 @@ def rank_strategies(
     """Rank every strategy and degree for a model on a cluster by their predictions.
 
     Decoders of published training runs on a device that was learned from such runs are ranked by their layouts: data,
-    sharded, tensor, pipeline and context parallelism, micro-batches and recomputation, also those that are priced only.
+    sharded, tensor, pipeline and context parallelism, micro-batches and recomputation, including layouts that hpcbench
+    can price but not run.
 
     Infeasible candidates are listed with the limit that excludes them. The output ends with a sweep that measures the
     best.
     """
-    known: dict[str, Iterable[str]] = {"model": shipped_model_entries(), "dataset": DATASETS}
+    known: dict[str, Iterable[str]] = {"model": MODELS, "dataset": DATASETS}
     missing = {f"--{name}": choices for name, choices in known.items() if options[name] is None}
     if missing and options["batch_size"] is None and options["global_batch_size"] is None:
         missing["--batch-size"] = ["a number", "--global-batch-size"]

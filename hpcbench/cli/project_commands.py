@@ -24,7 +24,6 @@ from hpcbench.cli.common import (
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.fileio import printable_text
-from hpcbench.parallel.workloads import DATASETS
 from hpcbench.paths import data_folder, expand_path
 from hpcbench.report.models_view import find_layer_tables, layers_table, models_json, models_table, sort_layer_tables
 from hpcbench.results.data_folder import list_datasets
@@ -32,6 +31,7 @@ from hpcbench.results.results_tree import ResultsTree
 from hpcbench.site.cluster_doctor import DoctorCheck, check_cluster
 from hpcbench.site.project_setup import SampleRequest, make_json_schema, make_samples, share_results, write_project
 from hpcbench.units import format_bytes, pluralize
+from hpcbench.workloads.datasets import DATASETS
 
 _SORT_KEYS = ("order", "parameters", "forward_flops", "backward_flops", "activation_bytes")
 

@@ -53,7 +53,9 @@ remeasure_option = click.option(
 @plan_options
 @click.option("--wait", "waits", is_flag=True, help="Stay until all runs have ended; send the jobs that had to wait.")
 @click.option("--dry-run", "only_tries", is_flag=True, help="Send nothing: step the runs as `dry-run` does.")
-@click.option("--dry-run-first", "tries_first", is_flag=True, help="Do so first, and submit if every one would run.")
+@click.option(
+    "--dry-run-first", "tries_first", is_flag=True, help="Dry-run first; submit only if every run would work."
+)
 @over_budget_option
 @remeasure_option
 @output_options
@@ -116,7 +118,7 @@ def check_send_outcome(sent: SendOutcome, *, waits: bool) -> None:
     if sent.refused:
         raise sent.refused[0]
     if sent.failed is not None and not waits:
-        hint = f"{sent.waiting} jobs wait in their submission's folder: submit again, or use --wait"
+        hint = f"{sent.waiting} jobs are not sent yet: run submit again, or submit --wait"
         raise SubmitError(sent.failed.message, hint=hint)
 
 
@@ -142,7 +144,7 @@ def run_sweep(
     *, sweep: str | None, cluster_name: str, overrides: tuple[str, ...], name: str | None, over_budget: bool,
     remeasure: bool, results: ResultsTree, as_json: bool, **parameters: Any,
 ) -> None:  # fmt: skip
-    """Submit SWEEP, wait with a live screen, print the table. Ctrl-C leaves the screen; the runs go on.
+    """Submit SWEEP, wait with a live screen, print the table. Ctrl-C ends the screen, not the runs.
 
     `run --model M --strategy S` runs one configuration without a sweep's file; --set sets its other parameters.
     """
@@ -236,7 +238,9 @@ def print_submit_outcome(plan: SweepPlan, outcome: SubmitOutcome) -> None:
         counts.append(f"{len(waiting) - unsent} of which it is not known whether they run")
     print_message(f"sweep {plan.sweep.name} on {plan.profile.name}: {len(plan.runs)} runs, {', '.join(counts)}")
     if outcome.sent.waiting:
-        print_message(f"  {outcome.sent.waiting} jobs wait to be sent: {outcome.sent.reason}")
+        print_message(
+            f"  {outcome.sent.waiting} jobs are held back ({outcome.sent.reason}); run submit again, or submit --wait"
+        )
 
 
 def watch_runs(plan: SweepPlan, superseded: Mapping[str, str]) -> dict[str, RunState]:

@@ -49,7 +49,7 @@ from hpcbench.submit.watcher import SweepWatcher, Watched, has_active_runs, refr
     "--state", "wanted", metavar="STATE", multiple=True, shell_complete=complete_choices,
     help="Only runs in this state; may be repeated.",
 )  # fmt: skip
-@click.option("--all", "lists_all", is_flag=True, help="Give every run a row.")
+@click.option("--all", "lists_all", is_flag=True, help="List every run.")
 @click.option(
     "--audit", "audits", is_flag=True,
     help="Compare the scheduler's whole queue with the tree: jobs sent twice, held or empty, and what frees them.",

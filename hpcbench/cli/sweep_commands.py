@@ -29,11 +29,11 @@ from hpcbench.config.sweep_loader import count_points, load_sweep
 from hpcbench.config.toml_tables import read_toml
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError
 from hpcbench.fileio import make_folder, printable_text, write_atomic
-from hpcbench.forecast.forecast import PlanForecast, forecast_plan
-from hpcbench.parallel.check_names import check_names
+from hpcbench.predict.forecast import PlanForecast, forecast_plan
 from hpcbench.report.plan_view import plan_renderables
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.site.profile_check import check_against_scheduler
+from hpcbench.strategies.check_names import check_names
 from hpcbench.submit.batch_call import planned_calls
 from hpcbench.submit.plan import SweepPlan
 from hpcbench.submit.submission_record import next_submission_folder, write_sweep_record

@@ -10,7 +10,7 @@ import msgspec
 from hpcbench.cli.common import filter_options, out_option, output_options, print_json, print_message, sources_argument
 from hpcbench.cli.oracle_commands import show_view
 from hpcbench.fileio import encode_indented_json, write_atomic
-from hpcbench.oracle.calibration.calibration_runs import check_disturbed
+from hpcbench.predict.calibration.calibration_runs import check_disturbed
 from hpcbench.report.column_names import Condition
 from hpcbench.report.load_results import load_frame
 from hpcbench.report.prediction_view import machine_notes

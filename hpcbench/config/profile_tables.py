@@ -4,13 +4,12 @@ environments.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from typing import Annotated, ClassVar, Literal, Protocol
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from hpcbench.config.run_spec import max_job_minutes
+from hpcbench.config.scheduler_kinds import SHIPPED_KINDS, SchedulerKind, check_scheduler_kind, scheduler_kind
 from hpcbench.config.toml_tables import (
     Bytes,
     BytesPerSecond,
@@ -140,46 +139,15 @@ GpuRequestStyle = Literal["gpus-per-node", "gpus-per-task", "gpus", "gres", "gre
 ContainerRuntime = Literal["apptainer", "singularity", "shifter", "podman-hpc", "pyxis", "cscs-engine", "uenv"]
 
 
-SHIPPED_SCHEDULERS = ["slurm", "local", "pbs", "none"]
-
-
-def _check_scheduler_kind(kind: object) -> object:
-    """Refuse a kind that is neither shipped nor a module ``hpcbench.submit.<kind>_scheduler``."""
-    is_module_name = isinstance(kind, str) and kind.isidentifier()
-    if kind in SHIPPED_SCHEDULERS or (is_module_name and importlib.util.find_spec(f"hpcbench.submit.{kind}_scheduler")):
-        return kind
-    raise ValueError(f"input should be 'slurm', 'local', 'pbs' or 'none', not {kind!r:.80}")
-
-
-SchedulerKind = Annotated[
-    str, BeforeValidator(_check_scheduler_kind), WithJsonSchema({"enum": SHIPPED_SCHEDULERS, "type": "string"})
+SchedulerName = Annotated[
+    str, BeforeValidator(check_scheduler_kind), WithJsonSchema({"enum": [*SHIPPED_KINDS], "type": "string"})
 ]
-
-
-class SchedulerTraits(Protocol):
-    """The properties of a kind of scheduler that profiles, job scripts and predictions depend on.
-
-    ``hpcbench.submit.scheduler.DefaultTraits`` has the defaults.
-    """
-
-    runs_here: ClassVar[bool]
-    """Whether jobs run on this machine, which then is the only node."""
-    is_slurm: ClassVar[bool]
-    """Whether sbatch, srun, squeue and scontrol belong to it."""
-    directives: ClassVar[str | None]
-    """``"module:function"`` of the directives of a job script, called as ``render.job_script.sbatch_directives``."""
-    directive_form: ClassVar[tuple[str, str]]
-    """Text before the name of a directive, and between name and value."""
-    submit_command: ClassVar[str | None]
-    """Command by which the user submits rendered scripts, if hpcbench does not."""
-    note: ClassVar[str]
-    """What ``doctor`` reports."""
 
 
 class SchedulerConfig(TomlTable):
     """The scheduler that starts the jobs."""
 
-    kind: SchedulerKind = "slurm"
+    kind: SchedulerName = "slurm"
     """`local` runs the job scripts on this machine; scripts for `pbs` are rendered, not submitted; `none` is a machine
     that is only predicted for."""
     config_file: SingleLineText | None = None
@@ -200,11 +168,9 @@ class SchedulerConfig(TomlTable):
     """Time before the time limit at which the ranks receive a signal (--signal) and write their measurements."""
 
     @property
-    def traits(self) -> type[SchedulerTraits]:
-        """The properties of ``kind``, from the module that implements it."""
-        # By name: the submission is a layer above.
-        traits: type[SchedulerTraits] = importlib.import_module("hpcbench.submit.scheduler").scheduler_traits(self.kind)
-        return traits
+    def traits(self) -> SchedulerKind:
+        """The properties of ``kind``."""
+        return scheduler_kind(self.kind)
 
 
 class ResourceRequest(TomlTable):

@@ -17,9 +17,9 @@ from markupsafe import Markup
 import hpcbench
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.profile_tables import EnvironmentConfig, NodeConfig, ResourceRequest
+from hpcbench.config.scheduler_kinds import MakeDirectives
 from hpcbench.errors import EXIT_NOTHING_TO_DO, EXIT_PREEMPTED, RenderError, did_you_mean
 from hpcbench.fileio import printable_text
-from hpcbench.parallel.catalog import load_object
 from hpcbench.paths import search_folders
 from hpcbench.render import launch_step
 from hpcbench.units import format_slurm_time
@@ -214,6 +214,10 @@ def render_script(
     return engine.render("job.sh.j2", template_context(profile, shape, sweep, folder, number, pack, runs))
 
 
+_DIRECTIVES: dict[str, MakeDirectives] = {"slurm": sbatch_directives, "pbs": pbs_directives}
+"""Functions that return the directives of a job script, by kind of scheduler."""
+
+
 def template_context(
     profile: ClusterProfile,
     shape: launch_step.JobShape,
@@ -230,9 +234,8 @@ def template_context(
     directives: Sequence[tuple[str, DirectiveValue]] = []
     # Unique, so that a job can be found again by it.
     name = f"hpcbench-{folder.name}-{number}"
-    if traits.directives is not None:
-        make_directives = load_object(traits.directives)
-        assert callable(make_directives), f"{traits.directives} is no function"
+    make_directives = traits.directives or _DIRECTIVES.get(profile.scheduler.kind)
+    if make_directives is not None:
         directives = make_directives(shape, profile, name, str(folder), number, pack, runs)
     return {
         "sweep": sweep,

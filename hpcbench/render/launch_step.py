@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.profile_tables import ContainerConfig, ResourceRequest
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.catalog import get_strategy
+from hpcbench.strategies.catalog import get_strategy
 
 LAUNCH_OVERHEAD_S = 30.0
 """Seconds that starting and ending one launch of a pack may take in addition to the run's own limit."""
@@ -43,7 +43,7 @@ would the loading of a kernel at its first use, which synchronises the context (
 def has_nccl_pipeline(spec: RunSpec, profile: ClusterProfile) -> bool:
     """Return whether the run's ranks form a pipeline over NCCL."""
     entry = get_strategy(spec.strategy)
-    return profile.device == "cuda" and entry.schedule is not None and not entry.drives_several_devices
+    return profile.device == "cuda" and entry.pipeline.schedule is not None and not entry.drives_several_devices
 
 
 def make_job_shape(spec: RunSpec, profile: ClusterProfile) -> JobShape:

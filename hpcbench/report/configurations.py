@@ -11,11 +11,11 @@ import polars as pl
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError, did_you_mean
-from hpcbench.parallel.catalog import SINGLE_DEVICE
 from hpcbench.report.column_names import Condition, with_derived_columns
 from hpcbench.report.results_table import ResultRow
 from hpcbench.results.frame import JSON_TEXT, column_types
 from hpcbench.results.schema import STATUS_BROKEN, STATUS_OK
+from hpcbench.strategies.catalog import SINGLE_DEVICE
 
 Scaling = Literal["weak", "strong"]
 

@@ -11,15 +11,16 @@ import msgspec
 
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.fileio import printable_excerpt
-from hpcbench.forecast.layer_table_cache import load_layer_table
-from hpcbench.parallel.catalog import get_model as catalog_model
-from hpcbench.parallel.catalog import shipped_model_entries as shipped_models
-from hpcbench.parallel.layer_table import LayerRow, LayerTable, LayerTableRequest
-from hpcbench.parallel.resolve import InfeasiblePoint, single_device_run
-from hpcbench.parallel.workloads import DATASETS, check_custom_model, is_custom_model
+from hpcbench.predict.layer_table_cache import load_layer_table
 from hpcbench.report.table_model import Column, View, text_column
 from hpcbench.report.table_output import PrintedView
+from hpcbench.strategies.layer_table import LayerRow, LayerTable, LayerTableRequest
+from hpcbench.strategies.resolve import InfeasiblePoint, single_device_run
 from hpcbench.units import format_bytes, format_count
+from hpcbench.workloads.custom_models import check_custom_model, is_custom_model
+from hpcbench.workloads.datasets import DATASETS
+from hpcbench.workloads.models import MODELS
+from hpcbench.workloads.models import get_model as catalog_model
 
 _UNITS_NOTE = (
     "per sample, fp32. FLOP: two per multiply-add of convolutions, matrix products and attention; backward without "
@@ -56,7 +57,7 @@ def find_layer_tables(
             message = f"{name} is a custom model: its data sets are unknown"
             raise ConfigError(message, where="--model", hint="name one with --dataset")
     requests, reasons = [], []
-    for model in models or shipped_models():
+    for model in models or MODELS:
         for dataset in datasets or DATASETS:
             spec = single_device_run(model, dataset, input_size)
             if isinstance(spec, InfeasiblePoint):

@@ -368,7 +368,7 @@ def grouped_view(
     add_predictions: AddPredictions | None = None
     if request.predictions:
         # Imported here: other tables need no oracle.
-        from hpcbench.forecast.cluster_forecasts import ClusterForecasts
+        from hpcbench.predict.cluster_forecasts import ClusterForecasts
         from hpcbench.report.prediction_frames import with_predictions
 
         add_predictions = functools.partial(with_predictions, forecasts=ClusterForecasts(tree))

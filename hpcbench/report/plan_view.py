@@ -11,11 +11,15 @@ from rich.text import Text
 
 from hpcbench.config.run_spec import strategy_label
 from hpcbench.fileio import printable_text
-from hpcbench.forecast.forecast import PlanForecast
-from hpcbench.oracle.prediction import count_bases
-from hpcbench.parallel.catalog import get_strategy
-from hpcbench.parallel.pipeline.schedule_simulator import ScheduleTimeline, simulate_schedule
-from hpcbench.parallel.pipeline.schedules import (
+from hpcbench.predict.forecast import PlanForecast
+from hpcbench.predict.prediction import count_bases
+from hpcbench.report.results_table import split_parameters
+from hpcbench.report.table_model import Column, View, text_column
+from hpcbench.report.table_output import PrintedView
+from hpcbench.strategies.catalog import get_strategy
+from hpcbench.strategies.pipeline.entry import pipeline_layout
+from hpcbench.strategies.pipeline.schedule_simulator import ScheduleTimeline, simulate_schedule
+from hpcbench.strategies.pipeline.schedules import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -24,10 +28,6 @@ from hpcbench.parallel.pipeline.schedules import (
     PipelineLayout,
     schedule_actions,
 )
-from hpcbench.parallel.strategies.pipeline import pipeline_layout
-from hpcbench.report.results_table import split_parameters
-from hpcbench.report.table_model import Column, View, text_column
-from hpcbench.report.table_output import PrintedView
 from hpcbench.submit.plan import JobGroup, SweepPlan
 from hpcbench.units import pluralize
 
@@ -184,7 +184,7 @@ def _schedule_lines(plan: SweepPlan) -> Iterator[str]:
     schedules = {
         (spec.strategy, pipeline_layout(spec), spec.micro_batches)
         for spec in plan.missing.values()
-        if get_strategy(spec.strategy).records_timeline and 1 < spec.pp_degree <= MAX_STAGES_DRAWN
+        if get_strategy(spec.strategy).pipeline.records_timeline and 1 < spec.pp_degree <= MAX_STAGES_DRAWN
     }
     drawn = sorted(schedules, key=lambda entry: (entry[1].ranks * entry[2], entry[0]))[:MAX_SCHEDULES_DRAWN]
     for schedule, layout, micro_batches in drawn:

@@ -9,15 +9,15 @@ import msgspec
 import polars as pl
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.forecast.cluster_forecasts import ClusterForecasts
-from hpcbench.oracle.prediction import NotPredicted, Prediction
-from hpcbench.parallel.catalog import get_strategy
-from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
+from hpcbench.predict.cluster_forecasts import ClusterForecasts
+from hpcbench.predict.prediction import NotPredicted, Prediction
 from hpcbench.report.configurations import HIGH, LOW, STEP_TIME, run_spec_of
 from hpcbench.report.plots.plot_model import NothingToDraw
 from hpcbench.report.plots.point_data import plot_points
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import STATUS_OK
+from hpcbench.strategies.catalog import get_strategy
+from hpcbench.strategies.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 
 EXTRAPOLATION_FACTOR = 8
 """Predicted lines extend to so many times the measured devices."""

@@ -15,11 +15,11 @@ from rich.console import Group, RenderableType
 from hpcbench.config.expression import Expression
 from hpcbench.config.run_spec import RunSpec, config_id, spec_document
 from hpcbench.config.sweep_loader import COMPUTED_NAMES, expression_values
-from hpcbench.forecast.forecast import Forecast
-from hpcbench.oracle.calibration.calibration_store import Calibration
-from hpcbench.oracle.machine import Machine
-from hpcbench.oracle.measured_factors import counted_phrase
-from hpcbench.oracle.prediction import MEASURED_FOR_SWEEP, NotPredicted, Prediction, PredictionBasis
+from hpcbench.predict.calibration.calibration_store import Calibration
+from hpcbench.predict.forecast import Forecast
+from hpcbench.predict.machine import Machine
+from hpcbench.predict.measured_factors import counted_phrase
+from hpcbench.predict.prediction import MEASURED_FOR_SWEEP, NotPredicted, Prediction, PredictionBasis
 from hpcbench.report.results_table import identity_columns, split_parameters
 from hpcbench.report.table_model import Column, View, text_column
 from hpcbench.report.table_output import PrintedView

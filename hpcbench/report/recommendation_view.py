@@ -10,11 +10,11 @@ import msgspec
 
 from hpcbench.config.run_spec import spec_document, strategy_label
 from hpcbench.config.sweep_file import sweep_toml
-from hpcbench.forecast.fitted_decoders import run_point
-from hpcbench.forecast.oracle_requests import LayoutRecommendation
-from hpcbench.oracle.recommend import OBJECTIVES, Candidate, Recommendation, candidate_sweep_points
-from hpcbench.oracle.transformer.layout import Layout
-from hpcbench.oracle.transformer.layout_search import LayoutRanking, RankedLayout
+from hpcbench.predict.decoder.layout import Layout
+from hpcbench.predict.decoder.layout_search import LayoutRanking, RankedLayout
+from hpcbench.predict.fitted_decoders import run_point
+from hpcbench.predict.oracle_requests import LayoutRecommendation
+from hpcbench.predict.recommend import OBJECTIVES, Candidate, Recommendation, candidate_sweep_points
 from hpcbench.report.prediction_view import basis_columns, basis_notes, interval_text, memory_text, time_split_text
 from hpcbench.report.table_model import Column, View, text_column
 from hpcbench.report.table_output import PrintedView

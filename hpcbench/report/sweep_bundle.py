@@ -24,7 +24,7 @@ from hpcbench.results.bundle_archive import (
 )
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.submit.journal import journal_paths, read_journal
-from hpcbench.submit.scheduler import job_log, scheduler_class
+from hpcbench.submit.scheduler_registry import job_log, scheduler_class
 from hpcbench.submit.submission_record import NewestSubmission, Submission, SweepRecord, list_submissions
 
 MAX_LOG_BYTES = 16 * 2**20

@@ -13,13 +13,14 @@ import msgspec
 import polars as pl
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.forecast.cluster_forecasts import ClusterForecasts
-from hpcbench.oracle.machine import Machine
-from hpcbench.oracle.prediction import NotPredicted, Prediction, count_bases
-from hpcbench.parallel.catalog import STRATEGIES, representative
+from hpcbench.predict.cluster_forecasts import ClusterForecasts
+from hpcbench.predict.machine import Machine
+from hpcbench.predict.prediction import NotPredicted, Prediction, count_bases
+from hpcbench.predict.strategy_cost import find_cost
 from hpcbench.report.configurations import SPEC_COLUMNS, STEP_TIME, run_spec_of
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import STATUS_OK
+from hpcbench.strategies.catalog import STRATEGIES, representative
 
 VALIDATION_COLUMNS = ("cluster", "run_id", "config_id", "environment_digest", "status", STEP_TIME, *SPEC_COLUMNS)
 COUNTED_FAILURES = frozenset({"oom", "failed", "timeout"})
@@ -200,7 +201,7 @@ def validate(frame: pl.DataFrame, results: ResultsTree) -> Validation:
             lambda one: one.launches_s if one.status == STATUS_OK else one.status in COUNTED_FAILURES,
         # A probe measures, it does not train.
         "of strategies that the oracle has no formulas for":
-            lambda one: one.spec.strategy in STRATEGIES and STRATEGIES[one.spec.strategy].cost is not None,
+            lambda one: one.spec.strategy in STRATEGIES and find_cost(one.spec.strategy) is not None,
         "that the cluster's calibration was fitted to":
             lambda one: not forecasts.fitted_from(one.cluster, one.spec) & {*one.run_ids},
     }  # fmt: skip

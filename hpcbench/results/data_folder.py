@@ -11,7 +11,7 @@ import msgspec
 
 from hpcbench.errors import StorageError
 from hpcbench.fileio import read_error, read_regular
-from hpcbench.parallel.workloads import DATASETS
+from hpcbench.workloads.datasets import DATASETS
 
 SAMPLES_FORMAT_VERSION = 1
 """Version of synthetic files. It is raised whenever the same command would generate other samples."""

@@ -103,6 +103,8 @@ class DryRunTask(msgspec.Struct, frozen=True, kw_only=True):
     spec: RunSpec
     device: str
     """``cpu`` or ``cuda``: the device that the run would have."""
+    ranks: tuple[int, ...] = ()
+    """The ranks to step; all where it is empty."""
     model_folder: str | None = None
     """Absolute path of the folder of custom models."""
     limit_s: float = 120.0

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.traffic import Traffic
 from hpcbench.results.probe_records import ProbeResults
+from hpcbench.strategies.traffic import Traffic
 
 SCHEMA_VERSION = 1
 

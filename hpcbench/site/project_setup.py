@@ -18,12 +18,14 @@ from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.sweep_file import SweepFile
 from hpcbench.errors import ConfigError, SubmitError, did_you_mean
 from hpcbench.fileio import encode_indented_json, make_folder, write_error, write_file
-from hpcbench.parallel.catalog import selectable_strategies, shipped_model_entries
-from hpcbench.parallel.workloads import CUSTOM_MODEL_PATTERN, DATASETS
 from hpcbench.paths import shared_folder
 from hpcbench.render.job_script import rank_python
 from hpcbench.results.schema import RunResult
+from hpcbench.strategies.catalog import selectable_strategies
 from hpcbench.submit.scheduler import scrubbed_environment
+from hpcbench.workloads.custom_models import CUSTOM_MODEL_PATTERN
+from hpcbench.workloads.datasets import DATASETS
+from hpcbench.workloads.models import MODELS
 
 _PROJECT_README = """# An hpcbench project
 
@@ -158,7 +160,7 @@ def _make_sweep_schema() -> dict[str, Any]:
     """Pydantic's schema with the names that exist, so that an editor can complete them."""
     document = SweepFile.model_json_schema()
     names = {
-        "model": sorted(shipped_model_entries()),
+        "model": sorted(MODELS),
         "dataset": sorted(DATASETS),
         "strategy": sorted(selectable_strategies()),
     }

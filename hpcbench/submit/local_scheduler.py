@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 class LocalScheduler(Scheduler):
     """Each submission has a queue process of its own (``hpcbench.submit.local_queue``); a job id is a process id."""
 
-    runs_here: ClassVar[bool] = True
     poll_s: ClassVar[float] = 1.0
     queue_log: ClassVar[str | None] = "queue.log"
 

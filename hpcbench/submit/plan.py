@@ -25,17 +25,18 @@ from hpcbench.config.run_spec import DEGREE_NAMES, RunSpec, run_id
 from hpcbench.config.sweep_file import TABLE_PARAMETERS, ParameterPath, StopRule, SubmitTable
 from hpcbench.config.sweep_loader import ExcludedPoint, Sweep, expand_sweep, find_exclusion
 from hpcbench.errors import ConfigError
-from hpcbench.parallel.catalog import get_model, get_strategy
-from hpcbench.parallel.check_names import check_names, custom_model_folder
-from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
-from hpcbench.parallel.workloads import sample_shape
 from hpcbench.paths import data_folder
 from hpcbench.render.job_script import rank_python
 from hpcbench.render.launch_step import LAUNCH_OVERHEAD_S, JobShape, has_nccl_pipeline, job_time_limit_s, make_job_shape
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_BROKEN, STATUS_OK, ResultSummary
 from hpcbench.results.stop_rules import StopGroup, format_stop_reason, is_smaller_run
+from hpcbench.strategies.catalog import get_strategy
+from hpcbench.strategies.check_names import check_names, custom_model_folder
+from hpcbench.strategies.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.submit.run_order import MAX_SLICES, interleave, order_seed, shuffle_runs
+from hpcbench.workloads.datasets import sample_shape
+from hpcbench.workloads.models import get_model
 
 _VERSIONED_PACKAGES = ("torch", "torchvision", "numpy", "scikit_learn", "horovod", "fairscale")
 _DIST_INFO_PATTERN = re.compile(r"(?P<name>[A-Za-z0-9_.]+)-(?P<version>[^-]+)\.dist-info")

@@ -32,7 +32,8 @@ from hpcbench.results.attempts import AttemptStart, latest_start
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_BROKEN, STATUS_OK, STATUSES, FailureRecord, ResultSummary, RunResult
 from hpcbench.submit.journal import drop_runs
-from hpcbench.submit.scheduler import HasSchedulerSettings, JobStatus, QueueTable, StateQuery, scheduler_class
+from hpcbench.submit.scheduler import HasSchedulerSettings, JobStatus, QueueTable, StateQuery
+from hpcbench.submit.scheduler_registry import scheduler_class
 from hpcbench.submit.submission_record import (
     NewestSubmission,
     SubmittedRun,

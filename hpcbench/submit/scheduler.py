@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import importlib
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple, Protocol, TypeAlias
@@ -33,8 +32,8 @@ from hpcbench.fileio import printable_text
 from hpcbench.paths import search_folders, user_folder
 from hpcbench.submit.job_limits import SchedulerLimits
 from hpcbench.submit.silence import SILENCE_S, announce, has_listeners
-from hpcbench.submit.submission_record import NewestSubmission, Submission, SubmittedRun, list_submissions
-from hpcbench.units import MAX_TIME_S, parse_quantity
+from hpcbench.submit.submission_record import NewestSubmission, Submission, SubmittedRun
+from hpcbench.units import MAX_TIME_S
 
 if TYPE_CHECKING:
     from hpcbench.config.cluster_profile import ClusterProfile
@@ -109,38 +108,13 @@ class StateQuery(Protocol):
         """
 
 
-class DefaultTraits:
-    """The defaults of ``hpcbench.config.profile_tables.SchedulerTraits``, which describes each property."""
-
-    runs_here: ClassVar[bool] = False
-    is_slurm: ClassVar[bool] = False
-    directives: ClassVar[str | None] = None
-    directive_form: ClassVar[tuple[str, str]] = ("#SBATCH --", "=")
-    submit_command: ClassVar[str | None] = None
-    note: ClassVar[str] = "its commands are not checked"
-
-
-class _PbsTraits(DefaultTraits):
-    directives = "hpcbench.render.job_script:pbs_directives"
-    directive_form = ("#PBS -", " ")
-    submit_command = "qsub"
-    note = "PBS: render writes jobs for qsub"
-
-
-class _PredictionTraits(DefaultTraits):
-    note = "none: predictions alone"
-
-
-class Scheduler(DefaultTraits, abc.ABC):
+class Scheduler(abc.ABC):
     """A scheduler, or the jobs of one machine without a scheduler.
 
     Every method may be called from several processes and hosts at once. Times are seconds, Unix times end in
     ``_unix_s``. Example of a third kind (see ``tests/submit/test_third_scheduler.py``)::
 
         class FluxScheduler(Scheduler):
-            directives = "hpcbench.submit.flux_scheduler:flux_directives"
-            directive_form = ("# flux: --", "=")
-
             def submit(self, folder, record, profile, tree, notify): ...  # flux batch, journal, lock
             def state(self, submissions): ...                             # flux jobs
             def cancel(self, whole, parts): ...                           # flux cancel
@@ -256,11 +230,6 @@ NO_ARRAY_TASK = "4294967294"
 """The value of %a in the name of a log of a job that is no array."""
 
 
-def job_log(run: SubmittedRun) -> Path | None:
-    """The file with the output of the script of a run's job; ``None`` if the run has no job yet."""
-    return scheduler_class(run.record.scheduler, run.record.cluster).job_log(run)
-
-
 def account_error(profile: ClusterProfile) -> ConfigError | None:
     """Return the error if the cluster requires an account and the profile has none; else ``None``."""
     if not profile.account_required or profile.account is not None:
@@ -269,68 +238,6 @@ def account_error(profile: ClusterProfile) -> ConfigError | None:
         f"cluster {profile.name} takes no job without an account",
         hint=f'put it into {user_folder() / "config.toml"}, below [accounts]: {profile.name} = "..."',
     )
-
-
-_TRAITS_WITHOUT_MODULE = {"pbs": _PbsTraits, "none": _PredictionTraits}
-_RENDERED_ONLY = {
-    "pbs": (
-        "is run by PBS, which hpcbench writes for but does not submit to",
-        "hpcbench render SWEEP --cluster NAME --out DIR writes complete jobs: qsub DIR/0.sh, and so on",
-    ),
-    "none": ("is only predicted for: no job reaches it", "plan and predict take it; hpcbench cluster list has others"),
-}
-
-
-def scheduler_traits(kind: str) -> type[DefaultTraits]:
-    """The properties of ``scheduler.kind`` of a profile."""
-    return _TRAITS_WITHOUT_MODULE.get(kind) or scheduler_class(kind, f"with a scheduler {kind!r}")
-
-
-def scheduler_class(kind: str, cluster: str) -> type[Scheduler]:
-    """The class for ``scheduler.kind`` of a profile, or for ``scheduler`` of a submission's record.
-
-    Raises ``ConfigError``, which names ``cluster``, if no module implements the kind, or a module without a scheduler.
-    """
-    module_name = f"hpcbench.submit.{kind}_scheduler"
-    try:
-        implementation = importlib.import_module(module_name).SCHEDULER
-    except ModuleNotFoundError as error:
-        if error.name != module_name:
-            raise
-        reason, hint = _RENDERED_ONLY.get(kind, (f"has a scheduler of the unknown kind {kind!r}", None))
-        raise ConfigError(f"cluster {cluster} {reason}", hint=hint) from None
-    if not isinstance(implementation, type) or not issubclass(implementation, Scheduler):
-        message = f"cluster {cluster}: {module_name}.SCHEDULER is {implementation!r}, not a subclass of Scheduler"
-        raise ConfigError(message, hint="hpcbench/submit/scheduler.py describes the class that is required")
-    return implementation
-
-
-def poll_period_s(kind: str, cluster: str, settings: HasSchedulerSettings) -> float:
-    """Pause (s) between two queries of a scheduler: ``scheduler.poll_s`` of the profile, else that of the kind."""
-    period = settings.scheduler.poll_s
-    if isinstance(period, str):
-        return parse_quantity(period, "time")
-    return scheduler_class(kind, cluster).poll_s if period is None else period
-
-
-def check_scheduler(profile: ClusterProfile) -> None:
-    """Raise ``SubmitError`` or ``ConfigError`` if no job can be submitted to the cluster from this machine."""
-    scheduler_class(profile.scheduler.kind, profile.name)(profile).check(profile)
-
-
-def send_unsent(
-    tree: ClusterTree, run_ids: Iterable[str], profile: ClusterProfile, notify: Notify = ignore_message
-) -> SendOutcome:
-    """Submit every job that carries one of ``run_ids`` and was not submitted yet, the oldest submission first."""
-    wanted = set(run_ids)
-    total = SendOutcome()
-    for folder, record in list_submissions(tree):
-        if not wanted.isdisjoint(run_id for array in record.arrays for run_id in array.run_ids):
-            scheduler = scheduler_class(record.scheduler, record.cluster)(profile)
-            total.add(scheduler.submit(folder, record, profile, tree, notify))
-            if total.failed is not None:
-                break
-    return total
 
 
 _SCRUBBED_PREFIXES = (

@@ -11,14 +11,7 @@ from hpcbench.errors import SubmitError
 from hpcbench.identity import account_name
 from hpcbench.submit.job_limits import JobLimit, SchedulerLimits
 from hpcbench.submit.journal import read_journal
-from hpcbench.submit.scheduler import (
-    JobStatus,
-    Notify,
-    QueueTable,
-    Scheduler,
-    SendOutcome,
-    find_command,
-)
+from hpcbench.submit.scheduler import JobStatus, Notify, QueueTable, Scheduler, SendOutcome, find_command
 from hpcbench.submit.slurm_queue import (
     QueueQuery,
     count_queued_jobs,
@@ -44,8 +37,6 @@ _ENDED_JOB_PATTERN = re.compile(r"already completing or completed|Invalid job id
 class SlurmScheduler(Scheduler):
     """Runs of one shape are a job array; a job id is ``4711_3`` for task 3 of array 4711, or ``4711``."""
 
-    is_slurm: ClassVar[bool] = True
-    directives: ClassVar[str | None] = "hpcbench.render.job_script:sbatch_directives"
     poll_s: ClassVar[float] = 30.0
     requeues: ClassVar[bool] = True
     has_arrays: ClassVar[bool] = True

@@ -35,15 +35,8 @@ from hpcbench.submit.journal import read_journal
 from hpcbench.submit.lock import exclusive_lock
 from hpcbench.submit.plan import RERUN_ON_SUBMIT, JobGroup, StopGroups, SweepPlan
 from hpcbench.submit.run_state import ACTIVE_STATES, RunState, record_scheduler_failures, run_states
-from hpcbench.submit.scheduler import (
-    Notify,
-    SendOutcome,
-    check_scheduler,
-    ignore_message,
-    scrubbed_environment,
-    scrubbed_names,
-    send_unsent,
-)
+from hpcbench.submit.scheduler import Notify, SendOutcome, ignore_message, scrubbed_environment, scrubbed_names
+from hpcbench.submit.scheduler_registry import check_scheduler, send_unsent
 from hpcbench.submit.silence import announce_silence
 from hpcbench.submit.submission_record import (
     JobArray,

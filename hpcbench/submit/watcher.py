@@ -18,7 +18,8 @@ from hpcbench.fileio import TEMPORARY_REFUSALS
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_OK, ResultSummary
 from hpcbench.submit.run_state import ACTIVE_STATES, RunState, record_scheduler_failures, run_states
-from hpcbench.submit.scheduler import HasSchedulerSettings, poll_period_s, send_unsent
+from hpcbench.submit.scheduler import HasSchedulerSettings
+from hpcbench.submit.scheduler_registry import poll_period_s, send_unsent
 
 if TYPE_CHECKING:
     from hpcbench.config.cluster_profile import ClusterProfile

@@ -58,11 +58,11 @@ def _check_module(name: str) -> dict[str, Any]:
 def _load_module(name: str) -> Any:
     """Import ``name``, and for some packages more, so that they are known to work."""
     if name == "torchvision":
-        from hpcbench.worker.models.build import import_torchvision_models
+        from hpcbench.worker.models.torchvision_models import import_torchvision_models
 
         return import_torchvision_models()
     if name == "horovod.torch":
-        from hpcbench.worker.strategies.horovod import load_horovod
+        from hpcbench.strategies.horovod.train import load_horovod
 
         return load_horovod()
     with warnings.catch_warnings():

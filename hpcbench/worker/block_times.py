@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import HpcbenchError, unsupported
 from hpcbench.fileio import write_atomic
-from hpcbench.parallel.pipeline import stage_balance
-from hpcbench.parallel.pipeline.stage_partition import BlockTimes
-from hpcbench.parallel.workloads import is_custom_model
 from hpcbench.paths import cache_folder
+from hpcbench.strategies.pipeline import stage_balance
+from hpcbench.strategies.pipeline.stage_partition import BlockTimes
 from hpcbench.worker.layers import zero_batch
 from hpcbench.worker.measure.clocks import synchronize
 from hpcbench.worker.measure.environment_record import cpu_model
 from hpcbench.worker.model_execution import MixedPrecision, disable_inplace_first_op, storage_dtype, summed_loss
+from hpcbench.workloads.custom_models import is_custom_model
 
 _WARM_UP_PASSES = 2
 _MIN_REPEATS, _MAX_REPEATS = 3, 20

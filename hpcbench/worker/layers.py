@@ -20,12 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import HpcbenchError, WorkerError
-from hpcbench.parallel import layer_table
-from hpcbench.parallel.resolve import InfeasiblePoint, shipped_model_dataset_pairs, single_device_run
-from hpcbench.parallel.workloads import DATASETS, sample_shape
+from hpcbench.strategies import layer_table
+from hpcbench.strategies.resolve import InfeasiblePoint, shipped_model_dataset_pairs, single_device_run
 from hpcbench.worker.measure.layer_trace import TracedLayer, trace_layers
 from hpcbench.worker.model_execution import avoid_cumulative_averages
 from hpcbench.worker.models.build import build_meta_model
+from hpcbench.workloads.datasets import DATASETS, sample_shape
 
 HOST_DEVICE = torch.device("cpu")
 

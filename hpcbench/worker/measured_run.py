@@ -16,9 +16,9 @@ from functools import partial
 import torch
 
 from hpcbench.config.run_spec import RunSpec, TaskFileHeader
-from hpcbench.parallel.catalog import get_strategy
-from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest, read_shipped_table
 from hpcbench.paths import expand_path
+from hpcbench.strategies.catalog import get_strategy
+from hpcbench.strategies.layer_table import LayerTable, LayerTableRequest, read_shipped_table
 from hpcbench.worker.data.feed import DataFeed, DataSource
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed import rank_environment
@@ -33,7 +33,7 @@ from hpcbench.worker.measure.traffic_recorder import run_recorded_step
 from hpcbench.worker.model_execution import choose_convolution_algorithms, wrap_blocks
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.shutdown import PeerEnded, StopController
-from hpcbench.worker.strategies.base import Strategy, resolve_runtime
+from hpcbench.worker.strategy import Strategy, resolve_runtime
 from hpcbench.worker.training_loop import LoopProgress, make_evaluate_hook, run_training_loop
 from hpcbench.worker.verification.verify import VerificationInputs, verify_run
 
@@ -149,7 +149,7 @@ def _measure_after_timing(
     result.phases, result.host_syncs = profiled.phases, profiled.host_syncs
     first += spec.profile_steps
     result.traffic = run_recorded_step(strategy, feed, spec, context.device, stop, agree, first, result.warnings)
-    if spec.profile_steps and get_strategy(spec.strategy).records_timeline and not agree(stop.should_stop()):
+    if spec.profile_steps and get_strategy(spec.strategy).pipeline.records_timeline and not agree(stop.should_stop()):
         result.timeline = strategy.record_actions(feed, first + 2, context.device)
     if strategy.measures_machine:
         result.probe = strategy.measure(feed, raise_if_any_stopped)

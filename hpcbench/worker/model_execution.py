@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import unsupported
-from hpcbench.parallel.catalog import get_strategy
-from hpcbench.parallel.gradient_buckets import MASTER_UPDATE_CAP_BYTES, fill_buckets
+from hpcbench.strategies.catalog import get_strategy
+from hpcbench.strategies.gradient_buckets import MASTER_UPDATE_CAP_BYTES, fill_buckets
 
 
 def summed_loss(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -10,17 +10,17 @@ from typing import Any
 import msgspec
 
 from hpcbench.config.run_spec import RunSpec, RunTask, TaskFileHeader
-from hpcbench.parallel.catalog import get_strategy
-from hpcbench.parallel.mesh import RankMesh, dropped_samples
-from hpcbench.parallel.pipeline.schedule_simulator import ActionSpan, measured_bubble_fraction, planned_timeline
-from hpcbench.parallel.pipeline.schedules import Action
-from hpcbench.parallel.strategies.pipeline import pipeline_layout
-from hpcbench.parallel.traffic import total_payload_bytes
-from hpcbench.parallel.workloads import DATASETS, sample_shape
 from hpcbench.results import schema, timing_statistics
+from hpcbench.strategies.catalog import get_strategy
+from hpcbench.strategies.mesh import RankMesh, dropped_samples
+from hpcbench.strategies.pipeline.entry import pipeline_layout
+from hpcbench.strategies.pipeline.schedule_simulator import ActionSpan, measured_bubble_fraction, planned_timeline
+from hpcbench.strategies.pipeline.schedules import Action
+from hpcbench.strategies.traffic import total_payload_bytes
 from hpcbench.units import format_seconds
 from hpcbench.worker.failure import join_numbers
 from hpcbench.worker.measure.interference import interference_warnings
+from hpcbench.workloads.datasets import DATASETS, sample_shape
 
 _PHASE_FIELDS = tuple(name for name in schema.StepPhases.__struct_fields__ if name != "step_s")
 
@@ -165,7 +165,7 @@ def pipeline_timeline(spec: RunSpec, ranks: Mapping[int, schema.RankResult]) -> 
     """The first replica's ranks; ``None`` where the run is no pipeline of one step, or a rank recorded nothing."""
     group = RankMesh.of(spec).group(0, "pp")
     has_timelines = all(rank in ranks and ranks[rank].timeline for rank in group)
-    if not has_timelines or not get_strategy(spec.strategy).records_timeline:
+    if not has_timelines or not get_strategy(spec.strategy).pipeline.records_timeline:
         return None
     measured = {
         stage: [

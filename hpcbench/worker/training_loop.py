@@ -15,7 +15,7 @@ from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.measure.clocks import StepClock, make_step_clock, process_age_s, synchronize
 from hpcbench.worker.model_execution import count_compiled_graphs, force_eager, recompilation_warning
 from hpcbench.worker.shutdown import StopController
-from hpcbench.worker.strategies.base import Strategy
+from hpcbench.worker.strategy import Strategy
 
 
 class LoopProgress:

@@ -20,13 +20,13 @@ from hpcbench.cli.main import cli
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.errors import ConfigError, HpcbenchError
-from hpcbench.forecast.calibrate import calibration_sweeps, plan_calibration
-from hpcbench.oracle.calibration.calibration_store import machine_for
-from hpcbench.oracle.calibration.calibration_sweep import calibration_sweep_toml
+from hpcbench.predict.calibrate import calibration_sweeps, plan_calibration
+from hpcbench.predict.calibration.calibration_store import machine_for
+from hpcbench.predict.calibration.calibration_sweep import calibration_sweep_toml
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.submit.plan import SweepPlan, available_cores, make_plan
-from tests.oracle.planted_probes import probe_run
-from tests.oracle.test_fit_calibration import everything, run_of, spec_of
+from tests.predict.planted_probes import probe_run
+from tests.predict.test_fit_calibration import everything, run_of, spec_of
 
 
 @pytest.fixture

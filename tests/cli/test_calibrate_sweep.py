@@ -16,16 +16,16 @@ from hpcbench.cli.main import cli
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.errors import HpcbenchError
-from hpcbench.forecast.calibrate import make_probe_plan, prepare_sweep_calibration
-from hpcbench.forecast.forecast import Forecast
-from hpcbench.oracle.calibration.calibration_runs import DISTURBANCES
-from hpcbench.oracle.calibration.calibration_store import read_calibrations, write_calibration
-from hpcbench.parallel.layer_table import LayerTable
+from hpcbench.predict.calibrate import make_probe_plan, prepare_sweep_calibration
+from hpcbench.predict.calibration.calibration_runs import DISTURBANCES
+from hpcbench.predict.calibration.calibration_store import read_calibrations, write_calibration
+from hpcbench.predict.forecast import Forecast
 from hpcbench.results.results_tree import ClusterTree
+from hpcbench.strategies.layer_table import LayerTable
 from hpcbench.submit.plan import make_plan
 from hpcbench.worker.measure import interference
-from tests.oracle.planted_probes import probe_run
-from tests.oracle.test_fit_calibration import everything
+from tests.predict.planted_probes import probe_run
+from tests.predict.test_fit_calibration import everything
 
 PROFILE, _ = load_cluster("slurmbox")
 SWEEP = """name = "mine"

@@ -17,10 +17,10 @@ from hpcbench.cli.dry_run_command import dry_run
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError, WorkerError
-from hpcbench.forecast import dry_runs as dry_runs_module
-from hpcbench.forecast.dry_runs import shares_of_processes, step_key
-from hpcbench.forecast.forecast import Forecast
-from hpcbench.oracle.prediction import Prediction
+from hpcbench.predict import dry_runs as dry_runs_module
+from hpcbench.predict.dry_runs import shares_of_processes, step_key
+from hpcbench.predict.forecast import Forecast
+from hpcbench.predict.prediction import Prediction
 from hpcbench.results.probe_records import DryRunTask
 
 GIB = 2**30

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcbench.parallel.layer_table import LayerRow, read_shipped_table
+from hpcbench.strategies.layer_table import LayerRow, read_shipped_table
 from tests.cli.test_cli import hpcbench
 
 

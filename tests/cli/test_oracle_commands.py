@@ -17,14 +17,14 @@ from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec, config_id, run_id
 from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.errors import HpcbenchError
-from hpcbench.forecast.forecast import Forecast
-from hpcbench.oracle.calibration.calibration_store import Calibration, write_calibration
-from hpcbench.oracle.machine import nominal_machine
-from hpcbench.oracle.prediction import Prediction
-from hpcbench.parallel.check_names import check_names
-from hpcbench.parallel.resolve import PartitionLimits, resolve_point
+from hpcbench.predict.calibration.calibration_store import Calibration, write_calibration
+from hpcbench.predict.forecast import Forecast
+from hpcbench.predict.machine import nominal_machine
+from hpcbench.predict.prediction import Prediction
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import RunMetrics, RunResult, StepTimeStatistics, result_document
+from hpcbench.strategies.check_names import check_names
+from hpcbench.strategies.resolve import PartitionLimits, resolve_point
 
 SWEEP = """name = "tiny"
 [fixed]

@@ -9,8 +9,8 @@ import pytest
 from hpcbench.config.expression import Expression
 from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.errors import ConfigError, HpcbenchError, did_you_mean
-from hpcbench.parallel.catalog import selectable_strategies
-from hpcbench.parallel.check_names import check_names
+from hpcbench.strategies.catalog import selectable_strategies
+from hpcbench.strategies.check_names import check_names
 from tests.cli.test_cli import GOOD, hpcbench
 
 

@@ -22,9 +22,9 @@ from hpcbench.config.run_spec import (
     spec_document,
 )
 from hpcbench.config.sweep_loader import expand_sweep, load_sweep
-from hpcbench.parallel.resolve import PartitionLimits, resolve_point
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import RunResult
+from hpcbench.strategies.resolve import PartitionLimits, resolve_point
 
 TEXT = st.text(alphabet=st.characters(exclude_characters="\x00", exclude_categories=["Cs"]), max_size=20)
 NAME = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True)

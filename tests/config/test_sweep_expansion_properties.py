@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hpcbench.config.run_spec import RunSpec, run_id
 from hpcbench.config.sweep_loader import ExcludedPoint, Sweep, count_points, expand_sweep, load_sweep
-from hpcbench.parallel.resolve import PartitionLimits, resolve_point
+from hpcbench.strategies.resolve import PartitionLimits, resolve_point
 
 VALUES: dict[str, list[Any]] = {
     "nodes": [1, 2, 3, 4, 8],

@@ -7,9 +7,9 @@ from functools import cache
 from typing import Any
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.catalog import STRATEGIES, exclusion_reason
-from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
-from hpcbench.parallel.resolve import table_exclusion_reason
+from hpcbench.strategies.catalog import STRATEGIES, exclusion_reason
+from hpcbench.strategies.layer_table import LayerTable, read_shipped_table
+from hpcbench.strategies.resolve import table_exclusion_reason
 from tests.cuda.stub_answers import DEVICES
 from tests.parity_cases import parity_cases
 

@@ -14,18 +14,18 @@ import torch
 
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.machine import nominal_machine
-from hpcbench.oracle.pipeline_rank import PipelineRank
-from hpcbench.oracle.strategies.base import resolve_cost
-from hpcbench.parallel.mesh import RankMesh
-from hpcbench.parallel.pipeline.exchange_order import Exchange, exchange_order
-from hpcbench.parallel.pipeline.schedules import FORWARD, UPDATE
-from hpcbench.parallel.traffic import Traffic, merge_calls
+from hpcbench.predict.machine import nominal_machine
+from hpcbench.predict.strategy_cost import resolve_cost
+from hpcbench.strategies.mesh import RankMesh
+from hpcbench.strategies.pipeline.exchange_order import Exchange, exchange_order
+from hpcbench.strategies.pipeline.rank_cost import PipelineRank
+from hpcbench.strategies.pipeline.schedules import FORWARD, UPDATE
+from hpcbench.strategies.traffic import Traffic, merge_calls
 from tests.cuda.cases import table_of
 from tests.cuda.fake_gpu import GpuSteps
 from tests.cuda.gpu_recorder import differing_calls
 from tests.device_model.programs import pipeline_steps
-from tests.oracle.heard import heard_in_order
+from tests.predict.heard import heard_in_order
 
 PRODUCT_TYPES = {
     "fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,

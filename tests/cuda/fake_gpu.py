@@ -11,9 +11,9 @@ import torch
 from torch.profiler import record_function
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.traffic import Traffic, merge_calls
 from hpcbench.results.probe_records import DryRunTask
 from hpcbench.results.schema import HostActivity
+from hpcbench.strategies.traffic import Traffic, merge_calls
 from hpcbench.worker.distributed.rank_environment import RankInfo
 from hpcbench.worker.distributed.world import choose_device
 from hpcbench.worker.dry_run.fake_rank import FakeFeed, built_rank, steps_until_steady
@@ -22,7 +22,7 @@ from hpcbench.worker.measure.counters import RegionCounters
 from hpcbench.worker.measure.host import read_peak_memory
 from hpcbench.worker.measure.step_profiler import MARK_PREFIX
 from hpcbench.worker.shutdown import StopController
-from hpcbench.worker.strategies.base import Strategy
+from hpcbench.worker.strategy import Strategy
 from hpcbench.worker.training_loop import LoopProgress, run_training_loop
 from tests.cuda.gpu_recorder import Call, GpuRecorder
 from tests.cuda.stub import WAITS, count_calls

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.catalog import STRATEGIES
+from hpcbench.strategies.catalog import STRATEGIES
 from hpcbench.worker.dry_run.__main__ import describe_outcome
 from tests.cuda.cases import MODELS, exclusion, gpu_run, ranks_to_step
 from tests.cuda.checks import MEMORY_TOLERANCE, memory_problems, memory_ratio, order_problems, step_problems

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpcbench.parallel.catalog import STRATEGIES
+from hpcbench.strategies.catalog import STRATEGIES
 from hpcbench.worker.model_execution import GraphedStep
-from hpcbench.worker.strategies.base import DataParallelStrategy
+from hpcbench.worker.strategy import DataParallelStrategy
 from tests.cuda.cases import gpu_run
 from tests.cuda.fake_gpu import rank_on_gpu
 from tests.cuda.stub import count_calls

@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.results.probe_records import DryRunTask
+from hpcbench.strategies.catalog import STRATEGIES
 from hpcbench.worker.dry_run.fake_rank import built_rank
 from hpcbench.worker.dry_run.step_recorder import StepRecorder
 from tests.cuda.cases import exclusion, gpu_run
@@ -83,7 +83,7 @@ def figures_of(recorder: AttentionSums, key: str, kind: str) -> Figures:
     return Figures(peak_bytes, recorder.operators, recorder.host_syncs, list(recorder.calls))
 
 
-@pytest.mark.parametrize("key", [key for key, entry in STRATEGIES.items() if entry.library in (None, "torch")])
+@pytest.mark.parametrize("key", [key for key, entry in STRATEGIES.items() if entry.library_name in (None, "torch")])
 def test_dry_run_figures_on_fake_tensors_equal_those_on_cuda(key: str) -> None:
     kind = "cnn" if exclusion(gpu_run(key, "cnn", 8)) is None else "transformer"
     device = torch.device("cuda", 0)

@@ -8,7 +8,7 @@ import torch
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.catalog import STRATEGIES
+from hpcbench.strategies.catalog import STRATEGIES
 from hpcbench.worker.distributed.rank_environment import RankInfo
 from hpcbench.worker.distributed.world import choose_device
 from hpcbench.worker.measure import gpu

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.gradient_buckets import fill_buckets
-from hpcbench.parallel.pipeline.exchange_order import Exchange
+from hpcbench.strategies.gradient_buckets import fill_buckets
+from hpcbench.strategies.pipeline.exchange_order import Exchange
+from hpcbench.strategies.pipeline.p2p import MessageTransport
+from hpcbench.strategies.sharded.train import FsdpStrategy
 from hpcbench.worker.distributed import gradient_reducer
 from hpcbench.worker.dry_run import modelled_ddp
-from hpcbench.worker.strategies.base import DataParallelStrategy
-from hpcbench.worker.strategies.fsdp import FsdpStrategy
-from hpcbench.worker.strategies.pipeline.p2p import MessageTransport
+from hpcbench.worker.strategy import DataParallelStrategy
 from tests.cuda.cases import gpu_run, ranks_to_step
 from tests.cuda.checks import memory_problems, order_problems, step_problems
 from tests.cuda.fake_gpu import step_on_gpu

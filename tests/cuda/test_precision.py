@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from hpcbench.parallel.catalog import STRATEGIES
-from hpcbench.parallel.traffic import Traffic
+from hpcbench.strategies.catalog import STRATEGIES
+from hpcbench.strategies.traffic import Traffic
 from hpcbench.worker.model_execution import MasterWeights, choose_convolution_algorithms
 from tests.cuda.cases import exclusion, gpu_run
 from tests.cuda.checks import PRODUCT_TYPES, step_problems
 from tests.cuda.fake_gpu import rank_on_gpu, step_on_gpu
+from tests.distributed.parity import takes_bf16_params
 
 TRANSFORMERS = ("fsdp", "tensor", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "fairscale_pipe")
 """Strategies that step a transformer here; the others step a CNN."""
@@ -22,7 +23,7 @@ ALL_PRECISIONS = ("single", "ddp", "fsdp", "tensor", "filter", "spatial", "1f1b"
 WITH_LOSS_SCALING = ("single", "ddp", "zero1", "fairscale_oss", "horovod")
 WITH_AUTOCAST = tuple(key for key in STRATEGIES if key != "fairscale_pipe")
 """Strategies that autocast reaches; fairscale_pipe computes in threads of its own."""
-WITH_BF16_PARAMS = tuple(key for key, entry in STRATEGIES.items() if entry.without_bf16_params is None)
+WITH_BF16_PARAMS = tuple(key for key in STRATEGIES if takes_bf16_params(key))
 RUNS = [
     *((key, precision) for key in ALL_PRECISIONS for precision in ("fp64", "tf32")),
     *((key, "bf16") for key in WITH_AUTOCAST),

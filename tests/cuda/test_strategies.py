@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.catalog import STRATEGIES
-from hpcbench.parallel.mesh import RankMesh
+from hpcbench.strategies.catalog import STRATEGIES
+from hpcbench.strategies.mesh import RankMesh
 from tests.cuda.cases import MODELS, WORLDS, exclusion, gpu_run, ranks_to_step
 from tests.cuda.checks import is_pipeline_of_ranks, memory_problems, order_problems, step_problems
 from tests.cuda.fake_gpu import step_on_gpu

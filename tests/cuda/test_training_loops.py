@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.gpu_day.loops import loop_specs
 from benchmarks.gpu_day.training_loops import TrainingStep, make_library_model, plain_step, timm_step
-from hpcbench.worker.strategies.base import DataParallelStrategy
+from hpcbench.worker.strategy import DataParallelStrategy
 from tests.cuda.fake_gpu import rank_on_gpu
 from tests.cuda.gpu_recorder import GpuRecorder
 from tests.cuda.stub import WAITS, count_calls

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
-from hpcbench.parallel.pipeline.exchange_order import Exchange, exchange_order, pipeline_links
-from hpcbench.parallel.pipeline.schedules import (
+from hpcbench.strategies.pipeline.exchange_order import Exchange, exchange_order, pipeline_links
+from hpcbench.strategies.pipeline.schedules import (
     BACKWARD_WEIGHT,
     FORWARD,
     UPDATE,
@@ -22,7 +22,7 @@ from hpcbench.parallel.pipeline.schedules import (
     received_messages,
     schedule_actions,
 )
-from hpcbench.parallel.pipeline.weight_versions import Staleness, stage_step_actions
+from hpcbench.strategies.pipeline.weight_versions import Staleness, stage_step_actions
 from tests.device_model.device import Enter, Kernel, Part, Program, SyncPoint
 
 SHIPPED = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "pipedream")

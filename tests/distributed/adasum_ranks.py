@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext, TCPStore, to_timedelta
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import resolve_runtime
+from hpcbench.worker.strategy import resolve_runtime
 from tests.distributed.cases import CPU, Case, make_case, short_epoch
 from tests.distributed.test_data_parallel import PLAIN
 

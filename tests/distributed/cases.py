@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.workloads import DATASETS
 from hpcbench.results.schema import ReferenceComparison, StepPhases
 from hpcbench.worker.data.feed import NO_FILES, DataFeed, DataSource
 from hpcbench.worker.data.feeds import make_feed
@@ -24,16 +23,17 @@ from hpcbench.worker.measure.step_profiler import run_profiled_steps
 from hpcbench.worker.model_execution import MixedPrecision, summed_loss, wrap_blocks
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.shutdown import StopController
-from hpcbench.worker.strategies.base import DataParallelStrategy, Strategy, make_optimizer, resolve_runtime
+from hpcbench.worker.strategy import DataParallelStrategy, Strategy, make_optimizer, resolve_runtime
 from hpcbench.worker.verification.reference import (
     TrainingRecord,
     VerificationCheck,
     compare_training,
-    resolve_reference_trainer,
     train_reference,
 )
+from hpcbench.worker.verification.reference_pipelines import resolve_reference_trainer
 from hpcbench.worker.verification.rounding import AS_IT_IS, ORDERS, UNIT, Distances, bounds, distances
 from hpcbench.worker.verification.verify import MAX_SEEDS, train_strategy
+from hpcbench.workloads.datasets import DATASETS
 from tests.distributed.narrow import WORDS, build_narrow
 from tests.distributed.rounding import Excess, excesses
 

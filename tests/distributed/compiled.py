@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 
+from hpcbench.worker import strategy as base
 from hpcbench.worker.model_execution import compile_in_place
-from hpcbench.worker.strategies import base
 from tests.distributed.cases import Case, OfRank, run_parallel
 
 

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.traffic import Traffic
+from hpcbench.strategies.traffic import Traffic
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed import process_groups
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.measure.traffic_recorder import TrafficRecorder
 from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import resolve_runtime
+from hpcbench.worker.strategy import resolve_runtime
 
 CPU = torch.device("cpu")
 

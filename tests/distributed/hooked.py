@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcbench.worker.__main__ import main
-from hpcbench.worker.strategies.base import DataParallelStrategy
+from hpcbench.worker.strategy import DataParallelStrategy
 
 IDLE_S = 0.2
 RANK, STEP, WHAT = (os.environ["ACCIDENT"] + "::").split(":")[:3]

@@ -20,7 +20,7 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.measure.host import peak_resident_bytes
-from hpcbench.worker.strategies.base import DataParallelStrategy, resolve_runtime
+from hpcbench.worker.strategy import DataParallelStrategy, resolve_runtime
 from tests.distributed.cases import CPU
 from tests.distributed.pool import Pool
 

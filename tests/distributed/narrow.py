@@ -9,8 +9,8 @@ from unittest import mock
 from torch import nn
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.workloads import DATASETS
 from hpcbench.worker.models.build import build_model
+from hpcbench.workloads.datasets import DATASETS
 
 WORDS = 61
 """Of a narrow vocabulary: a prime, uneven on any number of ranks."""

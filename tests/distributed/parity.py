@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from hpcbench.config.run_spec import DEGREE_NAMES
-from hpcbench.parallel.catalog import STRATEGIES
-from hpcbench.parallel.strategy_entry import ParityCase
+from hpcbench.strategies.catalog import STRATEGIES, exclusion_reason
 from tests.distributed.cases import Case, make_case
+from tests.parity_cases import ParityCase, parity_cases
 
 
 def parity_training(key: str, case: ParityCase, **more: Any) -> Case:
@@ -21,3 +21,9 @@ def parity_training(key: str, case: ParityCase, **more: Any) -> Case:
         options=dict(case.options), micro_batches=case.micro_batches, devices_per_task=case.devices_per_task,
         **{**degrees, **case.degrees}, **more,
     )  # fmt: skip
+
+
+def takes_bf16_params(key: str) -> bool:
+    """Whether the strategy trains with ``precision = "bf16_params"``."""
+    spec = parity_training(key, parity_cases(key)[-1], precision="bf16_params").spec
+    return exclusion_reason(spec) is None

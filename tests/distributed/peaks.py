@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.strategies.base import resolve_cost
-from hpcbench.parallel.layer_table import read_shipped_table
+from hpcbench.predict.strategy_cost import resolve_cost
 from hpcbench.results.probe_records import DryRunTask
+from hpcbench.strategies.layer_table import read_shipped_table
 from hpcbench.worker.dry_run.fake_rank import record_step
 from tests.library_stand_ins import library_stand_ins
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hpcbench.parallel.traffic import Traffic
+from hpcbench.strategies.traffic import Traffic
 from hpcbench.worker.measure.traffic_recorder import TrafficRecorder
 
 

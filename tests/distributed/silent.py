@@ -8,9 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hpcbench.strategies.pipeline.p2p import MessageTransport
 from hpcbench.worker.__main__ import main
 from hpcbench.worker.distributed import point_to_point
-from hpcbench.worker.strategies.pipeline.p2p import MessageTransport
 
 PATIENCE_S = 3.0
 

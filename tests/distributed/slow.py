@@ -14,7 +14,7 @@ from typing import Any
 from hpcbench.results.schema import StepPhases
 from hpcbench.worker.__main__ import main
 from hpcbench.worker.finalize import RankMeasurements
-from hpcbench.worker.strategies.base import DataParallelStrategy
+from hpcbench.worker.strategy import DataParallelStrategy
 
 RANK, SECONDS = os.environ["SLOW"].split(":")
 

@@ -11,18 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpcbench.parallel.layer_table import LayerRow as Row
-from hpcbench.parallel.strategies.halo import Box, owned_box
-from hpcbench.parallel.strategies.spatial import halo_layer
+from hpcbench.strategies.layer_table import LayerRow as Row
+from hpcbench.strategies.spatial.halo import Box, owned_box
+from hpcbench.strategies.spatial.halo_exchange import GatherFeatureMaps, SpatialGlobalPool, SpatialGrid, box_view
+from hpcbench.strategies.spatial.layers import SpatialAveragePool, SpatialBatchNorm, SpatialConvolution, SpatialMaxPool
+from hpcbench.strategies.spatial.spatial_split import halo_layer
 from hpcbench.worker.distributed.process_groups import RankGroup
 from hpcbench.worker.layers import _module_attributes
-from hpcbench.worker.strategies.halo_exchange import GatherFeatureMaps, SpatialGlobalPool, SpatialGrid, box_view
-from hpcbench.worker.strategies.spatial_layers import (
-    SpatialAveragePool,
-    SpatialBatchNorm,
-    SpatialConvolution,
-    SpatialMaxPool,
-)
 
 
 class LayerCase(NamedTuple):

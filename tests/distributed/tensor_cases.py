@@ -18,22 +18,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.workloads import DATASETS
-from hpcbench.worker.data.feeds import make_feed
-from hpcbench.worker.distributed.process_groups import RankContext, RankGroup
-from hpcbench.worker.model_execution import summed_loss, wrap_blocks
-from hpcbench.worker.models.build import build_model
-from hpcbench.worker.models.decoder import Embedding, TokenHead
-from hpcbench.worker.models.transformer import Attention, Mlp
-from hpcbench.worker.strategies.base import DataParallelStrategy, resolve_runtime
-from hpcbench.worker.strategies.model_parallel import gather_shards
-from hpcbench.worker.strategies.tensor import (
+from hpcbench.strategies.tensor.layers import TensorParallelAttention, TensorParallelComm, TensorParallelMlp
+from hpcbench.strategies.tensor.train import (
     VocabularyParallelEmbedding,
     VocabularyParallelHead,
     vocabulary_parallel_losses,
 )
-from hpcbench.worker.strategies.tensor_layers import TensorParallelAttention, TensorParallelComm, TensorParallelMlp
+from hpcbench.worker.data.feeds import make_feed
+from hpcbench.worker.distributed.process_groups import RankContext, RankGroup
+from hpcbench.worker.model_execution import summed_loss, wrap_blocks
+from hpcbench.worker.model_parallel_layers import gather_shards
+from hpcbench.worker.models.build import build_model
+from hpcbench.worker.models.decoder import Embedding, TokenHead
+from hpcbench.worker.models.transformer import Attention, Mlp
+from hpcbench.worker.strategy import DataParallelStrategy, resolve_runtime
 from hpcbench.worker.verification.reference import TrainingRecord
+from hpcbench.workloads.datasets import DATASETS
 from tests.distributed.cases import CPU, Case, OfRank, check_rounding, make_case, run_parallel, run_reference
 from tests.distributed.memory import storages
 from tests.distributed.narrow import WORDS

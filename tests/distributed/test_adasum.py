@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from hpcbench.strategies.horovod.train import load_horovod
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import TCPStore, to_timedelta
 from hpcbench.worker.model_execution import summed_loss
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.horovod import load_horovod
 from hpcbench.worker.verification.reference import max_relative_difference
 from tests.conftest import absent, require_horovod
 from tests.distributed.adasum_ranks import adasum_case

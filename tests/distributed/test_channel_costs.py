@@ -10,16 +10,16 @@ import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.strategies.base import resolve_cost
-from hpcbench.oracle.strategies.channel import ChannelRank
-from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest
-from hpcbench.parallel.traffic import Traffic
+from hpcbench.predict.strategy_cost import resolve_cost
+from hpcbench.strategies.channel.cost import ChannelRank
+from hpcbench.strategies.layer_table import LayerTable, LayerTableRequest
+from hpcbench.strategies.traffic import Traffic
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.layers import make_layer_table
 from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import DataParallelStrategy, resolve_runtime
+from hpcbench.worker.strategy import DataParallelStrategy, resolve_runtime
 from tests.distributed.cases import CPU
 from tests.distributed.fake import fake_traffic, fake_world
 from tests.distributed.memory import state_of, storages

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpcbench.parallel.strategies.channel import ChannelLayer, ChannelScheme, channel_extents, channel_split
+from hpcbench.strategies.channel.channel_split import ChannelLayer, ChannelScheme, channel_extents, channel_split
+from hpcbench.strategies.channel.layers import ChannelSplitDropout, ChannelSplitLayer
 from hpcbench.worker.distributed.process_groups import RankGroup
-from hpcbench.worker.strategies.channel_layers import ChannelSplitDropout, ChannelSplitLayer
-from hpcbench.worker.strategies.model_parallel import TensorSharding, gather_shards
+from hpcbench.worker.model_parallel_layers import TensorSharding, gather_shards
 from tests.distributed.pool import Pool
 
 pytestmark = [pytest.mark.slow, pytest.mark.strategy("filter", "channel")]

@@ -17,7 +17,7 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.model_execution import wrap_blocks
-from hpcbench.worker.strategies.base import resolve_runtime
+from hpcbench.worker.strategy import resolve_runtime
 from hpcbench.worker.training_loop import held_out_accuracy
 from tests.distributed import cases
 from tests.distributed.cases import (

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.strategies.base import resolve_cost
-from hpcbench.parallel.catalog import STRATEGIES
-from hpcbench.parallel.layer_table import read_shipped_table
-from hpcbench.parallel.traffic import Traffic, merge_calls
+from hpcbench.predict.strategy_cost import resolve_cost
 from hpcbench.results.probe_records import DryRunAnswer, DryRunTask
+from hpcbench.strategies.catalog import STRATEGIES
+from hpcbench.strategies.layer_table import read_shipped_table
+from hpcbench.strategies.traffic import Traffic, merge_calls
 from hpcbench.worker.dry_run.__main__ import answer_task
 from hpcbench.worker.dry_run.fake_rank import record_step
 from hpcbench.worker.measure.traffic_recorder import TrafficRecorder
@@ -40,7 +40,7 @@ REFUSALS = {
     ("interleaved_1f1b", 8): "interleaved_1f1b on 8 stages x 2 chunks, but vgg11 on digits has 12 blocks",
 }
 MODELLED = {"ddp": ["reducer"], "zero1": ["reducer"]}
-FAKEABLE = [key for key, entry in STRATEGIES.items() if entry.library in (None, "torch")]
+FAKEABLE = [key for key, entry in STRATEGIES.items() if entry.library_name in (None, "torch")]
 
 
 @pytest.mark.parametrize(("ranks", "device"), [(2, "cpu"), (8, "cuda")])

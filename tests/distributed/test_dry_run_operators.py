@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.strategies.base import count_operators
-from hpcbench.parallel.catalog import STRATEGIES
-from hpcbench.parallel.layer_table import read_shipped_table
+from hpcbench.predict.strategy_cost import count_operators
 from hpcbench.results.probe_records import DryRunTask
+from hpcbench.strategies.catalog import STRATEGIES
+from hpcbench.strategies.layer_table import read_shipped_table
 from hpcbench.worker.dry_run.__main__ import answer_task
 from tests.library_stand_ins import library_stand_ins
 

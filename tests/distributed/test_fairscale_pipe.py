@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.strategies.base import resolve_cost
-from hpcbench.parallel.layer_table import LayerTableRequest
-from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
+from hpcbench.predict.strategy_cost import resolve_cost
+from hpcbench.strategies.layer_table import LayerTableRequest
+from hpcbench.strategies.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.layers import make_layer_table
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import resolve_runtime
+from hpcbench.worker.strategy import resolve_runtime
 from hpcbench.worker.verification.reference import VerificationCheck, compare_training
 from hpcbench.worker.verification.verify import train_strategy
 from tests.distributed.cases import CPU, EXACT, Case, make_case, run_reference, short_epoch

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpcbench.parallel.mesh import RankMesh
-from hpcbench.parallel.traffic import Traffic
+from hpcbench.strategies.mesh import RankMesh
+from hpcbench.strategies.sharded.train import make_shard_mesh
+from hpcbench.strategies.traffic import Traffic
 from hpcbench.worker.distributed.point_to_point import Message, exchange
 from hpcbench.worker.distributed.process_groups import make_axis_groups
-from hpcbench.worker.strategies.fsdp import make_shard_mesh
 from tests.distributed.fake import fake_world
 from tests.distributed.recording import record_traffic
 

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcbench.oracle.strategies.data_buckets import simulate_fusion
-from hpcbench.parallel.gradient_buckets import MIB
+from hpcbench.strategies.data.buckets import simulate_fusion
+from hpcbench.strategies.gradient_buckets import MIB
+from hpcbench.strategies.horovod.train import HorovodStrategy, load_horovod
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.model_execution import summed_loss
-from hpcbench.worker.strategies.horovod import HorovodStrategy, load_horovod
 from tests.conftest import require_horovod
 from tests.distributed.cases import CPU, Case, build, run_parallel
 from tests.distributed.pool import Pool

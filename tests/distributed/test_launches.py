@@ -15,10 +15,10 @@ import msgspec
 import pytest
 
 from hpcbench.config.run_spec import RunSpec, run_id
-from hpcbench.oracle.strategies.data import DdpCost
-from hpcbench.parallel.layer_table import read_shipped_table
 from hpcbench.results.attempts import Attempt
 from hpcbench.results.schema import RankTraffic, RunResult
+from hpcbench.strategies.data.cost import DdpCost
+from hpcbench.strategies.layer_table import read_shipped_table
 from tests.distributed.launching import HOOKED, Launch, wait_until, worker
 from tests.worker.helpers import make_spec, tree_of, write_tasks
 

@@ -22,16 +22,16 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.peak_memory import MemoryBreakdown
-from hpcbench.oracle.strategies.base import resolve_cost
-from hpcbench.parallel.layer_table import LayerTableRequest
-from hpcbench.parallel.mesh import RankMesh
+from hpcbench.predict.peak_memory import MemoryBreakdown
+from hpcbench.predict.strategy_cost import resolve_cost
+from hpcbench.strategies.data.train import DdpStrategy
+from hpcbench.strategies.layer_table import LayerTableRequest
+from hpcbench.strategies.mesh import RankMesh
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.layers import make_layer_table
 from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import resolve_runtime
-from hpcbench.worker.strategies.data import DdpStrategy
+from hpcbench.worker.strategy import resolve_runtime
 from tests.distributed.cases import CPU
 from tests.distributed.fake import fake_world
 from tests.distributed.test_traffic import at_once, spec_of, table_of

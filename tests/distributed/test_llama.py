@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
+from hpcbench.strategies.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from tests.distributed.cases import EXACT, Case, check, make_case
 from tests.distributed.pool import Pool
 from tests.distributed.tensor_cases import VOCABULARY, both, check_small

@@ -15,21 +15,21 @@ from torch import nn
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.pipeline.stage_balance import BlockProfile, BlockProfileRequest
-from hpcbench.parallel.pipeline.stage_partition import BlockTimes
 from hpcbench.results.schema import PipelinePrediction
+from hpcbench.strategies.pipeline.pipeline_strategy import PipelineStrategy
+from hpcbench.strategies.pipeline.stage_balance import BlockProfile, BlockProfileRequest
+from hpcbench.strategies.pipeline.stage_partition import BlockTimes
 from hpcbench.worker import block_times
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import resolve_runtime
-from hpcbench.worker.strategies.pipeline.strategy import PipelineStrategy
+from hpcbench.worker.strategy import resolve_runtime
 from hpcbench.worker.verification.reference import (
     TrainingRecord,
     VerificationCheck,
     compare_training,
-    resolve_reference_trainer,
 )
+from hpcbench.worker.verification.reference_pipelines import resolve_reference_trainer
 from hpcbench.worker.verification.verify import comparison_spec, train_strategy
 from tests.distributed.cases import CPU, EXACT, make_case
 from tests.distributed.pool import Pool

@@ -10,13 +10,13 @@ import torch
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
-from hpcbench.oracle.strategies.base import resolve_cost
-from hpcbench.parallel.catalog import STRATEGIES
-from hpcbench.parallel.layer_table import read_shipped_table
-from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
+from hpcbench.predict.strategy_cost import resolve_cost
 from hpcbench.results.probe_records import DryRunTask
+from hpcbench.strategies.catalog import STRATEGIES
+from hpcbench.strategies.layer_table import read_shipped_table
+from hpcbench.strategies.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.worker.dry_run.fake_rank import record_step
-from hpcbench.worker.strategies.base import import_fairscale
+from hpcbench.worker.strategy import import_fairscale
 from tests.conftest import absent
 from tests.library_stand_ins import library_stand_ins
 

@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.catalog import STRATEGIES
+from hpcbench.strategies.catalog import STRATEGIES
 from hpcbench.worker.data.feed import NO_FILES
 from hpcbench.worker.distributed.process_groups import RankContext, TCPStore, to_timedelta
 from hpcbench.worker.distributed.rendezvous import ControlChannel
 from hpcbench.worker.shutdown import StopController
-from hpcbench.worker.strategies.base import import_fairscale
+from hpcbench.worker.strategy import import_fairscale, resolve_runtime
 from hpcbench.worker.verification import verify as verifying
 from tests.conftest import absent, require_horovod
 from tests.distributed.cases import CPU, short_epoch
@@ -131,7 +131,7 @@ def enlarged(spec: RunSpec) -> AbstractContextManager[Any]:
     A mode ends with its thread, changes no split backward pass, and would change the order in which fairscale_sddp
     reduces gradients.
     """
-    if spec.ranks == 1 or STRATEGIES[spec.strategy].splits_backward or spec.strategy == "fairscale_sddp":
+    if spec.ranks == 1 or STRATEGIES[spec.strategy].pipeline.splits_backward or spec.strategy == "fairscale_sddp":
         return enlarged_before_update(last_half=spec.ranks == 1)
     return Enlarged()
 
@@ -168,7 +168,7 @@ def test_the_verdict_of_every_kind_of_model_is_right(request: pytest.FixtureRequ
 @pytest.mark.parametrize("key", STRATEGIES)
 def test_a_gradient_error_is_found_in_every_kind_of_model(request: pytest.FixtureRequest, key: str) -> None:
     trained = [kind for kind in KINDS if "refused" not in EXCEPTIONS.get(key, {}).get(kind, "")]
-    precision = STRATEGIES[key].widest
+    precision = resolve_runtime(key).widest
     found = {
         kind: verdict_of(pool_of(request, key), spec_of(key, kind, precision=precision), is_wrong=True)
         for kind in trained

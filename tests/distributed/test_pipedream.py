@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch import nn
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.catalog import STRATEGIES, exclusion_reason
-from hpcbench.parallel.pipeline.weight_versions import Staleness
+from hpcbench.strategies.catalog import exclusion_reason
+from hpcbench.strategies.pipeline.pipedream import PipedreamStrategy
+from hpcbench.strategies.pipeline.train import TRAININGS
+from hpcbench.strategies.pipeline.weight_versions import Staleness
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import resolve_runtime
-from hpcbench.worker.strategies.pipeline.pipedream import PipedreamStrategy
+from hpcbench.worker.strategy import resolve_runtime
 from hpcbench.worker.verification.reference import TrainingRecord, VerificationCheck, compare_training
 from hpcbench.worker.verification.reference_pipelines import train_pipedream_reference
 from hpcbench.worker.verification.verify import train_strategy
@@ -141,8 +142,7 @@ class OtherVersions(PipedreamStrategy):
 
 
 def run_other(case: Case, group: dist.ProcessGroup) -> OfRank:
-    wrong = STRATEGIES["pipedream"]._replace(runtime=f"{__name__}:OtherVersions")
-    with mock.patch.dict(STRATEGIES, {"pipedream": wrong}):
+    with mock.patch.dict(TRAININGS, {"pipedream": OtherVersions}):
         return run_stack(case, group)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
-from hpcbench.worker.strategies.base import resolve_runtime
+from hpcbench.worker.strategy import resolve_runtime
 from hpcbench.worker.training_loop import held_out_accuracy
 from hpcbench.worker.verification.reference import train_reference
 from tests.distributed.cases import CPU

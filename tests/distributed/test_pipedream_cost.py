@@ -9,16 +9,16 @@ import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.pipeline_rank import PipelineRank
-from hpcbench.oracle.strategies.pipeline import PipedreamCost
-from hpcbench.parallel.pipeline.schedules import Action
-from hpcbench.parallel.pipeline.weight_versions import stage_actions_over_steps
-from hpcbench.parallel.strategies.pipeline import pipedream_staleness
-from hpcbench.parallel.traffic import Traffic
+from hpcbench.strategies.pipeline.cost import PipedreamCost
+from hpcbench.strategies.pipeline.entry import pipedream_staleness
+from hpcbench.strategies.pipeline.pipedream import PipedreamStrategy
+from hpcbench.strategies.pipeline.rank_cost import PipelineRank
+from hpcbench.strategies.pipeline.schedules import Action
+from hpcbench.strategies.pipeline.weight_versions import stage_actions_over_steps
+from hpcbench.strategies.traffic import Traffic
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.pipeline.pipedream import PipedreamStrategy
 from tests.distributed.cases import CPU
 from tests.distributed.fake import fake_traffic
 from tests.distributed.pool import Pool

@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.pipeline_rank import PipelineRank
-from hpcbench.oracle.strategies.pipeline import PipelineCost
-from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest
-from hpcbench.parallel.traffic import Traffic
+from hpcbench.strategies.layer_table import LayerTable, LayerTableRequest
+from hpcbench.strategies.pipeline.cost import PipelineCost
+from hpcbench.strategies.pipeline.pipeline_strategy import PipelineStrategy
+from hpcbench.strategies.pipeline.rank_cost import PipelineRank
+from hpcbench.strategies.traffic import Traffic
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.layers import make_layer_table
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.pipeline.strategy import PipelineStrategy
 from tests.distributed.cases import CPU
 from tests.distributed.fake import fake_traffic
 from tests.distributed.pool import Pool

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hpcbench.config.run_spec import RunSpec, run_id
-from hpcbench.parallel.pipeline.schedules import PipelineLayout, schedule_actions
 from hpcbench.results.schema import RunResult
+from hpcbench.strategies.pipeline.schedules import PipelineLayout, schedule_actions
 from tests.distributed.launching import ROOT, Launch
 from tests.worker.helpers import make_spec, tree_of, write_tasks
 

@@ -12,11 +12,11 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
+from hpcbench.strategies.pipeline.pipeline_strategy import PipelineStrategy
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.model_execution import summed_loss
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.pipeline.strategy import PipelineStrategy
 from tests.distributed.cases import CPU
 from tests.distributed.pool import Pool
 

@@ -10,23 +10,18 @@ import torch
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.catalog import exclusion_reason
-from hpcbench.parallel.layer_table import read_shipped_table
-from hpcbench.parallel.traffic import (
-    OVERLAPPED_OPERATIONS,
-    MessageShape,
-    format_messages,
-    parse_messages,
-)
 from hpcbench.results.probe_records import CollectiveProbe, ProbeResults
 from hpcbench.results.timing_statistics import quantile
+from hpcbench.strategies.catalog import exclusion_reason
+from hpcbench.strategies.layer_table import read_shipped_table
+from hpcbench.strategies.probes.train import ProbeBlocksStrategy
+from hpcbench.strategies.traffic import OVERLAPPED_OPERATIONS, MessageShape, format_messages, parse_messages
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.measure.clocks import relative_spread
 from hpcbench.worker.microbench.block_probes import measure_blocks
 from hpcbench.worker.microbench.message_probes import measure_messages
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.probes import ProbeBlocksStrategy
 from tests.distributed.pool import Pool
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpcbench.results.schema import StepPhases
-from hpcbench.worker.strategies.data import ddp_bucket_cap
+from hpcbench.strategies.data.train import ddp_bucket_cap
 from tests.distributed.cases import Case
 from tests.distributed.pool import Pool
 from tests.worker.helpers import make_spec

@@ -11,7 +11,7 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce as all_reduce_with_gradient
 
-from hpcbench.parallel.traffic import Traffic, merge_calls, total_payload_bytes
+from hpcbench.strategies.traffic import Traffic, merge_calls, total_payload_bytes
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.measure.traffic_recorder import TrafficRecorder, run_recorded_step
 from hpcbench.worker.shutdown import StopController, Stopped

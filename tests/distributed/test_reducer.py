@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpcbench.parallel.gradient_buckets import MIB, bucket_payload_bytes
-from hpcbench.parallel.mesh import RankMesh
-from hpcbench.parallel.traffic import Traffic
+from hpcbench.strategies.gradient_buckets import MIB, bucket_payload_bytes
+from hpcbench.strategies.mesh import RankMesh
+from hpcbench.strategies.traffic import Traffic
 from hpcbench.worker.distributed.gradient_reducer import GradientReducer
 from hpcbench.worker.distributed.process_groups import RankContext, make_axis_groups
 from hpcbench.worker.measure.traffic_recorder import TrafficRecorder

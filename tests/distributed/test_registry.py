@@ -12,19 +12,18 @@ import pytest
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
-from hpcbench.oracle.strategies.base import resolve_cost
-from hpcbench.parallel.catalog import STRATEGIES
-from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
-from hpcbench.parallel.strategy_entry import ParityCase
-from hpcbench.parallel.traffic import total_payload_bytes
-from hpcbench.worker.strategies.base import import_fairscale
+from hpcbench.predict.strategy_cost import resolve_cost
+from hpcbench.strategies.catalog import STRATEGIES
+from hpcbench.strategies.resolve import InfeasiblePoint, PartitionLimits, resolve_point
+from hpcbench.strategies.traffic import total_payload_bytes
+from hpcbench.worker.strategy import import_fairscale, resolve_runtime
 from tests.conftest import absent
 from tests.distributed.cases import EXACT, Case, OfRank, check, check_rounding, run_parallel, run_reference
-from tests.distributed.parity import parity_training
+from tests.distributed.parity import parity_training, takes_bf16_params
 from tests.distributed.pool import Pool
 from tests.distributed.test_live_memory import bytes_beside_samples, peak_bytes
 from tests.distributed.test_traffic import expected, steady, table_of
-from tests.parity_cases import parity_cases
+from tests.parity_cases import ParityCase, parity_cases
 
 CASES = [
     pytest.param(key, case, id=f"{key}-{case.model}-{number}")
@@ -46,7 +45,7 @@ def training(key: str, case: ParityCase, **more: Any) -> Case:
 
 @pytest.mark.parametrize(("key", "parity"), CASES)
 def test_a_strategy_trains_what_its_reference_does(pool: Pool, key: str, parity: ParityCase) -> None:
-    widest = STRATEGIES[key].widest
+    widest = resolve_runtime(key).widest
     case = training(key, parity, precision=widest, steps=4, narrow=parity.model in ("vgg11", "resnet18"))
 
     def run(chosen: Case) -> list[OfRank]:
@@ -63,17 +62,13 @@ def test_a_strategy_passes_what_its_cost_predicts(pool: Pool, key: str, parity: 
     spec: RunSpec = training(key, parity).spec
     recorded = pool.call(spec.ranks, steady, spec) if spec.ranks > 1 else [steady(spec, None)]
     predicted = [expected(spec, rank) for rank in range(spec.ranks)]
-    if STRATEGIES[key].exact_traffic:
+    if resolve_cost(key).exact_traffic:
         assert recorded == predicted
     else:
         assert [total_payload_bytes(calls) for calls in recorded] == [total_payload_bytes(calls) for calls in predicted]
 
 
-BF16_CASES = [
-    pytest.param(key, parity_cases(key)[-1], id=key)
-    for key, entry in STRATEGIES.items()
-    if entry.without_bf16_params is None
-]
+BF16_CASES = [pytest.param(key, parity_cases(key)[-1], id=key) for key in STRATEGIES if takes_bf16_params(key)]
 """One case of every strategy that has them; of data parallelism the network with BatchNorm."""
 
 

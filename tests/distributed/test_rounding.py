@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from hpcbench.parallel.catalog import PROBES, STRATEGIES
+from hpcbench.strategies.catalog import PROBES, STRATEGIES
 from hpcbench.worker.verification.reference import TrainingRecord
 from hpcbench.worker.verification.rounding import AS_IT_IS, FACTOR, ORDERS, bounds, distances
 from tests.conftest import require_horovod

@@ -15,13 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.catalog import STRATEGIES
+from hpcbench.strategies.fairscale.train import TRAININGS, FairscaleSddpStrategy
+from hpcbench.worker import strategy as base
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.model_execution import compile_in_place, wrap_blocks
-from hpcbench.worker.strategies import base
-from hpcbench.worker.strategies.base import import_fairscale, resolve_runtime
-from hpcbench.worker.strategies.data import FairscaleSddpStrategy
+from hpcbench.worker.strategy import import_fairscale, resolve_runtime
 from hpcbench.worker.training_loop import held_out_accuracy
 from hpcbench.worker.verification.reference import lossy_tolerance, train_reference
 from tests.conftest import absent
@@ -46,7 +45,7 @@ pytestmark = pytest.mark.slow
 REPLICATED = ["ddp", "zero1", "fairscale_oss", "fairscale_sddp"]
 SHARDED = ["fsdp", "fairscale_fsdp"]
 ALL = [*REPLICATED, *SHARDED]
-WIDE = [key for key in ALL if STRATEGIES[key].widest == "fp64"]
+WIDE = [key for key in ALL if resolve_runtime(key).widest == "fp64"]
 PLAIN = {"batch_norm": False}
 CONVOLUTIONS = ("resnet18", "vgg11")
 TIED = {"tied": True, "context": 8}
@@ -261,8 +260,7 @@ class CutOff(FairscaleSddpStrategy):
 
 
 def run_cut_off(case: Case, group: dist.ProcessGroup) -> OfRank:
-    wrong = STRATEGIES["fairscale_sddp"]._replace(runtime=f"{__name__}:CutOff")
-    with mock.patch.dict(STRATEGIES, {"fairscale_sddp": wrong}):
+    with mock.patch.dict(TRAININGS, {"fairscale_sddp": CutOff}):
         return run_parallel(case, group)
 
 

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from hpcbench.errors import WorkerError
-from hpcbench.oracle.strategies.base import resolve_cost
-from hpcbench.parallel.layer_table import LayerRow, LayerTable, TensorShape
-from hpcbench.worker.strategies.base import import_fairscale
+from hpcbench.predict.strategy_cost import resolve_cost
+from hpcbench.strategies.layer_table import LayerRow, LayerTable, TensorShape
+from hpcbench.worker.strategy import import_fairscale
 from tests.conftest import absent
 from tests.distributed.memory import BLOCKS, STRATEGIES, WIDTH, P, measure, promised, row, spec_of
 from tests.distributed.pool import Pool

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from hpcbench.worker.models.build import SMALL_IMAGE_EDGE
+from hpcbench.worker.models.torchvision_models import SMALL_IMAGE_EDGE
 from hpcbench.worker.verification.reference import TrainingRecord, lossy_tolerance
 from tests.distributed.cases import EXACT, Case, check, check_rounding, make_case, run_reference
 from tests.distributed.pool import Pool

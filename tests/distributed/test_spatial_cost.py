@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.strategies.spatial import SpatialCost, whole_row
-from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest, read_shipped_table
-from hpcbench.parallel.traffic import Traffic
+from hpcbench.strategies.layer_table import LayerTable, LayerTableRequest, read_shipped_table
+from hpcbench.strategies.spatial.cost import SpatialCost, whole_row
+from hpcbench.strategies.spatial.train import SpatialStrategy as Runtime
+from hpcbench.strategies.traffic import Traffic
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.layers import make_layer_table
 from hpcbench.worker.model_execution import summed_loss, wrap_blocks
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.spatial import SpatialStrategy as Runtime
 from tests.distributed.cases import CPU
 from tests.distributed.fake import fake_traffic
 from tests.distributed.pool import Pool

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from hpcbench.parallel.strategies.halo import Box, HaloMessage
+from hpcbench.strategies.spatial import layers as spatial_layers
+from hpcbench.strategies.spatial.halo import Box, HaloMessage
+from hpcbench.strategies.spatial.halo_exchange import SpatialGrid, box_view
 from hpcbench.worker.distributed.process_groups import RankGroup
-from hpcbench.worker.strategies import spatial_layers
-from hpcbench.worker.strategies.halo_exchange import SpatialGrid, box_view
 from tests.distributed.spatial_layers import LayerCase, Whole, differences, run_whole
 
 pytestmark = pytest.mark.strategy("spatial")

@@ -7,13 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcbench.parallel.catalog import STRATEGIES
-from hpcbench.parallel.strategy_entry import ParityCase
+from hpcbench.strategies.catalog import STRATEGIES
 from hpcbench.worker.distributed.point_to_point import Message, exchange, isend, receive, send, stage_messages
 from tests.distributed.cases import EXACT, Case, OfRank, check, run_parallel, run_reference
 from tests.distributed.pool import Pool
 from tests.distributed.test_registry import training
-from tests.parity_cases import parity_cases
+from tests.parity_cases import ParityCase, parity_cases
 
 SENDING = [
     pytest.param(key, case, id=f"{key}-{case.model}-{number}")

@@ -8,12 +8,12 @@ import pytest
 
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.machine import nominal_machine
-from hpcbench.parallel.layer_table import LayerTableRequest, read_shipped_table
+from hpcbench.predict.machine import nominal_machine
+from hpcbench.strategies.layer_table import LayerTableRequest, read_shipped_table
 from hpcbench.worker.layers import make_layer_table
 from tests.distributed.fake import fake_calls
 from tests.distributed.tensor_cases import small_vocabulary, tensor_case
-from tests.oracle.heard import heard_in_order
+from tests.predict.heard import heard_in_order
 
 pytestmark = pytest.mark.slow
 

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.strategies.tensor.layers import RowLinear, TensorParallelComm
+from hpcbench.strategies.tensor.train import TensorParallelStrategy
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import resolve_runtime
-from hpcbench.worker.strategies.tensor import TensorParallelStrategy
-from hpcbench.worker.strategies.tensor_layers import RowLinear, TensorParallelComm
+from hpcbench.worker.strategy import resolve_runtime
 from hpcbench.worker.training_loop import held_out_accuracy
 from tests.distributed.cases import (
     CPU,

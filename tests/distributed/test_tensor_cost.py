@@ -8,15 +8,15 @@ import pytest
 import torch.distributed as dist
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.strategies.tensor import TensorCost
-from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest
-from hpcbench.parallel.traffic import Traffic
+from hpcbench.strategies.layer_table import LayerTable, LayerTableRequest
+from hpcbench.strategies.tensor.cost import TensorCost
+from hpcbench.strategies.traffic import Traffic
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.layers import make_layer_table
 from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import resolve_runtime
+from hpcbench.worker.strategy import resolve_runtime
 from tests.distributed.cases import CPU
 from tests.distributed.fake import fake_traffic, fake_world
 from tests.distributed.pool import Pool

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.strategies.tensor.layers import rank_local_rng
+from hpcbench.strategies.tensor.train import TensorParallelStrategy
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.tensor import TensorParallelStrategy
-from hpcbench.worker.strategies.tensor_layers import rank_local_rng
 from tests.distributed.cases import CPU
 from tests.distributed.pool import Pool
 from tests.distributed.tensor_cases import small_vocabulary, tensor_case

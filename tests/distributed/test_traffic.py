@@ -14,17 +14,17 @@ import torch.distributed as dist
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
-from hpcbench.oracle.strategies.base import resolve_cost
-from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest
-from hpcbench.parallel.traffic import Traffic, merge_calls, total_payload_bytes
+from hpcbench.predict.strategy_cost import resolve_cost
+from hpcbench.strategies.data.train import DdpStrategy
+from hpcbench.strategies.layer_table import LayerTable, LayerTableRequest
+from hpcbench.strategies.traffic import Traffic, merge_calls, total_payload_bytes
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.layers import make_layer_table
 from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import Strategy, import_fairscale, resolve_runtime
-from hpcbench.worker.strategies.data import DdpStrategy
+from hpcbench.worker.strategy import Strategy, import_fairscale, resolve_runtime
 from tests.conftest import absent, require_horovod
 from tests.distributed.cases import CPU, make_case
 from tests.distributed.fake import fake_world

@@ -20,13 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.results.schema import VerificationResult
+from hpcbench.strategies.data.train import TRAININGS, DdpStrategy
 from hpcbench.worker.data.feed import NO_FILES, DataFeed
 from hpcbench.worker.distributed.process_groups import RankContext, TCPStore, to_timedelta
 from hpcbench.worker.distributed.rendezvous import ControlChannel
 from hpcbench.worker.shutdown import StopController
-from hpcbench.worker.strategies.data import DdpStrategy
 from hpcbench.worker.verification import reference
 from hpcbench.worker.verification import verify as verifying
 from tests.distributed.cases import CPU, short_epoch
@@ -123,8 +122,7 @@ def changed(wrong: str | None, slow_s: float, small: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(reference, "_accumulate_replica", slowly))
         if wrong is not None:
-            ddp = STRATEGIES["ddp"]._replace(runtime=f"tests.distributed.wrong:{wrong}")
-            stack.enter_context(mock.patch.dict(STRATEGIES, {"ddp": ddp}))
+            stack.enter_context(mock.patch.dict(TRAININGS, {"ddp": globals()[wrong]}))
         if small:
             stack.enter_context(mock.patch.object(verifying, "build_model", build_small))
         yield

@@ -25,9 +25,9 @@ from hpcbench.cli.main import cli
 from hpcbench.config.cluster_profile import load_cluster, load_cluster_file, load_user_config
 from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.errors import HpcbenchError
-from hpcbench.parallel.check_names import check_names
 from hpcbench.report.comparison import load_reference_bands
 from hpcbench.results.results_tree import ResultsTree
+from hpcbench.strategies.check_names import check_names
 from hpcbench.submit.plan import make_plan
 from hpcbench.submit.submission_record import read_sweep_record, write_sweep_record
 from tests.docs.blocks import Block, blocks, make_targets, pages
@@ -38,8 +38,8 @@ FOLLOWED = {
     "docs/add-a-cluster.md": "tests/slurm/test_add_a_cluster.py",
     "docs/add-a-strategy.md": "tests/docs/test_add_a_strategy.py",
     "docs/calibration.md": "tests/cli/test_calibrate_commands.py",
-    "benchmarks/oracle/README.md": "tests/oracle/test_abci_predictions.py",
-    "benchmarks/oracle/gpu.md": "tests/oracle/test_gpu_predictions.py",
+    "benchmarks/oracle/README.md": "tests/predict/test_abci_predictions.py",
+    "benchmarks/oracle/gpu.md": "tests/predict/test_gpu_predictions.py",
     "docs/tutorial.md": "tests/slurm/test_tutorial.py",
 }
 """Pages that a test of their own follows from top to bottom."""

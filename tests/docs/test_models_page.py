@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hpcbench.parallel.catalog import shipped_model_entries
-from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
-from hpcbench.parallel.workloads import DATASETS
+from hpcbench.strategies.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.worker.models.build import build_meta_model, count_parameters
+from hpcbench.workloads.datasets import DATASETS
+from hpcbench.workloads.models import MODELS
 from tests.worker.helpers import make_spec
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
@@ -18,7 +18,7 @@ ROWS = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \| (.*?) \|$", PAGE.read_text(
 
 
 def test_every_model_has_a_row() -> None:
-    assert [row[0] for row in ROWS] == list(shipped_model_entries())
+    assert [row[0] for row in ROWS] == list(MODELS)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])

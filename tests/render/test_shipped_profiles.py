@@ -11,8 +11,8 @@ import tomli
 
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster_file
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.transformer.machines import fitted_machine
 from hpcbench.paths import shared_folder
+from hpcbench.predict.decoder.machines import fitted_machine
 from hpcbench.render.job_script import TemplateEngine, render_script
 from hpcbench.render.launch_step import make_job_shape
 from hpcbench.submit.plan import partition_limits
@@ -262,7 +262,7 @@ def test_job_limits_of_partitions_are_those_of_the_site(
 
 
 def test_snellius_refuses_part_of_a_node_on_several() -> None:
-    from hpcbench.parallel.resolve import InfeasiblePoint, resolve_point
+    from hpcbench.strategies.resolve import InfeasiblePoint, resolve_point
 
     profile, _ = load_cluster_file(FILES["snellius"])
     point = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpcbench.parallel.pipeline.schedules import PipelineLayout
 from hpcbench.report.plan_view import schedule_diagram
+from hpcbench.strategies.pipeline.schedules import PipelineLayout
 
 
 def test_the_diagram_of_1f1b_shows_its_bubbles() -> None:

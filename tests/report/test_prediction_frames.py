@@ -10,8 +10,8 @@ import pytest
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError
-from hpcbench.forecast.cluster_forecasts import ClusterForecasts
-from hpcbench.oracle.measured_factors import MeasuredFactors, MeasuredRatio
+from hpcbench.predict.cluster_forecasts import ClusterForecasts
+from hpcbench.predict.measured_factors import MeasuredFactors, MeasuredRatio
 from hpcbench.report.column_names import PREDICTED_COLUMNS
 from hpcbench.report.load_results import load_frame
 from hpcbench.report.prediction_frames import (

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.prediction import NotPredicted, PredictionInterval
-from hpcbench.oracle.recommend import Candidate, InfeasiblePoints, Recommendation
+from hpcbench.predict.prediction import NotPredicted, PredictionInterval
+from hpcbench.predict.recommend import Candidate, InfeasiblePoints, Recommendation
 from hpcbench.report.prediction_view import (
     PredictedConfiguration,
     interval_text,
@@ -19,7 +19,7 @@ from hpcbench.report.prediction_view import (
 from hpcbench.report.recommendation_view import ranking_view, recommended_sweep_toml, refused_table, scales_view
 from hpcbench.report.table_model import View
 from hpcbench.report.table_output import render_view
-from tests.oracle.test_recommend import told
+from tests.predict.test_recommend import told
 
 GIB = 2**30
 

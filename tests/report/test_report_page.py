@@ -19,7 +19,6 @@ from hpcbench.cli.main import cli
 from hpcbench.config.run_spec import RunSpec, run_id
 from hpcbench.config.sweep_loader import ExcludedPoint, expand_sweep, load_sweep
 from hpcbench.errors import ConfigError
-from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.report.configurations import rows_from_frame
 from hpcbench.report.html.page_elements import (
     MAX_HTML_ROWS,
@@ -37,6 +36,7 @@ from hpcbench.report.html.report_page import TEMPLATE_FOLDER, PageSection, Repor
 from hpcbench.report.html.report_page import report_html as page_of
 from hpcbench.report.table_model import WarningFootnotes
 from hpcbench.results.schema import FailureRecord
+from hpcbench.strategies.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from tests.report import planted
 from tests.report.planted import launch, launches
 

@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 
-from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.report.plots import theme
 from hpcbench.report.plots.breakdown_plots import STEP_PARTS
 from hpcbench.report.plots.charts import ACTION_STYLES
+from hpcbench.strategies.catalog import STRATEGIES
 
 Colour = tuple[float, float, float]
 
@@ -96,7 +96,7 @@ def test_styles_stay_where_others_come_and_go() -> None:
     assert theme.series_styles(["zz", "ddp", "fsdp", "filter dp tp"])["fsdp"] == alone
     hybrid = theme.series_styles(["filter dp tp", "filter"])
     assert hybrid["filter dp tp"].colour == hybrid["filter"].colour
-    assert (hybrid["filter"].character, hybrid["filter dp tp"].character) == ("▲", "△")
+    assert (hybrid["filter"].character, hybrid["filter dp tp"].character) == ("★", "☆")
     two = theme.series_styles(["1f1b dp pp", "1f1b dp tp pp"])
     assert two["1f1b dp pp"].dash != two["1f1b dp tp pp"].dash
     assert list(theme.series_styles(["zz", "fsdp", "ddp"])) == ["ddp", "fsdp", "zz"]

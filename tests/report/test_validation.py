@@ -7,8 +7,8 @@ import pytest
 
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec, config_id
-from hpcbench.forecast.forecast import Forecast
-from hpcbench.oracle.prediction import NotPredicted, Prediction
+from hpcbench.predict.forecast import Forecast
+from hpcbench.predict.prediction import NotPredicted, Prediction
 from hpcbench.report.validation import (
     MeasuredConfiguration,
     ValidationCase,

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from hpcbench.parallel.catalog import STRATEGIES
-from hpcbench.parallel.strategies import data
+from hpcbench.strategies.catalog import STRATEGIES
+from hpcbench.strategies.data import entry as data
+from hpcbench.worker.strategy import resolve_runtime
 from tests.conftest import require_horovod
 from tests.slurm.box import Box
 from tests.slurm.box.paths import netns
@@ -120,7 +121,7 @@ def test_every_strategy_runs_ok_over_nodes(
         assert hosts <= set(box.nodes)
         assert one["status"] == "ok"
         assert one["verification"]["passed"], one["verification"]
-        assert one["verification"]["precision"] == STRATEGIES[one["spec"]["strategy"]].widest
+        assert one["verification"]["precision"] == resolve_runtime(one["spec"]["strategy"]).widest
     assert len(job_ids(tmp_path)) == jobs
 
 

@@ -19,7 +19,7 @@ def test_the_commands_of_the_tutorial_succeed(box: Box, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "3 runs, 3 submitted, 0 done before" in done.stderr
     assert "3 runs, 0 submitted, 3 done before" in done.stderr
-    assert "long on slurmbox: 2 runs asked to stop" in done.stderr
+    assert "long on slurmbox: asked 2 runs to stop" in done.stderr
     paths = (tmp_path / "tutorial" / "results" / "slurmbox" / "runs").glob("*/*/result.json")
     results = [json.loads(path.read_bytes()) for path in paths]
     assert [one["status"] for one in results if one["sweep"] == "first"] == ["ok"] * 3

@@ -162,7 +162,7 @@ def test_cancel_states_what_it_could_not_do_and_what_stays(project: ClusterTree,
     put("4711_0|RUNNING|None|N/A|NAME|n1|ada|FOLDER|x", "4711_[1-3]|PENDING|Priority|N/A|NAME||ada|FOLDER|x")
     (fake_slurm / "scancel.error").write_text("scancel: error: Kill job error on job id 4711: Access/permission denied")
     done = CliRunner().invoke(cli, ["cancel", "small", "--json"])
-    assert "0 runs asked to stop" in done.stderr
+    assert "asked 0 runs to stop" in done.stderr
     message = str(done.exception)
     assert "the scheduler did not cancel job 4711 of" in message
     assert "Access/permission denied" in message

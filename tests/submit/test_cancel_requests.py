@@ -9,7 +9,8 @@ import pytest
 
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.submit.journal import JobBatch
-from hpcbench.submit.scheduler import _ProfileHead, _SchedulerTable, poll_period_s
+from hpcbench.submit.scheduler import _ProfileHead, _SchedulerTable
+from hpcbench.submit.scheduler_registry import poll_period_s
 from hpcbench.submit.slurm_scheduler import job_expressions
 from hpcbench.submit.submission_record import JobArray, Submission, SubmittedRun
 

@@ -71,16 +71,16 @@ def test_cancelling_a_sweep_cancels_its_array_once(project: Path, fake_slurm: Pa
     assert hpcbench("submit", "small", "--cluster", "test").returncode == 0
     running(fake_slurm)
     done = hpcbench("cancel", "small")
-    assert "4 runs asked to stop" in done.stderr
+    assert "asked 4 runs to stop" in done.stderr
     assert cancelled(fake_slurm) == ["4711"]
 
 
 def test_runs_are_cancelled_by_expression_or_run_id(project: Path, fake_slurm: Path) -> None:
     hpcbench("submit", "small", "--cluster", "test")
     running(fake_slurm)
-    assert "2 runs asked to stop" in hpcbench("cancel", "small", "--where", "batch_size == 8 and devices <= 2").stderr
+    assert "asked 2 runs to stop" in hpcbench("cancel", "small", "--where", "batch_size == 8 and devices <= 2").stderr
     ((_, record),) = list_submissions(ClusterTree(project / "results" / "test"))
-    assert "1 runs asked to stop" in hpcbench("cancel", "small", "--run", record.arrays[1].run_ids[1][:12]).stderr
+    assert "asked 1 runs to stop" in hpcbench("cancel", "small", "--run", record.arrays[1].run_ids[1][:12]).stderr
     assert cancelled(fake_slurm)[-1] == "4711_1"
     wrong = hpcbench("cancel", "small", "--where", "batch_sise == 8")
     assert (wrong.returncode, "did you mean 'batch_size'" in wrong.stderr) == (2, True)

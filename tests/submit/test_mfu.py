@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcbench.parallel.layer_table import read_shipped_table
+from hpcbench.strategies.layer_table import read_shipped_table
 
 pytestmark = pytest.mark.slow
 

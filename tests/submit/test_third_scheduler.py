@@ -1,4 +1,4 @@
-"""A third scheduler is one module: this file is the module, and no line of hpcbench names it.
+"""A third scheduler is one module, which an entry point names: this file is the module.
 
 The queue of the fake is a JSON file; jobs run when the test says so."""
 
@@ -15,9 +15,10 @@ from click.testing import CliRunner, Result
 
 from hpcbench.cli.main import cli
 from hpcbench.config.cluster_profile import ClusterProfile
-from hpcbench.config.profile_tables import SchedulerTraits
 from hpcbench.config.run_spec import read_task
+from hpcbench.config.scheduler_kinds import SchedulerKind
 from hpcbench.errors import SubmitError
+from hpcbench.plugins import plugin_modules
 from hpcbench.render.launch_step import JobShape
 from hpcbench.results.attempts import begin_attempt
 from hpcbench.results.results_tree import ClusterTree
@@ -32,9 +33,6 @@ from tests.submit.conftest import SWEEP
 class FakeScheduler(Scheduler):
     """Each run is one job; the queue maps job ids to states."""
 
-    directives: ClassVar[str | None] = "hpcbench.submit.flux_scheduler:flux_directives"
-    directive_form: ClassVar[tuple[str, str]] = ("# flux: --", "=")
-    note: ClassVar[str] = "flux answers"
     poll_s: ClassVar[float] = 0.05
     queue: ClassVar[Path]
     is_away: ClassVar[bool] = False
@@ -83,14 +81,15 @@ class FakeQuery:
 
 
 SCHEDULER: type[Scheduler] = FakeScheduler
-# mypy compares the defaults with the properties that profiles read.
-TRAITS: type[SchedulerTraits] = FakeScheduler
 
 
 def flux_directives(
     shape: JobShape, profile: ClusterProfile, job_name: str, folder: str, number: int, pack: int, runs: int
 ) -> list[tuple[str, str | int | bool]]:
     return [("job-name", job_name), ("nodes", shape.nodes), ("exclusive", True)]
+
+
+KIND = SchedulerKind(directives=flux_directives, directive_form=("# flux: --", "="), note="flux answers")
 
 
 @pytest.fixture
@@ -103,7 +102,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterTree:
     (tmp_path / "sweeps").mkdir()
     (tmp_path / "sweeps" / "small.toml").write_text(SWEEP)
     monkeypatch.setattr(FakeScheduler, "queue", tmp_path / "queue.json", raising=False)
-    monkeypatch.setitem(sys.modules, "hpcbench.submit.flux_scheduler", sys.modules[__name__])
+    monkeypatch.setitem(plugin_modules("hpcbench.schedulers"), "flux", __name__)
     monkeypatch.chdir(tmp_path)
     return ClusterTree(tmp_path / "results" / "test")
 
@@ -223,12 +222,12 @@ def test_kind_without_a_module_is_refused(tree: ClusterTree) -> None:
 def test_unknown_kind_in_a_profile_is_refused_with_the_choices(tree: ClusterTree, kind: str) -> None:
     (tree.root.parents[1] / "clusters" / "test.toml").write_text(f'name = "test"\n[scheduler]\nkind = {kind}\n')
     refused = hpcbench("submit", "small", "--cluster", "test")
-    message = f"test.toml:3: scheduler.kind: input should be 'slurm', 'local', 'pbs' or 'none', not {kind}"
+    message = f"test.toml:3: scheduler.kind: input should be 'slurm', 'local', 'pbs', 'none' or 'flux', not {kind}"
     assert message in str(refused.exception)
 
 
 def test_module_without_a_scheduler_is_refused(tree: ClusterTree, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "SCHEDULER", FakeQuery)
     refused = hpcbench("submit", "small", "--cluster", "test")
-    assert "hpcbench.submit.flux_scheduler.SCHEDULER is <class" in str(refused.exception)
+    assert f"{__name__}.SCHEDULER is <class" in str(refused.exception)
     assert "not a subclass of Scheduler" in str(refused.exception)

@@ -13,9 +13,10 @@ import warnings
 
 import torch
 
-from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.results.probe_records import DryRunTask
+from hpcbench.strategies.catalog import STRATEGIES
 from hpcbench.worker.dry_run.__main__ import answer_task
+from hpcbench.worker.strategy import resolve_runtime
 from tests.distributed.cases import EXACT, Case, OfRank, check, check_rounding, run_parallel, run_reference
 from tests.distributed.parity import parity_training
 from tests.distributed.pool import Pool
@@ -27,7 +28,7 @@ RANKS = 2
 def verify(key: str, pool: Pool) -> str:
     """Return ``ok``, or why the strategy does not train what one device does."""
     parity = next(case for case in parity_cases(key) if case.ranks <= RANKS)
-    widest = STRATEGIES[key].widest
+    widest = resolve_runtime(key).widest
     case = parity_training(key, parity, precision=widest, steps=4, narrow=parity.model in ("vgg11", "resnet18"))
 
     def run(chosen: Case) -> list[OfRank]:
@@ -71,7 +72,7 @@ def main() -> int:
             found["verify"][key] = verify(key, pool)
     pool.close()
     for key, entry in STRATEGIES.items():
-        if entry.library in (None, "torch"):
+        if entry.library_name in (None, "torch"):
             found["dry_run"][key] = dry_run(key)
     answers.write(json.dumps(found))
     answers.close()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hpcbench.parallel.decoder_shapes import named_shapes
-from hpcbench.parallel.workloads import DATASETS
+from hpcbench.strategies.decoder_shapes import named_shapes
+from hpcbench.workloads.datasets import DATASETS
 
 Cell = tuple[str, str, int | None, int, str | None]
 

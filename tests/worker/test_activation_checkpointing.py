@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from hpcbench.errors import WorkerError
+from hpcbench.strategies.data.train import SingleStrategy
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.model_execution import CheckpointedBlocks, SequentialBlocks, wrap_blocks
-from hpcbench.worker.strategies.base import SingleStrategy
 from tests.worker.helpers import make_spec
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.pipeline.stage_balance import BlockProfile
+from hpcbench.strategies.pipeline.stage_balance import BlockProfile
 from hpcbench.worker import block_times as profiler
 from hpcbench.worker.block_times import profile_blocks
 from hpcbench.worker.models.build import build_meta_model

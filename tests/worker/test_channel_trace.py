@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.layer_table import LayerTableRequest
-from hpcbench.parallel.strategies.channel import ChannelLayer, ChannelScheme, splittable_layers
+from hpcbench.strategies.channel.channel_split import ChannelLayer, ChannelScheme, splittable_layers
+from hpcbench.strategies.channel.layers import ChannelSplitLayer
+from hpcbench.strategies.channel.train import split_model_channels, trace_channels
+from hpcbench.strategies.layer_table import LayerTableRequest
 from hpcbench.worker.distributed.process_groups import RankGroup
 from hpcbench.worker.layers import make_layer_table
 from hpcbench.worker.models.build import build_meta_model
-from hpcbench.worker.strategies.channel import split_model_channels, trace_channels
-from hpcbench.worker.strategies.channel_layers import ChannelSplitLayer
 from tests.worker.helpers import make_spec
 
 IMAGE = (3, 8, 8)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from hpcbench.strategies.data.train import SingleStrategy
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.failure import describe_error
 from hpcbench.worker.model_execution import compile_in_place, count_compiled_graphs, recompilation_warning, wrap_blocks
 from hpcbench.worker.shutdown import StopController
-from hpcbench.worker.strategies.base import SingleStrategy
 from hpcbench.worker.training_loop import LoopProgress, held_out_accuracy, run_training_loop
 from tests.worker.helpers import make_spec
 

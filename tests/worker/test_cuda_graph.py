@@ -17,9 +17,10 @@ from torch.utils._pytree import tree_leaves
 
 from hpcbench.config.run_spec import RunSpec, run_id
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.catalog import STRATEGIES
-from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.results.schema import VerificationResult
+from hpcbench.strategies.catalog import STRATEGIES
+from hpcbench.strategies.data.train import SingleStrategy
+from hpcbench.strategies.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.worker import model_execution
 from hpcbench.worker.data.feed import DataSource
 from hpcbench.worker.data.feeds import make_feed
@@ -27,7 +28,6 @@ from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.model_execution import GraphedStep, graph_stream_context
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.shutdown import StopController
-from hpcbench.worker.strategies.base import SingleStrategy
 from hpcbench.worker.verification.reference import REPLAYED_STEPS
 from hpcbench.worker.verification.verify import VerificationInputs, verify_run
 from tests.worker.helpers import make_spec
@@ -139,7 +139,7 @@ def test_replays_train_as_eager_steps_do(
 ) -> None:
     """Each replay reads its own samples, and nothing of a step happens on the host alone."""
     # On cuda Adam is fused; as torch writes it for a cpu it reads the number of the step.
-    monkeypatch.setattr("hpcbench.worker.strategies.base.is_host", lambda _device: False)
+    monkeypatch.setattr("hpcbench.worker.strategy.is_host", lambda _device: False)
     steps = EAGER_STEPS + 3
     spec = make_spec(**values, drop_last=True)
     eager_losses, eager = trained(spec, steps, graphed=False)
@@ -155,8 +155,8 @@ def test_replays_train_as_eager_steps_do(
 
 def verified(monkeypatch: pytest.MonkeyPatch, **values: Any) -> VerificationResult:
     """The result of ``verify`` for a run with a graph; wrappers are made outside of the stand-in's streams."""
-    monkeypatch.setattr("hpcbench.worker.strategies.base.graph_stream_context", lambda _device: nullcontext())
-    monkeypatch.setattr("hpcbench.worker.strategies.base.is_host", lambda _device: False)
+    monkeypatch.setattr("hpcbench.worker.strategy.graph_stream_context", lambda _device: nullcontext())
+    monkeypatch.setattr("hpcbench.worker.strategy.is_host", lambda _device: False)
     spec = make_spec(cuda_graph=True, drop_last=True, **values)
     inputs = VerificationInputs(DataSource(None, 1), None)
     result = verify_run(spec, RankContext(0, 1, CPU), inputs, StopController(), None, 60.0)

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.workloads import BATCH_SLOTS
 from hpcbench.worker.data import feeds, resident_feed
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.data.feeds import make_feed
+from hpcbench.workloads.datasets import BATCH_SLOTS
 from tests.sample_ranges import step_sample_ranges
 from tests.worker.helpers import make_spec
 

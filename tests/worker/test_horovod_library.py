@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpcbench.parallel.catalog import options_with_defaults
+from hpcbench.strategies.catalog import options_with_defaults
+from hpcbench.strategies.horovod.train import assign_slots, horovod_variables, warmup_learning_rate
 from hpcbench.worker.failure import install_hint, is_peer_lost
-from hpcbench.worker.strategies.horovod import assign_slots, horovod_variables, warmup_learning_rate
 from tests.worker.helpers import make_spec
 
 

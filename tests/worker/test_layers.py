@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.decoder_shapes import named_shape
-from hpcbench.parallel.layer_table import (
+from hpcbench.strategies.decoder_shapes import named_shape
+from hpcbench.strategies.layer_table import (
     LayerTable,
     LayerTableRequest,
     encode_layer_table,
     read_shipped_table,
     shipped_table_path,
 )
-from hpcbench.parallel.resolve import shipped_model_dataset_pairs
+from hpcbench.strategies.resolve import shipped_model_dataset_pairs
 from hpcbench.worker.layers import answer_request, make_layer_table, write_shipped_tables, zero_batch
 from hpcbench.worker.measure.layer_trace import trace_layers
 from hpcbench.worker.measured_run import model_table, recomputed_share
@@ -65,10 +65,10 @@ def test_all_shipped_tables_are_what_is_measured(tmp_path: Path) -> None:
 
 
 def test_every_family_is_in_the_sample() -> None:
-    from hpcbench.parallel.catalog import shipped_model_entries
+    from hpcbench.workloads.models import MODELS
 
-    families = {entry.builder for entry in shipped_model_entries().values()}
-    assert {shipped_model_entries()[model].builder for model, _ in SAMPLE} == families, "SAMPLE in this file"
+    families = {entry.builder for entry in MODELS.values()}
+    assert {MODELS[model].builder for model, _ in SAMPLE} == families, "SAMPLE in this file"
 
 
 # Activation bytes of a batch of 3: what autograd keeps of real tensors is what the table says of fake ones.
@@ -251,7 +251,7 @@ def test_a_table_takes_no_memory() -> None:
     code = (
         "import sys; from hpcbench.worker.layers import answer_request\n"
         "def peak(): return next(int(line.split()[1]) for line in open('/proc/self/status') if 'VmHWM' in line)\n"
-        "from hpcbench.worker.models.build import import_torchvision_models; import_torchvision_models(); before = peak()\n"
+        "from hpcbench.worker.models.torchvision_models import import_torchvision_models; import_torchvision_models(); before = peak()\n"
         "got = answer_request(sys.stdin.buffer.read()); assert got.table, got.error\n"
         "print(before, peak(), got.table.totals().activation_bytes)"
     )

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.strategies.data.train import SingleStrategy
 from hpcbench.worker import model_execution
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.model_execution import MasterWeights, use_bf16_parameters
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import SingleStrategy, make_optimizer
+from hpcbench.worker.strategy import make_optimizer
 from tests.worker.helpers import make_spec
 
 CPU = torch.device("cpu")

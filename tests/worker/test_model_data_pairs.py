@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from hpcbench.parallel.catalog import shipped_model_entries
-from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
-from hpcbench.parallel.workloads import DATASETS
+from hpcbench.strategies.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import resolve_runtime
+from hpcbench.worker.strategy import resolve_runtime
 from hpcbench.worker.verification.reference import train_reference
+from hpcbench.workloads.datasets import DATASETS
+from hpcbench.workloads.models import MODELS
 from tests.worker.cells import CELLS, COUNTED_ONLY, Cell
 from tests.worker.helpers import make_spec
 
@@ -39,7 +39,7 @@ def cell_id(cell: Cell) -> str:
 
 
 def test_the_table_is_whole() -> None:
-    assert [cell[:2] for cell in CELLS] == list(itertools.product(shipped_model_entries(), DATASETS))
+    assert [cell[:2] for cell in CELLS] == list(itertools.product(MODELS, DATASETS))
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=cell_id)

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.catalog import shipped_model_entries
-from hpcbench.parallel.decoder_shapes import named_shape
+from hpcbench.strategies.decoder_shapes import named_shape
 from hpcbench.worker.models.build import build_meta_model, build_model, count_parameters
 from hpcbench.worker.models.transformer import Attention, BlockStyle, RotaryEmbedding
+from hpcbench.workloads.models import MODELS
 from tests.worker.cells import DECODERS
 from tests.worker.helpers import make_spec
 
-IMAGES = [name for name, entry in shipped_model_entries().items() if entry.kind == "images"]
+IMAGES = [name for name, entry in MODELS.items() if entry.kind == "images"]
 SMALLEST_OF_FAMILIES = ["resnet18", "resnet50", "vgg11", "mobilenetv2", "vit"]
 DATASET = {"images": "cifar10", "volumes": "cosmoflow", "tokens": "tokens"}
 SIZES = {"images": 32, "volumes": 16, "tokens": 16}
@@ -105,8 +105,8 @@ def test_cosmoflow_has_the_parameter_count_of_mlperf() -> None:
 @pytest.mark.parametrize("model", IMAGES)
 @pytest.mark.parametrize("size", [8, 9, 16, 17, 28, 32, 63, 64, 70, 224])
 def test_every_image_model_takes_every_size_from_its_smallest_on(model: str, size: int) -> None:
-    if size < shipped_model_entries()[model].min_size:
-        size = shipped_model_entries()[model].min_size
+    if size < MODELS[model].min_size:
+        size = MODELS[model].min_size
     built = build_meta_model(make_spec(model=model, dataset="cifar10", input_size=size))
     assert built(torch.randn(2, 3, size, size, device="meta")).shape == (2, 10)
 
@@ -134,7 +134,7 @@ def test_image_models_take_one_channel_at_a_large_size(model: str) -> None:
 
 
 def sample(model: str, device: str = "cpu", count: int = 2) -> torch.Tensor:
-    kind = shipped_model_entries()[model].kind
+    kind = MODELS[model].kind
     assert kind is not None
     size = SIZES[kind]
     if kind == "tokens":
@@ -143,7 +143,7 @@ def sample(model: str, device: str = "cpu", count: int = 2) -> torch.Tensor:
 
 
 def spec_of(model: str, **values: Any) -> RunSpec:
-    kind = shipped_model_entries()[model].kind
+    kind = MODELS[model].kind
     assert kind is not None
     return make_spec(**{"model": model, "dataset": DATASET[kind], "input_size": SIZES[kind], **values})
 
@@ -189,7 +189,7 @@ def test_shapes_are_the_models_without_its_numbers(model: str, values: dict[str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", shipped_model_entries())
+@pytest.mark.parametrize("model", MODELS)
 def test_every_model_is_a_chain_of_blocks_that_can_be_copied(model: str) -> None:
     built = build_meta_model(spec_of(model))
     assert isinstance(built, torch.nn.Sequential)
@@ -197,7 +197,7 @@ def test_every_model_is_a_chain_of_blocks_that_can_be_copied(model: str) -> None
     copied = pickle.loads(pickle.dumps(copy.deepcopy(built)))
     copied.load_state_dict(built.state_dict())
     assert [name for name, _ in copied.named_parameters()] == list(dict(built.named_parameters()))
-    tied = "tied" in shipped_model_entries()[model].options and shipped_model_entries()[model].options["tied"].default
+    tied = "tied" in MODELS[model].options and MODELS[model].options["tied"].default
     assert len({id(parameter) for parameter in built.state_dict(keep_vars=True).values()}) == (
         len(built.state_dict()) - bool(tied)
     ), "no block shares a weight with another, unless the published model does"
@@ -319,7 +319,7 @@ def test_models_have_the_runs_precision_and_memory_format() -> None:
 
 @pytest.mark.slow
 def test_the_large_forms_compute_what_torchvision_computes() -> None:
-    from hpcbench.worker.models.build import import_torchvision_models
+    from hpcbench.worker.models.torchvision_models import import_torchvision_models
 
     inputs = torch.randn(1, 3, 64, 64)
     names = {"resnet18": "resnet18", "resnet50": "resnet50", "vgg11": "vgg11", "mobilenetv2": "mobilenet_v2"}
@@ -331,7 +331,7 @@ def test_the_large_forms_compute_what_torchvision_computes() -> None:
 
 
 def test_vit_computes_what_torchvision_computes() -> None:
-    from hpcbench.worker.models.build import import_torchvision_models
+    from hpcbench.worker.models.torchvision_models import import_torchvision_models
 
     vision = import_torchvision_models().vision_transformer.VisionTransformer
     theirs = vision(32, 4, num_layers=4, num_heads=4, hidden_dim=128, mlp_dim=512, num_classes=10).eval()

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.pipeline_rank import PipelineRank
-from hpcbench.parallel.layer_table import read_shipped_table
-from hpcbench.parallel.pipeline.schedules import PipelineLayout
+from hpcbench.strategies.layer_table import read_shipped_table
+from hpcbench.strategies.pipeline.chunk import ActivationMetaCache
+from hpcbench.strategies.pipeline.rank_cost import PipelineRank
+from hpcbench.strategies.pipeline.schedules import PipelineLayout
+from hpcbench.strategies.pipeline.stage_assignment import assign_blocks
 from hpcbench.worker.models.build import build_meta_model
-from hpcbench.worker.strategies.pipeline.chunk import ActivationMetaCache
-from hpcbench.worker.strategies.pipeline.stage_assignment import assign_blocks
 from tests.distributed.cases import CPU
 
 OPTIONS = {"cuts": "", "balance": "time"}

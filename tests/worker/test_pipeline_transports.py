@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_structure
 
-from hpcbench.parallel.pipeline.exchange_order import Exchange, pipeline_links
-from hpcbench.parallel.pipeline.schedules import Action, PipelineLayout, PipelineMessage
+from hpcbench.strategies.pipeline.chunk import ActivationMeta, TensorMeta
+from hpcbench.strategies.pipeline.exchange_order import Exchange, pipeline_links
+from hpcbench.strategies.pipeline.p2p import MessageTransport
+from hpcbench.strategies.pipeline.pipeline_runtime import ActionHooks, PipelineBatch, PipelineRuntime
+from hpcbench.strategies.pipeline.schedules import Action, PipelineLayout, PipelineMessage
 from hpcbench.worker.distributed import point_to_point
 from hpcbench.worker.distributed.point_to_point import Message
 from hpcbench.worker.distributed.process_groups import RankGroup
 from hpcbench.worker.model_execution import MixedPrecision
-from hpcbench.worker.strategies.pipeline.chunk import ActivationMeta, TensorMeta
-from hpcbench.worker.strategies.pipeline.p2p import MessageTransport
-from hpcbench.worker.strategies.pipeline.pipeline_runtime import ActionHooks, PipelineBatch, PipelineRuntime
 from tests.device_model.device import Kernel, Program
 from tests.device_model.programs import (
     SHIPPED,

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.strategies.pipeline.chunk import ActivationMetaCache, ModelChunk
+from hpcbench.strategies.pipeline.pipeline_strategy import run_chunks_once
 from hpcbench.worker.model_execution import MixedPrecision
-from hpcbench.worker.strategies.pipeline.chunk import ActivationMetaCache, ModelChunk
-from hpcbench.worker.strategies.pipeline.strategy import run_chunks_once
 
 CPU = torch.device("cpu")
 

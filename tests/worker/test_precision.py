@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from hpcbench.config.run_spec import run_id
+from hpcbench.strategies.data.train import SingleStrategy
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.model_execution import MixedPrecision, allow_tf32, choose_convolution_algorithms
-from hpcbench.worker.strategies.base import SingleStrategy, optimizer_class_and_arguments
+from hpcbench.worker.strategy import optimizer_class_and_arguments
 from tests.worker.helpers import make_spec
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.gradient_buckets import gradient_ready_order
-from hpcbench.parallel.layer_table import LayerTableRequest
+from hpcbench.strategies.gradient_buckets import gradient_ready_order
+from hpcbench.strategies.layer_table import LayerTableRequest
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.layers import make_layer_table
 from hpcbench.worker.model_execution import MixedPrecision, summed_loss, wrap_blocks

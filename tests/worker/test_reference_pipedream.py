@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.pipeline.weight_versions import Staleness
+from hpcbench.strategies.pipeline.weight_versions import Staleness
 from hpcbench.worker.data.feed import DataFeed, MinibatchSequence
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.verification.reference import TrainingRecord, VerificationCheck, compare_training, train_reference

@@ -19,7 +19,7 @@ from hpcbench.worker.measure import step_profiler
 from hpcbench.worker.measure.clocks import no_marker
 from hpcbench.worker.measure.step_profiler import run_profiled_steps
 from hpcbench.worker.shutdown import StopController, Stopped
-from hpcbench.worker.strategies.base import Strategy
+from hpcbench.worker.strategy import Strategy
 from tests.worker.helpers import make_spec
 
 CPU = torch.device("cpu")

@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from hpcbench.parallel.traffic import Traffic
 from hpcbench.results.schema import (
     EvaluationPoint,
     HostActivity,
@@ -19,6 +18,7 @@ from hpcbench.results.schema import (
     StepPhases,
 )
 from hpcbench.results.timing_statistics import slowest_rank_times_s
+from hpcbench.strategies.traffic import Traffic
 from hpcbench.worker.summary import global_step_samples, samples_per_epoch, summarize_run
 from tests.worker.helpers import failure, make_header, make_rank, make_spec, make_task
 

@@ -11,7 +11,7 @@ from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.measure.clocks import HostClock, process_age_s
 from hpcbench.worker.shutdown import StopController, Stopped
-from hpcbench.worker.strategies.base import Strategy
+from hpcbench.worker.strategy import Strategy
 from hpcbench.worker.training_loop import (
     LoopProgress,
     make_evaluate_hook,

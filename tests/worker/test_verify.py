@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from hpcbench.config.option import Option
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.catalog import STRATEGIES
-from hpcbench.parallel.strategy_entry import Option
 from hpcbench.results.schema import ReferenceComparison, VerificationResult
+from hpcbench.strategies.catalog import STRATEGIES
+from hpcbench.strategies.data.train import DdpStrategy
 from hpcbench.worker.data.feed import NO_FILES
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext, TCPStore, clone_connection, to_timedelta
@@ -249,7 +250,7 @@ def test_verification_checks_follow_from_the_run(
 
 
 def test_a_strategy_that_is_lossy_whatever_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(STRATEGIES, "ddp", STRATEGIES["ddp"]._replace(lossy=0.01))
+    monkeypatch.setattr(DdpStrategy, "lossy", 0.01)
     assert verification_checks(make_spec(strategy="ddp", precision="fp64")) == [VerificationCheck("fp64", 1, 0.01)]
 
 

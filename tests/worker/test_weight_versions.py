@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpcbench.parallel.pipeline.weight_versions import Staleness
-from hpcbench.worker.strategies.pipeline.pipedream import WeightStash
+from hpcbench.strategies.pipeline.pipedream import WeightStash
+from hpcbench.strategies.pipeline.weight_versions import Staleness
 
 
 def make(stages: int, stage: int, **more: bool) -> tuple[nn.Linear, WeightStash, torch.optim.Optimizer]:

@@ -115,7 +115,7 @@ def plot_results(
         frame = filter_launches(load_frame(tree, sources, clusters, columns), condition)
         return draw_plot(kind, frame, PlotRequest(keys, load_full, None))
     # Imported here: plots without predictions need no oracle.
-    from hpcbench.forecast.cluster_forecasts import ClusterForecasts
+    from hpcbench.predict.cluster_forecasts import ClusterForecasts
     from hpcbench.report.prediction_frames import measured_vs_predicted_frame, predicted_scaling_frame
 
     frame = filter_launches(load_frame(tree, sources, clusters, [*columns, *SPEC_COLUMNS]), condition)

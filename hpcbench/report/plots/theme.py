@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import polars as pl
 
-from hpcbench.parallel.catalog import STRATEGIES
+from hpcbench.strategies.catalog import STRATEGIES
 
 BLACK, BLUE, VERMILLION, GREEN = "#000000", "#0072B2", "#D55E00", "#009E73"
 PURPLE, SKY, ORANGE = "#CC79A7", "#56B4E9", "#E69F00"
@@ -66,24 +66,20 @@ def _svg_path(outline: Sequence[tuple[float, float]]) -> str:
     return f"M{'L'.join(f'{x:.3g},{y:.3g}' for x, y in outline)}Z"
 
 
-_COLOUR_NAMES = dict(zip(("blue", "vermillion", "green", "purple", "orange", "sky", "black"), COLOURS, strict=True))
-
-
 def _strategy_style_parts() -> dict[str, tuple[str, str, str]]:
-    """Colour, shape and dash of every strategy: those of its registry entry, or the first free ones."""
-    parts = {
-        key: (_COLOUR_NAMES[entry.plot_style.colour], entry.plot_style.shape, entry.plot_style.dash)
-        for key, entry in STRATEGIES.items()
-        if entry.plot_style is not None
+    """Colour, shape and dash of each strategy by its place in the registry.
+
+    Dashes skip two places after every six strategies: those of a family differ in each of the three.
+    """
+    shapes, dashes = list(_SHAPES), list(_DASHES)
+    return {
+        key: (
+            COLOURS[place % len(COLOURS)],
+            shapes[place % len(shapes)],
+            dashes[(place + 2 * (place // 6)) % len(dashes)],
+        )
+        for place, key in enumerate(STRATEGIES)
     }
-    free = (
-        (colour, shape, dash)
-        for dash in _DASHES
-        for shape in _SHAPES
-        for colour in COLOURS
-        if (shape, dash) not in {used[1:] for used in parts.values()}
-    )
-    return {key: parts[key] if key in parts else parts.setdefault(key, next(free)) for key in STRATEGIES}
 
 
 _STRATEGY_STYLE_PARTS = _strategy_style_parts()

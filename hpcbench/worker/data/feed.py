@@ -22,9 +22,9 @@ from torch import Tensor
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import unsupported
-from hpcbench.parallel.mesh import dropped_samples, even_ranges, micro_batch_ranges, steps_per_epoch
-from hpcbench.parallel.workloads import DATASETS, sample_shape
+from hpcbench.strategies.mesh import dropped_samples, even_ranges, micro_batch_ranges, steps_per_epoch
 from hpcbench.worker.model_execution import storage_dtype
+from hpcbench.workloads.datasets import DATASETS, sample_shape
 
 Batch = tuple[Tensor, Tensor]
 """Inputs [n, *sample shape] and targets [n], [n, values] or [n, length], on the run's device."""

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.workloads import BATCH_SLOTS, DATASETS, LARGE_SAMPLE_NUMBERS, is_resident
 from hpcbench.worker.data.feed import NO_FILES, Batch, DataFeed, DataSource
 from hpcbench.worker.data.resident_feed import ResidentFeed
 from hpcbench.worker.data.sample_files import (
@@ -26,6 +25,7 @@ from hpcbench.worker.data.sample_files import (
     require_data_folder,
 )
 from hpcbench.worker.data.sample_generator import NOISE_FRACTION, PATTERN_EDGE, PHRASE_LENGTH
+from hpcbench.workloads.datasets import BATCH_SLOTS, DATASETS, LARGE_SAMPLE_NUMBERS, is_resident
 
 _MAX_PATTERN_NUMBERS = 2**22
 """Values that are held beside the samples while their patterns are added."""

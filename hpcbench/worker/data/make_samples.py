@@ -28,10 +28,10 @@ import msgspec
 
 from hpcbench.errors import ConfigError, StorageError, WorkerError
 from hpcbench.fileio import make_folder, write_atomic, write_error
-from hpcbench.parallel.workloads import DATASETS, sample_shape
 from hpcbench.results import data_folder
 from hpcbench.worker.distributed.rank_environment import cpu_mask
 from hpcbench.worker.failure import install_hint
+from hpcbench.workloads.datasets import DATASETS, sample_shape
 
 if TYPE_CHECKING:
     from hpcbench.worker.data.sample_generator import SampleGenerator

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError, unsupported
-from hpcbench.parallel.workloads import DATASETS
 from hpcbench.worker.data.feed import Batch, DataFeed, DataSource
 from hpcbench.worker.data.sample_files import missing_files_error, require_data_folder
 from hpcbench.worker.failure import install_hint
+from hpcbench.workloads.datasets import DATASETS
 
 _EVALUATION_BATCH = 500
 

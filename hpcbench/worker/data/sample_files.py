@@ -19,8 +19,8 @@ import numpy as np
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import StorageError, WorkerError, unsupported
-from hpcbench.parallel.workloads import DATASETS, sample_shape
 from hpcbench.results import data_folder
+from hpcbench.workloads.datasets import DATASETS, sample_shape
 
 _VALIDATION_FOLDERS = ("validation", "val", "valid", "test")
 _IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png")

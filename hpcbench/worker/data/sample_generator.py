@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from hpcbench.parallel.workloads import DATASETS, sample_shape
 from hpcbench.results.data_folder import SAMPLES_FORMAT_VERSION
+from hpcbench.workloads.datasets import DATASETS, sample_shape
 
 GENERATOR_SEED = 0
 JPEG_QUALITY = 90

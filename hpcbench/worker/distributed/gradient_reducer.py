@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpcbench.parallel.gradient_buckets import DEFAULT_BUCKET_CAP_MB, MIB, fill_buckets
+from hpcbench.strategies.gradient_buckets import DEFAULT_BUCKET_CAP_MB, MIB, fill_buckets
 
 
 class GradientReducer:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hpcbench.parallel.mesh import MESH_AXES, RankMesh
+from hpcbench.strategies.mesh import MESH_AXES, RankMesh
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hpcbench.config.run_spec import RunSpec, TaskFileHeader
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.catalog import get_strategy
+from hpcbench.strategies.catalog import get_strategy
 from hpcbench.worker.distributed import process_groups
 from hpcbench.worker.distributed.point_to_point import stage_messages
 from hpcbench.worker.distributed.rank_environment import RankInfo

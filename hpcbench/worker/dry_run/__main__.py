@@ -25,10 +25,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.catalog import get_strategy
-from hpcbench.parallel.mesh import RankMesh
 from hpcbench.results.probe_records import DryRunAnswer, DryRunOutcome, DryRunTask, StepFigures
 from hpcbench.worker.dry_run.fake_rank import NotFakeableError, dry_run_rank
 from hpcbench.worker.dry_run.step_recorder import DataDependentBranch, RefusedOnDevice, is_of_python, site_of_line
@@ -55,7 +52,7 @@ def answer_task(task: DryRunTask, before_rank: Callable[[], None] = lambda: None
     reason, figures = None, None
     try:
         ranks = []
-        for rank in ranks_of_every_kind(task.spec):
+        for rank in task.ranks or range(task.spec.ranks):
             before_rank()
             ranks.append(dry_run_rank(task, rank))
         figures = largest_figures(ranks)
@@ -67,25 +64,6 @@ def answer_task(task: DryRunTask, before_rank: Callable[[], None] = lambda: None
     gc.collect()
     seconds = time.perf_counter() - began
     return DryRunAnswer(index=task.index, outcome=outcome, reason=reason, figures=figures, seconds=seconds)
-
-
-def ranks_of_every_kind(spec: RunSpec) -> list[int]:
-    """Return the first and the last rank, and one rank of each kind that lies between them.
-
-    Replicas that share nothing are of one kind. Other ranks differ by their place along the axes that split the model:
-    the first, the second and the last stage of a pipeline, and the first, an inner and the last part of split maps.
-    """
-    mesh = RankMesh.of(spec)
-    if mesh.size != spec.ranks:
-        # One process drives several devices.
-        return list(range(spec.ranks))
-    if get_strategy(spec.strategy).alike_replicas and spec.dp_degree == spec.ranks:
-        return [0]
-    ranks = {0, spec.ranks - 1}
-    for axis in ("pp", "sp"):
-        degree = getattr(mesh, axis)
-        ranks |= {mesh.rank(RankMesh(0, 0, 0, 0)._replace(**{axis: place})) for place in (1, degree - 1) if degree > 2}
-    return sorted(ranks)
 
 
 def largest_figures(ranks: list[StepFigures]) -> StepFigures:

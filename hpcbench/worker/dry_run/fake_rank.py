@@ -32,9 +32,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.catalog import get_strategy, options_with_defaults
-from hpcbench.parallel.workloads import BATCH_SLOTS, DATASETS, LARGE_SAMPLE_NUMBERS, is_resident
 from hpcbench.results.probe_records import DryRunTask, StepFigures
+from hpcbench.strategies.catalog import get_strategy, options_with_defaults
+from hpcbench.strategies.data import train as data
+from hpcbench.strategies.pipeline.p2p import MessageTransport
+from hpcbench.strategies.sharded.train import TRAINS_ON_CPUS
 from hpcbench.worker.data.feed import Batch, DataFeed
 from hpcbench.worker.distributed import process_groups
 from hpcbench.worker.distributed.process_groups import RankContext
@@ -43,10 +45,8 @@ from hpcbench.worker.dry_run.step_recorder import StepRecorder
 from hpcbench.worker.layers import zero_batch
 from hpcbench.worker.model_execution import avoid_cumulative_averages, wrap_blocks
 from hpcbench.worker.models.build import build_meta_model
-from hpcbench.worker.strategies import data
-from hpcbench.worker.strategies.base import Strategy, resolve_runtime
-from hpcbench.worker.strategies.fsdp import TRAINS_ON_CPUS
-from hpcbench.worker.strategies.pipeline.p2p import MessageTransport
+from hpcbench.worker.strategy import Strategy, resolve_runtime
+from hpcbench.workloads.datasets import BATCH_SLOTS, DATASETS, LARGE_SAMPLE_NUMBERS, is_resident
 
 _FAKE_DEVICES = {"cpu": torch.device("cpu"), "cuda": torch.device("cpu", 0)}
 """Device of the fake tensors by the kind of the run's device. Real tensors lose the index, fake ones keep it."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from hpcbench.parallel.gradient_buckets import DEFAULT_BUCKET_CAP_MB, FIRST_BUCKET_CAP_BYTES, MIB, fill_buckets
+from hpcbench.strategies.gradient_buckets import DEFAULT_BUCKET_CAP_MB, FIRST_BUCKET_CAP_BYTES, MIB, fill_buckets
 
 _MAX_BROADCAST_BYTES = 250 * MIB
 

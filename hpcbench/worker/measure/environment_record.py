@@ -12,10 +12,10 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import torch
@@ -23,11 +23,11 @@ import torch.distributed as dist
 
 import hpcbench
 from hpcbench.config.run_spec import RunSpec, TaskFileHeader
-from hpcbench.parallel.catalog import get_strategy, load_object
-from hpcbench.parallel.workloads import custom_model_file, is_custom_model
+from hpcbench.strategies.catalog import load_member
 from hpcbench.worker.distributed.rank_environment import RankInfo, cpu_mask, performance_environment, resource_limits
 from hpcbench.worker.measure.gpu import host_gpu_facts, rank_gpu_facts
 from hpcbench.worker.measure.host import cores_per_numa_node, host_facts, read_text
+from hpcbench.workloads.custom_models import custom_model_file, is_custom_model
 
 _TRACKED_PACKAGES = ("numpy", "torchvision", "scikit-learn", "horovod", "fairscale", "pillow", "h5py", "triton",
              "pytorch-triton", "mkl", "intel-openmp", "tbb", "intel-extension-for-pytorch")  # fmt: skip
@@ -157,9 +157,7 @@ def _host_provenance(header: TaskFileHeader, spec: RunSpec, info: RankInfo, devi
     if header.model_folder and is_custom_model(spec.model):
         file = custom_model_file(spec.model, Path(header.model_folder))
         facts["model_file_sha256"] = hashlib.sha256(file.read_bytes()).hexdigest() if file else None
-    if reference := get_strategy(spec.strategy).library_facts:
-        library_facts = cast(Callable[[RunSpec], dict[str, Any]], load_object(reference))
-        facts[spec.strategy] = library_facts(spec)
+    facts[spec.strategy] = load_member(spec.strategy, "train", "TRAININGS").library_facts(spec)
     if device.type == "cuda":
         facts |= {**host_gpu_facts(), "cudnn": torch.backends.cudnn.version()}  # type: ignore[no-untyped-call]
         with contextlib.suppress(Exception):  # a torch built without NCCL has no version to tell

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from hpcbench.parallel.layer_table import LOSS_ROW_NAME
+from hpcbench.strategies.layer_table import LOSS_ROW_NAME
 from hpcbench.worker.model_execution import summed_loss
 
 COMM_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")

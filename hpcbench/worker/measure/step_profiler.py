@@ -33,7 +33,7 @@ from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.measure.clocks import PHASE_NAMES, no_marker, synchronize
 from hpcbench.worker.measure.layer_trace import COMM_NAMESPACES
 from hpcbench.worker.shutdown import StopController
-from hpcbench.worker.strategies.base import Strategy
+from hpcbench.worker.strategy import Strategy
 
 MARK_PREFIX = "hpcbench."
 STEP_MARK = MARK_PREFIX + "step"

@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.traffic import Traffic, merge_calls
+from hpcbench.strategies.traffic import Traffic, merge_calls
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.measure.clocks import synchronize
 from hpcbench.worker.measure.layer_trace import COMM_NAMESPACES, tensor_bytes
 from hpcbench.worker.shutdown import StopController
-from hpcbench.worker.strategies.base import Strategy
+from hpcbench.worker.strategy import Strategy
 
 _COLLECTIVES = {
     name: (operation, position)

@@ -20,8 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import unsupported
-from hpcbench.parallel.traffic import MessageShape
 from hpcbench.results.probe_records import BlockProbe, OverlapProbe, UpdateProbe
+from hpcbench.strategies.traffic import MessageShape
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.measure.clocks import CallTimer, reading_statistics, relative_spread, synchronize
 from hpcbench.worker.microbench.message_probes import (
@@ -31,7 +31,7 @@ from hpcbench.worker.microbench.message_probes import (
     overlap_record,
     read_overlap,
 )
-from hpcbench.worker.strategies.base import DataParallelStrategy, optimizer_class_and_arguments
+from hpcbench.worker.strategy import DataParallelStrategy, optimizer_class_and_arguments
 
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 60
 

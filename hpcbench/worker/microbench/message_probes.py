@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.traffic import MessageShape
 from hpcbench.results.probe_records import CollectiveProbe, OverlapProbe
+from hpcbench.strategies.traffic import MessageShape
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.measure.clocks import reading_statistics, synchronize
 

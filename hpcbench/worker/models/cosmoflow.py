@@ -12,21 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-FAMILIES = {
-    "cosmoflow": {
-        "builder": "build",
-        "kind": "volumes",
-        "min_size": 8,
-        "options": {"dropout": (0.5, "after each of the first two linear layers")},
-    },
-}
-MODELS = {
-    "cosmoflow": (
-        "cosmoflow",
-        None,
-        "3-D convolutions on volumes, MLPerf HPC's form at 128^3; larger volumes get more of them",
-    ),
-}
 _PUBLISHED_FILTERS = (32, 64, 128, 256, 512)
 _PUBLISHED_EDGE = 128
 _LEAKY_SLOPE = 0.3

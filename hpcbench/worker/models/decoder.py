@@ -3,8 +3,8 @@ runs: Llama (Touvron et al. 2023, Dubey et al. 2024), MPT, Nemotron-4 and GPT-3 
 
 The sizes of ``gpt`` are those of GPT-3's table 2.1 and of Turing-NLG (Rosset 2020). Its output layer has weights of its
 own unless the option ``tied`` is set: a sequence whose first and last block share a weight cannot be cut between them.
-The others are as ``hpcbench/parallel/decoder_shapes.json`` counts them. Llama 2 is not among them: its 32,000 words are
-fewer than those of the data set.
+The others are as ``hpcbench/strategies/decoder_shapes.json`` counts them. Llama 2 is not among them: its 32,000
+words are fewer than those of the data set.
 
 Llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases. MPT: LayerNorm without biases, learned
 positions, GELU. Nemotron: LayerNorm, rotary positions, squared ReLU, no biases. GPT-3: GPT-2's block.
@@ -17,84 +17,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hpcbench.parallel.decoder_shapes import DecoderShape, named_shape
+from hpcbench.strategies.decoder_shapes import DecoderShape, named_shape
 from hpcbench.worker.models.transformer import GPT_STYLE, BlockStyle, TransformerBlock, make_norm
 
-FAMILIES = {
-    "decoder": {
-        "builder": "build_decoder",
-        "kind": "tokens",
-        "min_size": 1,
-        "options": {
-            "vocabulary": (
-                0,
-                "words that there are weights for; 0: as published, and never fewer than the data set has",
-            ),
-            "tied": (False, "the output layer uses the embedding's weights"),
-            "dropout": (0.0, "of embeddings, attention and after each half of a block"),
-        },
-    },
-    "tied_decoder": {
-        "base": "decoder",
-        "options": {"tied": (True, "the output layer uses the embedding's weights, as published")},
-    },
-    "gpt": {
-        "builder": "build_gpt",
-        "kind": "tokens",
-        "min_size": 1,
-        "options": {
-            "context": (2048, "positions that there are weights for, at least; a longer input gets its own"),
-            "tied": (False, "the output layer uses the embedding's weights, as published"),
-            "dropout": (0.0, "of embeddings, attention and after each half of a block"),
-        },
-    },
-    "short_gpt": {
-        "base": "gpt",
-        "options": {"context": (1024, "positions that there are weights for, at least; a longer input gets its own")},
-    },
-}
-MODELS = {
-    "llama": ("decoder", None, "4 layers, 128 wide, 4 heads, 2 key-value heads: trains on a CPU"),
-    "llama_1b": ("tied_decoder", 8192, "Llama 3.2 1B: 16 layers, 2048 wide, 32 heads, 8 key-value heads"),
-    "llama_3b": ("tied_decoder", 8192, "Llama 3.2 3B: 28 layers, 3072 wide, 24 heads, 8 key-value heads"),
-    "llama_8b": ("decoder", 8192, "Llama 3.1 8B: 32 layers, 4096 wide, 32 heads, 8 key-value heads"),
-    "llama_70b": ("decoder", 8192, "Llama 3.1 70B: 80 layers, 8192 wide, 64 heads, 8 key-value heads"),
-    "llama_405b": ("decoder", 8192, "Llama 3.1 405B: 126 layers, 16384 wide, 128 heads, 8 key-value heads"),
-    "playbook_1b": ("tied_decoder", 4096, "the Ultra-Scale Playbook's 1B: 16 layers, 2048 wide, 32 heads"),
-    "playbook_3b": ("tied_decoder", 4096, "the Ultra-Scale Playbook's 3B: 28 layers, 3072 wide, 32 heads"),
-    "playbook_8b": ("decoder", 4096, "the Ultra-Scale Playbook's 8B: 32 layers, 4096 wide, 32 heads"),
-    "playbook_70b": (
-        "decoder",
-        4096,
-        "the Ultra-Scale Playbook's 70B: 80 layers, 8192 wide, 64 heads, 8 key-value heads",
-    ),
-    "playbook_80b": ("decoder", 4096, "the Ultra-Scale Playbook's 80B: 80 layers, 8192 wide, 64 heads"),
-    "mpt_125m": ("tied_decoder", 2048, "MPT 125M: 12 layers, 768 wide, 12 heads"),
-    "mpt_350m": ("tied_decoder", 2048, "MPT 350M: 24 layers, 1024 wide, 16 heads"),
-    "mpt_760m": ("tied_decoder", 2048, "MPT 760M: 24 layers, 1536 wide, 12 heads"),
-    "mpt_1b": ("tied_decoder", 2048, "MPT 1B: 24 layers, 2048 wide, 16 heads"),
-    "mpt_3b": ("tied_decoder", 2048, "MPT 3B: 32 layers, 2560 wide, 20 heads"),
-    "mpt_7b": ("tied_decoder", 2048, "MPT 7B: 32 layers, 4096 wide, 32 heads"),
-    "mpt_13b": ("tied_decoder", 2048, "MPT 13B: 40 layers, 5120 wide, 40 heads"),
-    "mpt_30b": ("tied_decoder", 2048, "MPT 30B: 48 layers, 7168 wide, 56 heads"),
-    "mpt_70b": ("tied_decoder", 2048, "MPT 70B: 80 layers, 8192 wide, 64 heads"),
-    "nemotron_15b": ("decoder", 4096, "Nemotron-4 15B: 32 layers, 6144 wide, 48 heads, 8 key-value heads"),
-    "nemotron_340b": ("decoder", 4096, "Nemotron-4 340B: 96 layers, 18432 wide, 96 heads, 8 key-value heads"),
-    "gpt3_175b": ("tied_decoder", 2048, "GPT-3 175B: 96 layers, 12288 wide, 96 heads"),
-    "gpt": ("short_gpt", None, "4 layers, 128 wide, 4 heads: trains on a CPU"),
-    "gpt_125m": ("gpt", None, "GPT-3 Small: 12 layers, 768 wide, 12 heads"),
-    "gpt_350m": ("gpt", None, "GPT-3 Medium: 24 layers, 1024 wide, 16 heads"),
-    "gpt_760m": ("gpt", None, "GPT-3 Large: 24 layers, 1536 wide, 16 heads"),
-    "gpt_1_3b": (
-        "gpt",
-        None,
-        "GPT-3 XL: 24 layers, 2048 wide, 16 heads of 128 (the paper's 24 do not divide its width)",
-    ),
-    "gpt_2_7b": ("gpt", None, "GPT-3 2.7B: 32 layers, 2560 wide, 32 heads"),
-    "gpt_6_7b": ("gpt", None, "GPT-3 6.7B: 32 layers, 4096 wide, 32 heads"),
-    "gpt_13b": ("gpt", None, "GPT-3 13B: 40 layers, 5120 wide (the paper prints 5140), 40 heads of 128"),
-    "gpt_17b": ("short_gpt", None, "as Turing-NLG: 78 layers, 4256 wide, 28 heads"),
-}
 _GPT_SIZES = {
     "gpt": (4, 128, 4),
     "gpt_125m": (12, 768, 12),

@@ -14,49 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hpcbench.worker.models.build import SMALL_IMAGE_EDGE, build_torchvision_model
+from hpcbench.worker.models.torchvision_models import SMALL_IMAGE_EDGE, build_torchvision_model
 from hpcbench.worker.models.transformer import TransformerBlock
-
-FAMILIES = {
-    "mobilenet": {
-        "builder": "build_mobilenet",
-        "kind": "images",
-        "min_size": 8,
-        "options": {"dropout": (0.2, "from 64 pixels on: dropout before the linear layer")},
-    },
-    "resnet": {"builder": "build_resnet", "kind": "images", "min_size": 8},
-    "vgg": {
-        "builder": "build_vgg",
-        "kind": "images",
-        "min_size": 8,
-        "options": {
-            "batch_norm": (True, "below 64 pixels: BatchNorm after every convolution"),
-            "dropout": (0.5, "from 64 pixels on: dropout between the linear layers"),
-        },
-    },
-    "small_vit": {"base": "vit", "min_size": 8},
-    "vit": {
-        "builder": "build_vit",
-        "kind": "images",
-        "min_size": 16,
-        "options": {"dropout": (0.0, "of embeddings, attention and after each half of a block")},
-    },
-}
-MODELS = {
-    "mobilenetv2": (
-        "mobilenet",
-        None,
-        "inverted residuals with depthwise convolutions; below 64 pixels it halves three times only",
-    ),
-    "resnet18": ("resnet", None, "18 layers, residual; below 64 pixels a 3x3 stem without pooling"),
-    "resnet50": ("resnet", None, "50 layers, residual, bottlenecks; below 64 pixels a 3x3 stem without pooling"),
-    "resnet152": ("resnet", None, "152 layers, residual, bottlenecks; below 64 pixels a 3x3 stem without pooling"),
-    "vgg11": ("vgg", None, "11 layers, no shortcuts, wide; below 64 pixels one linear layer and BatchNorm"),
-    "vgg16": ("vgg", None, "16 layers, no shortcuts, wide; below 64 pixels one linear layer and BatchNorm"),
-    "vit": ("small_vit", None, "4 layers, 128 wide, 4 heads, patches of 4x4: trains on a CPU"),
-    "vit_b16": ("vit", None, "ViT-B/16: 12 layers, 768 wide, 12 heads, patches of 16x16"),
-    "vit_l16": ("vit", None, "ViT-L/16: 24 layers, 1024 wide, 16 heads, patches of 16x16"),
-}
 
 _MOBILENET_STAGES = (
     (1, 16, 1, 1),

@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.catalog import REFERENCE_TRAINERS, get_strategy, load_object, options_with_defaults
 from hpcbench.results.schema import ReferenceComparison
+from hpcbench.strategies.catalog import get_strategy, options_with_defaults
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.model_execution import MixedPrecision, summed_loss
-from hpcbench.worker.strategies.base import make_optimizer
+from hpcbench.worker.strategy import make_optimizer, resolve_runtime
 
 VERIFIED_STEPS = 5
 REPLAYED_STEPS = 3
@@ -64,7 +64,7 @@ def verification_checks(spec: RunSpec) -> list[VerificationCheck]:
     """Return the comparisons of ``verify``: first the decisive one, then the run's own arithmetic unless that is it."""
     lossy = lossy_tolerance(spec)
     entry = get_strategy(spec.strategy)
-    widest = entry.widest
+    widest = resolve_runtime(spec.strategy).widest
     # A graph is captured after some eager steps; without replays nothing of it would be compared.
     eager_steps = entry.eager_steps_before_graph or 0 if spec.cuda_graph else 0
     steps = eager_steps + REPLAYED_STEPS if eager_steps else VERIFIED_STEPS
@@ -87,7 +87,7 @@ def lossy_tolerance(spec: RunSpec) -> float:
     entry = get_strategy(spec.strategy)
     values = options_with_defaults(spec)
     stated = [option.lossy.get(values[name], 0.0) for name, option in entry.options.items()]
-    return max([*stated, entry.lossy or 0.0])
+    return max([*stated, resolve_runtime(spec.strategy).lossy])
 
 
 @dataclass
@@ -317,11 +317,6 @@ def train_reference(
 
 ReferenceTrainer = Callable[..., TrainingRecord]
 """A training in one process that a strategy's run must equal; arguments are those of ``train_reference``."""
-
-
-def resolve_reference_trainer(key: str) -> ReferenceTrainer:
-    """Import the function that trains the reference of strategy ``key``."""
-    return cast(ReferenceTrainer, load_object(REFERENCE_TRAINERS[get_strategy(key).reference]))
 
 
 @contextmanager

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.catalog import options_with_defaults
-from hpcbench.parallel.pipeline.schedules import PipelineLayout
-from hpcbench.parallel.pipeline.stage_partition import block_ranges
-from hpcbench.parallel.pipeline.weight_versions import forwards_ahead_at_step_end
-from hpcbench.parallel.strategies.pipeline import pipedream_staleness, pipeline_layout
+from hpcbench.strategies.catalog import options_with_defaults
+from hpcbench.strategies.pipeline.entry import pipedream_staleness, pipeline_layout
+from hpcbench.strategies.pipeline.schedules import PipelineLayout
+from hpcbench.strategies.pipeline.stage_assignment import assign_blocks
+from hpcbench.strategies.pipeline.stage_partition import block_ranges
+from hpcbench.strategies.pipeline.weight_versions import forwards_ahead_at_step_end
 from hpcbench.worker.data.feed import DataFeed, MinibatchSequence
 from hpcbench.worker.model_execution import MixedPrecision, summed_loss
-from hpcbench.worker.strategies.base import make_optimizer
-from hpcbench.worker.strategies.pipeline.stage_assignment import assign_blocks
-from hpcbench.worker.verification.reference import TrainingRecord, restored_buffers, train_reference
+from hpcbench.worker.strategy import make_optimizer, resolve_runtime
+from hpcbench.worker.verification.reference import ReferenceTrainer, TrainingRecord, restored_buffers, train_reference
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
@@ -230,3 +230,14 @@ class _DelayedTraining:
     def _weights(self, stage: int, number: int) -> dict[str, Tensor]:
         update = self._minibatches.at(number).step if self._delay.double_buffered else number
         return self._versions[stage][self._delay.version(stage, update)]
+
+
+REFERENCE_TRAINERS: dict[str, ReferenceTrainer] = {
+    "data_parallel": train_reference, "pipeline": train_pipeline_reference, "pipedream": train_pipedream_reference,
+}  # fmt: skip
+"""Trainings in one process that strategies are compared with, by the name that reports of verification have."""
+
+
+def resolve_reference_trainer(key: str) -> ReferenceTrainer:
+    """Return the function that trains the reference of strategy ``key``."""
+    return REFERENCE_TRAINERS[resolve_runtime(key).reference]

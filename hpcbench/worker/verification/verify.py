@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.catalog import get_strategy
 from hpcbench.results.schema import ReferenceComparison, VerificationResult
 from hpcbench.worker.data.feed import DataFeed, DataSource
 from hpcbench.worker.data.feeds import make_feed
@@ -28,7 +27,7 @@ from hpcbench.worker.failure import is_out_of_memory
 from hpcbench.worker.model_execution import choose_convolution_algorithms, wrap_blocks
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.shutdown import StopController, Stopped
-from hpcbench.worker.strategies.base import Strategy, resolve_runtime
+from hpcbench.worker.strategy import Strategy, resolve_runtime
 from hpcbench.worker.verification.reference import (
     PERTURBATION_MARGIN,
     VERIFICATION_LEARNING_RATE,
@@ -41,10 +40,10 @@ from hpcbench.worker.verification.reference import (
     has_nan,
     lossy_tolerance,
     max_relative_difference,
-    resolve_reference_trainer,
     train_reference,
     verification_checks,
 )
+from hpcbench.worker.verification.reference_pipelines import resolve_reference_trainer
 from hpcbench.worker.verification.rounding import (
     AS_IT_IS,
     FACTOR,
@@ -375,7 +374,7 @@ def _verification_notes(spec: RunSpec, feed: DataFeed, steps: tuple[int, ...], h
     text = f"steps {', '.join(map(str, steps))} at learning rate {VERIFICATION_LEARNING_RATE:g}, {spec.optimizer}"
     if uneven:
         text += f"; step {uneven[0]} has {feed.global_count(uneven[0])} of {feed.global_batch_size} samples"
-    notes = [text, f"reference: {get_strategy(spec.strategy).reference}, {feed.replicas} replicas in one process"]
+    notes = [text, f"reference: {resolve_runtime(spec.strategy).reference}, {feed.replicas} replicas in one process"]
     if had_dropout or any(_is_dropout_option(name, value) for name, value in spec.model_options.items()):
         notes.append("dropout set to 0")
     if lossy := lossy_tolerance(spec):

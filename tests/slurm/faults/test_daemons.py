@@ -37,7 +37,7 @@ def test_the_controller_is_down_at_submit(project: Project, verify: Verify) -> N
     project.box.stop_daemon("slurmctld")
     first = project.submit("three")
     assert first.returncode == 3
-    assert "3 jobs wait in their submission's folder" in first.stderr
+    assert "3 jobs are not sent yet" in first.stderr
     again = project.submit("three")
     assert (again.returncode, len(project.submissions())) == (3, 1)
     assert set(project.states("three").values()) == {"waiting"}

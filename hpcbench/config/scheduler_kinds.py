@@ -1,0 +1,64 @@
+"""The kinds of schedulers: what profiles, job scripts and predictions read about each.
+
+A package of a third party adds a kind by an entry point of the group ``hpcbench.schedulers``. Its name is the kind; its
+value is a module with ``KIND``, a ``SchedulerKind``, and ``SCHEDULER``, a subclass of
+``hpcbench.submit.scheduler.Scheduler``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from hpcbench.plugins import load_plugin, plugin_modules
+
+GROUP = "hpcbench.schedulers"
+MakeDirectives: TypeAlias = Callable[..., Sequence[tuple[str, str | int | bool]]]
+"""Returns the directives of a job script, called as ``render.job_script.sbatch_directives``."""
+
+
+class SchedulerKind(NamedTuple):
+    """The properties of a kind of scheduler."""
+
+    runs_here: bool = False
+    """Whether jobs run on this machine, which then is the only node."""
+    is_slurm: bool = False
+    """Whether sbatch, srun, squeue and scontrol belong to it."""
+    directives: MakeDirectives | None = None
+    """``None``: those that ``render.job_script`` has for the kind, if any."""
+    directive_form: tuple[str, str] = ("#SBATCH --", "=")
+    """Text before the name of a directive, and between name and value."""
+    submit_command: str | None = None
+    """Command by which the user submits rendered scripts, if hpcbench does not."""
+    note: str = "its commands are not checked"
+    """A text that ``doctor`` reports."""
+
+
+SHIPPED_KINDS = {
+    "slurm": SchedulerKind(is_slurm=True),
+    "local": SchedulerKind(runs_here=True),
+    "pbs": SchedulerKind(
+        directive_form=("#PBS -", " "), submit_command="qsub", note="PBS: render writes jobs for qsub"
+    ),
+    "none": SchedulerKind(note="none: predictions alone"),
+}
+
+
+def load_scheduler_plugin(kind: str) -> Any:
+    """Import the module of a third party's ``kind``; ``None`` where no installed package has it."""
+    module = plugin_modules(GROUP).get(kind)
+    return None if module is None else load_plugin(GROUP, module)
+
+
+def scheduler_kind(kind: str) -> SchedulerKind:
+    """Return the properties of ``scheduler.kind`` of a profile, which was checked by ``check_scheduler_kind``."""
+    shipped = SHIPPED_KINDS.get(kind)
+    return load_scheduler_plugin(kind).KIND if shipped is None else shipped
+
+
+def check_scheduler_kind(kind: object) -> object:
+    """Return ``kind``; ``ValueError`` with the valid ones where it is neither shipped nor a third party's."""
+    kinds = [*SHIPPED_KINDS, *sorted(plugin_modules(GROUP))]
+    if isinstance(kind, str) and kind in kinds:
+        return kind
+    names = [f"'{name}'" for name in kinds]
+    raise ValueError(f"input should be {', '.join(names[:-1])} or {names[-1]}, not {kind!r:.80}")

@@ -1,1 +1,0 @@
-"""The cost of every strategy (traffic, memory, step time), one file per family."""

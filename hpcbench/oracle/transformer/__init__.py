@@ -1,1 +1,0 @@
-"""Step time and memory of decoder transformers on published GPU machines, from shapes and layouts alone."""

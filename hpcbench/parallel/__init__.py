@@ -1,3 +1,0 @@
-"""Arithmetic that the oracle and the worker share: strategy registry, rank mesh, layer tables, schedules and splits,
-without torch.
-"""

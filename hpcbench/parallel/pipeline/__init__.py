@@ -1,1 +1,0 @@
-"""Pipeline schedules, their simulation, and the division of a model into stages."""

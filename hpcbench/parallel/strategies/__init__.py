@@ -1,1 +1,0 @@
-"""Registry entries, limits and splits of each family of strategies."""

@@ -1,0 +1,148 @@
+"""Nodes of GPUs, and the layout of a training step over them: degrees, shards, micro-batches, recomputation, stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hpcbench.errors import ConfigError
+from hpcbench.strategies.decoder_shapes import DecoderShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuNode:
+    """One node by its vendor's figures: rates in units a second, of one GPU.
+
+    ``nvlink_bytes_s`` and ``nic_bytes_s`` are one direction. ``memory_gib`` is the memory that a process can reserve.
+    """
+
+    name: str
+    gpus: int
+    peak_flops: float
+    memory_bytes_s: float
+    memory_gib: float
+    multiprocessors: int
+    nvlink_bytes_s: float
+    nic_bytes_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveRates:
+    """Bus rates in bytes a second of collectives over all GPUs of a job."""
+
+    all_reduce: float
+    all_gather: float
+    reduce_scatter: float
+
+
+def nominal_rates(node: GpuNode, gpus: int) -> CollectiveRates:
+    """Return rates for a job that did not measure its own."""
+    rate = node.nvlink_bytes_s * 0.58
+    if gpus > node.gpus:
+        rate = min(rate, node.nic_bytes_s * node.gpus / 2)
+    return CollectiveRates(all_reduce=rate, all_gather=rate, reduce_scatter=rate)
+
+
+Recompute = Literal["none", "selective", "full"]
+Software = Literal["nanotron", "megatron", "fsdp", "torchtitan"]
+"""Conventions of the training loop: splitting of stages, buckets, precision of gradients."""
+SOFTWARE: tuple[Software, ...] = ("nanotron", "megatron", "fsdp", "torchtitan")
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A step's degrees and batch.
+
+    ``replicas`` is the data parallel degree without shards, ``shards`` that of fully sharded parameters, ``zero`` the
+    ZeRO stage 0 or 1 over replicas. ``micro_batch`` counts samples of one replica and micro-batch.
+    ``recompute_gathers``: sequence parallelism gathers its input again in the backward pass instead of keeping it.
+    """
+
+    gpus: int
+    sequence: int
+    micro_batch: int
+    global_batch: int
+    replicas: int = 1
+    shards: int = 1
+    zero: int = 0
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    chunks: int = 1
+    reshard_after_forward: bool = True
+    recompute: Recompute = "none"
+    compiled: bool = False
+    recompute_gathers: bool = True
+    software: Software = "nanotron"
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "sequence", "micro_batch", "global_batch", "replicas", "shards", "tensor", "pipeline"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, at least 1 is required", where="layout")
+        if self.zero not in {0, 1}:
+            raise ConfigError(f"ZeRO stage {self.zero} cannot be priced", where="layout", hint="valid: 0, 1, or shards")
+        for name, value, valid in (
+            ("recompute", self.recompute, RECOMPUTE),
+            ("software", self.software, SOFTWARE),
+        ):
+            if value not in valid:
+                raise ConfigError(
+                    f"{name} {value!r} cannot be priced", where="layout", hint="valid: " + ", ".join(valid)
+                )
+        degrees = self.replicas * self.shards * self.tensor * self.pipeline * self.context
+        if degrees != self.gpus:
+            raise ConfigError(
+                f"the degrees multiply to {degrees}, but there are {self.gpus} GPUs",
+                where="layout",
+                hint="replicas * shards * tensor * pipeline * context must equal gpus",
+            )
+        if self.global_batch % (self.data_degree * self.micro_batch):
+            raise ConfigError(
+                f"global batch {self.global_batch} is no multiple of {self.data_degree} replicas times micro-batch "
+                f"{self.micro_batch}",
+                where="layout",
+            )
+
+    @property
+    def data_degree(self) -> int:
+        return self.replicas * self.shards
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of a step."""
+        return self.global_batch // (self.data_degree * self.micro_batch)
+
+
+def check_layout(shape: DecoderShape, layout: Layout) -> None:
+    """Raise ConfigError where the shape cannot be divided by the layout's degrees."""
+    # Recipes with interleaving count the embedding and the loss as a layer each.
+    if layout.pipeline * layout.chunks > shape.layers + 2 and layout.software != "nanotron":
+        raise ConfigError(
+            f"{layout.pipeline * layout.chunks} stages for {shape.layers} layers", where=f"model {shape.name}"
+        )
+    if shape.heads % layout.tensor:
+        raise ConfigError(
+            f"{shape.heads} heads cannot be divided by tensor degree {layout.tensor}", where=f"model {shape.name}"
+        )
+
+
+def stage_layers(shape: DecoderShape, layout: Layout) -> list[int]:
+    """Return the number of decoder layers of each pipeline rank.
+
+    nanotron balances the multiplications of layers and of the output head by thresholds (its ``build_model``); a stage
+    ends with the layer that reaches its threshold, and the head is on the last rank. The others divide the layers
+    evenly.
+    """
+    stages = layout.pipeline
+    if layout.software != "nanotron":
+        return [shape.layers // stages + (1 if stage < shape.layers % stages else 0) for stage in range(stages)]
+    layer_cost = 4 * shape.hidden * shape.hidden + 3 * shape.hidden * shape.ffn
+    total = shape.layers * layer_cost + shape.embedding_parameters
+    counts = [0] * stages
+    stage = 0
+    for layer in range(shape.layers):
+        counts[stage] += 1
+        if (layer + 1) * layer_cost * stages >= total * (stage + 1):
+            stage = min(stage + 1, stages - 1)
+    return counts

@@ -1,0 +1,313 @@
+"""Search over the layouts of a decoder on a number of GPUs: degrees, micro-batches and recomputation, ranked by time.
+
+Three rules leave out what cannot be better. A layout without recomputation that fits is never slower than the same one
+with it. Where a micro-batch does not fit with full recomputation no larger one does. Context parallelism goes with
+micro-batches of one sample: with more, fewer GPUs a sample have as many tokens each.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from math import exp, hypot
+
+import msgspec
+
+from hpcbench.errors import ConfigError
+from hpcbench.predict.candidate_points import divisors
+from hpcbench.predict.decoder.layout import CollectiveRates, Layout, Recompute, Software, nominal_rates
+from hpcbench.predict.decoder.machines import FittedMachine, interval_class, loop_interval_s
+from hpcbench.predict.decoder.memory import MemoryTerms, reserved_gib, stage_memory_terms
+from hpcbench.predict.decoder.pricing import Figures, StepTime, step_time
+from hpcbench.predict.decoder.work import step_work
+from hpcbench.strategies.decoder_shapes import DecoderShape
+
+WHOLE_SOFTWARE: Software = "fsdp"
+SHARDED_SOFTWARE: Software = "torchtitan"
+SPLIT_SOFTWARE: Software = "megatron"
+"""Software whose published runs price layouts: those that hpcbench runs by torch's own kernels, as its loop has them,
+with whole parameters; fully sharded ones; and those of other programs alone."""
+MAX_TENSOR = 16
+MAX_CONTEXT = 16
+MIN_CONTEXT_TOKENS = 1024
+"""Fewest tokens of a sequence on one GPU."""
+MAX_MICRO_BATCH = 16
+MAX_CHUNKS = 5
+"""Most chunks of an interleaved pipeline: the formulas charge nothing for the messages of further ones."""
+RECOMPUTATION: tuple[Recompute, ...] = ("none", "full")
+"""Selective recomputation is left out: with fused attention it frees nothing that the memory formulas count."""
+_NORMAL_90 = 1.645
+
+
+class RankedLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """A layout that fits; ``ratio`` is its time per sample (or step) over the best one's, with a 90 % interval."""
+
+    layout: Layout
+    step_time_s: float
+    step_time_low_s: float
+    step_time_high_s: float
+    parts: StepTime
+    peak_memory_gib: float
+    priced_only: str | None = None
+    """Why hpcbench cannot run the layout; memory is then that of other programs."""
+    ratio: float = 1.0
+    ratio_low: float = 1.0
+    ratio_high: float = 1.0
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.layout.global_batch / self.step_time_s
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        return self.samples_per_s * self.layout.sequence / self.layout.gpus
+
+    @property
+    def is_told_apart(self) -> bool:
+        """Whether it is significantly slower than the best."""
+        return self.ratio_low > 1.0
+
+
+class LayoutRanking(msgspec.Struct, frozen=True, kw_only=True):
+    """The layouts of a model on so many GPUs, the best first.
+
+    ``tight`` are those that would be faster than all that fit, and whose memory lies between the limit up to which
+    runs fit and the device's: the formulas are wrong by a tenth in the mean, so that they may fit. ``examined`` counts
+    the combinations of degrees, micro-batches and recomputation, ``priced`` those whose time was computed, ``refused``
+    those that are not among ``layouts``, by reason.
+    """
+
+    gpus: int
+    sequence: int
+    layouts: list[RankedLayout]
+    tight: list[RankedLayout]
+    examined: int
+    priced: int
+    refused: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutWish:
+    """Values that all layouts share. Exactly one batch is set: that of all replicas, or that of one."""
+
+    gpus: int
+    sequence: int
+    global_batch: int | None = None
+    replica_batch: int | None = None
+
+    def global_batch_of(self, data_degree: int) -> int:
+        """Return the samples of a step; 0 where replicas cannot share them evenly."""
+        if self.replica_batch is not None:
+            return self.replica_batch * data_degree
+        total = self.global_batch or 0
+        return total if total % data_degree == 0 else 0
+
+
+NEEDS_MORE_MEMORY = "more memory in hpcbench's own loop than the device has"
+OwnMemory = Callable[[Layout], "tuple[float, float] | None"]
+"""The peak and its limit, in GiB, of a layout that hpcbench runs; ``None`` for the others."""
+
+
+def software_of(shape: DecoderShape, layout: Layout) -> Software:
+    """Return the software whose published runs price ``layout``."""
+    if layout.shards > 1:
+        return SHARDED_SOFTWARE
+    return WHOLE_SOFTWARE if priced_only_reason(shape, layout) is None else SPLIT_SOFTWARE
+
+
+def priced_only_reason(shape: DecoderShape, layout: Layout) -> str | None:
+    """Return why hpcbench cannot run a layout yet; ``None`` where it can."""
+    is_split = layout.tensor > 1 or layout.pipeline > 1
+    if layout.context > 1:
+        return "context parallelism"
+    if layout.shards > 1 and is_split:
+        return "fully sharded parameters inside tensor parallelism or pipelines"
+    if layout.zero and is_split:
+        return "ZeRO 1 across replicas of split models"
+    if layout.tensor > 1 and layout.pipeline > 1:
+        return "sequence parallelism inside pipelines"
+    if layout.tensor > shape.kv_heads:
+        return f"tensor degree above {shape.kv_heads} key-value heads"
+    return None
+
+
+@dataclass
+class _Search:
+    shape: DecoderShape
+    machine: FittedMachine
+    request: LayoutWish
+    rates: CollectiveRates
+    own_memory: OwnMemory
+    fitting: list[RankedLayout] = field(default_factory=list)
+    tight: list[RankedLayout] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)
+    priced: int = 0
+    figures: dict[str, Figures] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.factors = MemoryTerms(**self.machine.memory)
+
+    def add(self, degrees: dict[str, int]) -> None:
+        """Price the micro-batches of one choice of degrees."""
+        data_degree = degrees["replicas"] * degrees["shards"]
+        total = self.request.global_batch_of(data_degree)
+        if not total:
+            self.refused["the global batch cannot be shared evenly by the replicas"] += 1
+            return
+        one = Layout(
+            gpus=self.request.gpus, sequence=self.request.sequence, micro_batch=1, global_batch=data_degree,
+            **degrees,  # type: ignore[arg-type]
+        )  # fmt: skip
+        software = software_of(self.shape, one)
+        for micro_batch in _micro_batches(total // data_degree, 1 if degrees["context"] > 1 else MAX_MICRO_BATCH):
+            accumulation = total // data_degree // micro_batch
+            if degrees["chunks"] > 1 and accumulation % degrees["pipeline"]:
+                self.refused["interleaving needs a multiple of the stages in micro-batches"] += 1
+                continue
+            is_listed = False
+            for recompute in RECOMPUTATION:
+                layout = Layout(
+                    gpus=self.request.gpus, sequence=self.request.sequence, micro_batch=micro_batch, global_batch=total,
+                    recompute=recompute, software=software, **degrees,  # type: ignore[arg-type]
+                )  # fmt: skip
+                reason, own = priced_only_reason(self.shape, layout), self.own_memory(layout)
+                if own is not None and own[0] <= own[1]:
+                    self.fitting.append(self._priced(layout, own[0], None))
+                    break
+                peak, reason = self._peak_gib(layout), reason if own is None else NEEDS_MORE_MEMORY
+                if is_listed or peak > self.machine.fits_below_gib:
+                    if own is None and peak <= self.machine.device.memory_gib:
+                        self.tight.append(self._priced(layout, peak, reason))
+                    self.refused["it does not fit in memory"] += 1
+                    continue
+                self.fitting.append(self._priced(layout, peak, reason))
+                if own is None:
+                    break
+                # Other programs run it so; with recomputation hpcbench may, too.
+                is_listed = True
+            else:
+                if not is_listed:
+                    return
+
+    def _peak_gib(self, layout: Layout) -> float:
+        """Return the largest reserved memory of a GPU: the first stage has most layers and micro-batches, the last the
+        logits."""
+        terms = stage_memory_terms(self.shape, layout, ends_only=True)
+        return max(reserved_gib(stage, self.factors) for stage in terms)
+
+    def _priced(self, layout: Layout, peak_gib: float, priced_only: str | None) -> RankedLayout:
+        if layout.software not in self.figures:
+            self.figures[layout.software] = self.machine.figures_of(layout.software)
+        parts = step_time(step_work(self.shape, layout, self.machine.device, self.rates), self.figures[layout.software])
+        low_s, high_s = loop_interval_s(parts.total_s, layout, self.machine)
+        self.priced += 1
+        return RankedLayout(
+            layout=layout,
+            step_time_s=parts.total_s,
+            step_time_low_s=low_s,
+            step_time_high_s=high_s,
+            parts=parts,
+            peak_memory_gib=peak_gib,
+            priced_only=priced_only,
+        )
+
+
+def rank_layouts(
+    shape: DecoderShape,
+    machine: FittedMachine,
+    request: LayoutWish,
+    rates: CollectiveRates | None = None,
+    own_memory: OwnMemory = lambda _: None,
+) -> LayoutRanking:
+    """Rank the layouts of a decoder that fit, by the time of a sample.
+
+    ``rates`` are measured rates of collectives over all GPUs, else those of the machine's network. Raises ConfigError
+    where the sequence or the batch allows no layout.
+    """
+    if request.gpus < 1 or request.sequence < 1:
+        raise ConfigError(f"{request.gpus} GPUs and {request.sequence} tokens: at least 1 of each is required")
+    if (request.global_batch is None) == (request.replica_batch is None):
+        raise ConfigError("one of global batch and batch of a replica is required")
+    search = _Search(shape, machine, request, rates or nominal_rates(machine.device, request.gpus), own_memory)
+    for degrees in layout_degrees(shape, request.gpus, request.sequence, machine.device.gpus):
+        search.add(degrees)
+    ranked, tight = sorted(search.fitting, key=_rank_key), sorted(search.tight, key=_rank_key)
+    if ranked:
+        tight = [candidate for candidate in tight if _rank_key(candidate) < _rank_key(ranked[0])]
+    return LayoutRanking(
+        gpus=request.gpus,
+        sequence=request.sequence,
+        layouts=[_with_ratio(candidate, ranked[0], machine) for candidate in ranked],
+        tight=[_with_ratio(candidate, (ranked or tight)[0], machine) for candidate in tight],
+        examined=len(ranked) + sum(search.refused.values()),
+        priced=search.priced,
+        refused=dict(search.refused),
+    )
+
+
+def layout_degrees(shape: DecoderShape, gpus: int, sequence: int, per_node: int) -> Iterator[dict[str, int]]:
+    """Yield the degrees of all layouts of a decoder: replicas, shards, tensor, pipeline, context, ZeRO and chunks.
+
+    Tensor groups divide the heads and lie in a node, or in two; a context group leaves a GPU 1,024 tokens at least;
+    pipelines have a layer a stage at least. Shards are those of all data parallelism or whole nodes of it.
+    """
+    for tensor in divisors(gpus):
+        if tensor > MAX_TENSOR or tensor > 2 * per_node or shape.heads % tensor:
+            continue
+        for context in divisors(gpus // tensor):
+            if (
+                context > MAX_CONTEXT
+                or sequence % context
+                or (context > 1 and sequence // context < MIN_CONTEXT_TOKENS)
+            ):
+                continue
+            for pipeline in divisors(gpus // tensor // context):
+                if pipeline > shape.layers:
+                    continue
+                shared = {"tensor": tensor, "context": context, "pipeline": pipeline}
+                data = gpus // tensor // context // pipeline
+                for chunks in _chunks(shape.layers, pipeline):
+                    # ZeRO 0 is a whole optimizer state a replica, which hpcbench itself runs.
+                    for zero in (0, 1) if data > 1 else (0,):
+                        yield {**shared, "replicas": data, "shards": 1, "zero": zero, "chunks": chunks}
+                for shards in divisors(data):
+                    group = shards * tensor * context
+                    if shards > 1 and (shards == data or group % per_node == 0):
+                        yield {**shared, "replicas": data // shards, "shards": shards, "zero": 0, "chunks": 1}
+
+
+def _chunks(layers: int, pipeline: int) -> list[int]:
+    if pipeline == 1 or layers % pipeline:
+        return [1]
+    return [chunks for chunks in divisors(layers // pipeline) if chunks <= MAX_CHUNKS]
+
+
+def _micro_batches(replica_batch: int, most: int) -> Iterator[int]:
+    """Yield powers of two up to the batch of a replica, and to ``most``."""
+    size = 1
+    while size <= min(replica_batch, most):
+        if replica_batch % size == 0:
+            yield size
+        size *= 2
+
+
+def _rank_key(candidate: RankedLayout) -> tuple[float, int]:
+    """Return the time of a sample, then the context degree: its messages are not priced, so fewer rank first."""
+    return round(candidate.step_time_s / candidate.layout.global_batch, 12), candidate.layout.context
+
+
+def _with_ratio(candidate: RankedLayout, best: RankedLayout, machine: FittedMachine) -> RankedLayout:
+    """Return ``candidate`` with its ratio to the best. The errors of both are taken as independent."""
+    ratio = candidate.step_time_s / candidate.layout.global_batch / (best.step_time_s / best.layout.global_batch)
+    if candidate is best:
+        return candidate
+    spread = hypot(*(_log_spread(each, machine) for each in (candidate, best)))
+    return msgspec.structs.replace(
+        candidate, ratio=ratio, ratio_low=ratio * exp(-_NORMAL_90 * spread), ratio_high=ratio * exp(_NORMAL_90 * spread)
+    )
+
+
+def _log_spread(candidate: RankedLayout, machine: FittedMachine) -> float:
+    kind = interval_class(candidate.layout, machine.device)
+    return (machine.log_error_high[kind] - machine.log_error_low[kind]) / 2 / _NORMAL_90

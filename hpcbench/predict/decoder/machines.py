@@ -1,0 +1,138 @@
+"""Fitted machines: vendor's figures of a node, and figures learned from published runs, as package data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import cache
+from importlib import resources
+from math import exp, hypot
+from typing import Any
+
+import msgspec
+
+from hpcbench.errors import ConfigError
+from hpcbench.predict.decoder.layout import CollectiveRates, GpuNode, Layout, nominal_rates
+from hpcbench.predict.decoder.memory import MemoryTerms, reserved_gib, stage_memory_terms
+from hpcbench.predict.decoder.pricing import Figures, StepTime, step_time
+from hpcbench.predict.decoder.work import step_work
+from hpcbench.strategies.decoder_shapes import DecoderShape
+
+FOLDER = "machines"
+
+
+class FittedMachine(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of a machine's file.
+
+    ``figures`` hold for ``software`` nanotron; ``software_factors`` multiply figures for others, by figure name.
+    ``log_error_low`` and ``log_error_high``: bounds of the 90 % interval of measured over predicted, as logarithms,
+    by class of layout (``interval_class``). ``memory`` factors are by term; a run fits up to ``fits_below_gib``.
+    """
+
+    name: str
+    device: GpuNode
+    figures: dict[str, float]
+    software_factors: dict[str, dict[str, float]]
+    log_error_low: dict[str, float]
+    log_error_high: dict[str, float]
+    memory: dict[str, float]
+    fits_below_gib: float
+    provenance: list[str]
+
+    def figures_of(self, software: str) -> Figures:
+        """Return the figures of a training loop; an unknown one is a ConfigError."""
+        if software not in self.software_factors:
+            raise ConfigError(
+                f"no figures of {software!r}",
+                where=f"machine {self.name}",
+                hint="valid: " + ", ".join(sorted(self.software_factors)),
+            )
+        factors = self.software_factors[software]
+        return Figures(**{name: value * factors.get(name, 1.0) for name, value in self.figures.items()})
+
+
+class StepPrediction(msgspec.Struct, frozen=True, kw_only=True):
+    """A step of one layout: seconds with a 90 % interval, its parts, and the GiB that GPUs reserve.
+
+    ``peak_memory_gib`` is the one of the pipeline rank that holds most."""
+
+    step_time_s: float
+    step_time_low_s: float
+    step_time_high_s: float
+    parts: StepTime
+    peak_memory_gib: float
+    first_rank_memory_gib: float
+    fits: bool
+
+
+@cache
+def fitted_machines() -> dict[str, FittedMachine]:
+    """Return the shipped machines by name."""
+    folder = resources.files("hpcbench.predict").joinpath(FOLDER)
+    machines = {}
+    for path in sorted(folder.iterdir(), key=lambda path: path.name):
+        if path.name.endswith(".json"):
+            machine = msgspec.json.decode(path.read_bytes(), type=FittedMachine)
+            machines[machine.name] = machine
+    return machines
+
+
+def fitted_machine(name: str) -> FittedMachine:
+    """Return a shipped machine; an unknown device is a ConfigError that names the valid ones."""
+    machines = fitted_machines()
+    if name not in machines:
+        raise ConfigError(f"no fitted figures of device {name!r}", hint="valid: " + ", ".join(sorted(machines)))
+    return machines[name]
+
+
+def interval_class(layout: Layout, node: GpuNode) -> str:
+    """Return the class of layouts whose errors were pooled: by software, tensor degree and size."""
+    if layout.software != "nanotron":
+        return layout.software
+    if layout.tensor > node.gpus:
+        return "wide_tensor"
+    return "large" if layout.gpus >= 16 * node.gpus else "small"
+
+
+LOOP_LOG_ERROR = 0.2
+"""Bound of 90 % of a loop's own factor, as a logarithm. Four softwares on one GPU differ by 0.12 (standard deviation),
+and hpcbench's loop is in no published run."""
+
+
+def loop_interval_s(step_time_s: float, layout: Layout, machine: FittedMachine) -> tuple[float, float]:
+    """Return the bounds of the 90 % interval of a step by hpcbench's own loop: the fit's error, and the loop's."""
+    kind = interval_class(layout, machine.device)
+    low, high = (
+        hypot(min(0.0, machine.log_error_low[kind]), LOOP_LOG_ERROR),
+        hypot(max(0.0, machine.log_error_high[kind]), LOOP_LOG_ERROR),
+    )
+    return step_time_s * exp(-low), step_time_s * exp(high)
+
+
+def predict_step(
+    shape: DecoderShape, layout: Layout, machine: FittedMachine, rates: CollectiveRates | None = None
+) -> StepPrediction:
+    """Predict a step's time and memory.
+
+    ``rates`` are collectives' rates measured over the job's GPUs, where they are there. Raises ConfigError where the
+    layout cannot be priced.
+    """
+    work = step_work(shape, layout, machine.device, rates or nominal_rates(machine.device, layout.gpus))
+    parts = step_time(work, machine.figures_of(layout.software))
+    kind = interval_class(layout, machine.device)
+    peaks = [reserved_gib(terms, MemoryTerms(**machine.memory)) for terms in stage_memory_terms(shape, layout)]
+    return StepPrediction(
+        step_time_s=parts.total_s,
+        step_time_low_s=parts.total_s * exp(machine.log_error_low[kind]),
+        step_time_high_s=parts.total_s * exp(machine.log_error_high[kind]),
+        parts=parts,
+        peak_memory_gib=max(peaks),
+        first_rank_memory_gib=peaks[0],
+        fits=max(peaks) <= machine.fits_below_gib,
+    )
+
+
+def machine_file(machine: FittedMachine) -> bytes:
+    """Return the text of a machine's file."""
+    fields: dict[str, Any] = msgspec.to_builtins(machine)
+    fields["device"] = asdict(machine.device)
+    return msgspec.json.format(msgspec.json.encode(fields), indent=2) + b"\n"

@@ -1,0 +1,282 @@
+"""Work of a training step on its slowest GPUs: multiplications, bytes, messages and kernels, without any fitted figure.
+
+Every quantity is a plain number. ``pricing`` turns them into time with arithmetic that holds for numbers and for arrays
+of numbers, so that a fit can price all its runs at once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hpcbench.predict.decoder.layout import CollectiveRates, GpuNode, Layout, check_layout, stage_layers
+from hpcbench.strategies.decoder_shapes import DecoderShape
+
+TILE_ROWS, TILE_COLUMNS = 128, 256
+TILE_DEPTH = 64
+"""Depth of one pass of a tile's main loop; the fitted prologue counts in these."""
+BF16, FP32 = 2, 4
+NORM_AND_RESIDUAL_BYTES = 110
+"""Bytes moved for each element of the hidden state by a layer's two normalisations, residual sums, forward and backward
+(unfused kernels: about 22 reads or writes forward, 33 backward of 2 bytes)."""
+GATED_BYTES, PLAIN_BYTES = 34, 16
+"""Bytes for each element of the MLP's inner state: activation, product, and their gradients."""
+QKV_BYTES = 20
+LOGIT_BYTES = 54
+"""Bytes for each logit: casts to fp32, maximum, exponent, sum, division, gradient, cast back."""
+ACCUMULATE_BYTES = 10
+OPTIMIZER_BYTES = 60
+"""Bytes for each parameter: clipping, fused Adam in fp32, the copy to bf16, gradients set to zero."""
+BUCKET_BYTES = 25e6
+DISTURBED_BELOW = 0.95
+USUAL_GATHER_RATE, USUAL_REDUCE_RATE = 225e9, 185e9
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work of a step, of one micro-batch for layers and stages. Seconds are at the device's peak.
+
+    ``layer_*`` concern one layer, forward and backward; ``head_*`` the output head with the loss; ``reduce_*``,
+    ``gather_*`` and ``data_*`` the gradients and parameters of data parallelism; ``shard_*`` fully sharded parameters.
+    ``*_is_wide`` is 1 where the group leaves its node.
+    """
+
+    layer_matmul_s: float
+    layer_tile_s: float
+    layer_attention_s: float
+    layer_memory_s: float
+    head_matmul_s: float
+    head_tile_s: float
+    head_memory_s: float
+    layer_accumulate_s: float
+    head_accumulate_s: float
+    recompute_share: float
+    head_width_ratio: float
+    layers_first: float
+    layers_middle: float
+    layers_last: float
+    layers_total: float
+    chunks: float
+    hidden_ratio: float
+    accumulation: float
+    pipeline: float
+    is_pipelined: float
+    is_tensor: float
+    tensor: float
+    layer_tensor_s: float
+    head_tensor_s: float
+    tensor_messages: float
+    tensor_is_wide: float
+    tensor_rate_ratio: float
+    stage_send_s: float
+    stage_sends: float
+    is_host_contended: float
+    reduce_s: float
+    gather_s: float
+    reduce_is_wide: float
+    reduce_rate_ratio: float
+    reduce_messages: float
+    gather_messages: float
+    data_nodes: float
+    shard_layer_s: float
+    shard_is_wide: float
+    shard_messages: float
+    shard_log_nodes: float
+    optimizer_s: float
+    optimizer_tensors: float
+    log_nodes: float
+    data_node_share: float
+
+
+def _matmul(rows: float, columns: float, depth: float, node: GpuNode) -> tuple[float, float]:
+    """Return the seconds at peak of a product by whole waves of tiles, and of one pass of their main loops."""
+    if not min(rows, columns, depth):
+        return 0.0, 0.0
+    tiles = math.ceil(rows / TILE_ROWS) * math.ceil(columns / TILE_COLUMNS)
+    exact = rows * columns / (TILE_ROWS * TILE_COLUMNS)
+    waves = math.ceil(tiles / node.multiprocessors) * node.multiprocessors
+    # Kernels of several tile sizes soften a nearly empty last wave: half of its loss remains.
+    counted = 0.5 * (exact + waves)
+    wave_s = counted * TILE_ROWS * TILE_COLUMNS * 2.0 / node.peak_flops
+    return wave_s * depth, max(waves, 1) * TILE_ROWS * TILE_COLUMNS * 2.0 / node.peak_flops * TILE_DEPTH
+
+
+def _product(
+    rows: int, columns: float, depth: float, node: GpuNode, parts: tuple[float, ...] = (1.0,)
+) -> tuple[float, float]:
+    """Forward (by parts of the rows), gradient of the input, and gradient of the weight."""
+    pieces = [_matmul(rows * part, columns, depth, node) for part in parts]
+    pieces.append(_matmul(rows, depth, columns, node))
+    pieces.append(_matmul(columns, depth, rows, node))
+    return sum(piece[0] for piece in pieces), sum(piece[1] for piece in pieces)
+
+
+def _row_parts(layout: Layout) -> tuple[float, ...]:
+    """nanotron multiplies its own shard of the rows while the others arrive, then those before and after it."""
+    if layout.software != "nanotron" or layout.tensor == 1:
+        return (1.0,)
+    rest = 1.0 - 1.0 / layout.tensor
+    return (1.0 / layout.tensor, rest) if layout.tensor == 2 else (1.0 / layout.tensor, rest / 2, rest / 2)
+
+
+def _group_seconds(payload_bytes: float, group: int, per_node: int, node: GpuNode) -> tuple[float, bool]:
+    """Return the seconds at nominal rates of one pass around a ring, and whether it leaves the node."""
+    if group <= 1:
+        return 0.0, False
+    moved = payload_bytes * (group - 1) / group
+    if group <= per_node:
+        return moved / node.nvlink_bytes_s, False
+    return moved / min(node.nvlink_bytes_s, node.nic_bytes_s * per_node), True
+
+
+def step_work(shape: DecoderShape, layout: Layout, node: GpuNode, rates: CollectiveRates) -> Work:
+    """Count the work of a step.
+
+    ``rates`` are those of collectives over all GPUs of the job. Raises ConfigError where the shape cannot be divided.
+    """
+    check_layout(shape, layout)
+    nodes = max(1.0, layout.gpus / node.gpus)
+    return Work(
+        **_compute_terms(shape, layout, node),
+        **_stage_terms(shape, layout, node, rates),
+        **_tensor_terms(shape, layout, node, rates),
+        **_data_terms(shape, layout, node, rates),
+        log_nodes=math.log2(nodes),
+    )
+
+
+def _compute_terms(shape: DecoderShape, layout: Layout, node: GpuNode) -> dict[str, float]:
+    tensor = layout.tensor
+    tokens = _tokens(layout)
+    parts = _row_parts(layout)
+    products = [
+        _product(tokens, (shape.hidden + 2 * shape.kv_width) / tensor, shape.hidden, node, parts),
+        _product(tokens, shape.hidden, shape.hidden / tensor, node),
+        _product(tokens, shape.ffn * (2 if shape.gated else 1) / tensor, shape.hidden, node, parts),
+        _product(tokens, shape.hidden, shape.ffn / tensor, node),
+    ]
+    head = _product(tokens, shape.vocabulary / tensor, shape.hidden, node, parts)
+    local_tokens = tokens / tensor
+    inner = GATED_BYTES if shape.gated else PLAIN_BYTES
+    layer_bytes = local_tokens * (
+        NORM_AND_RESIDUAL_BYTES * shape.hidden + inner * shape.ffn + QKV_BYTES * (shape.hidden + 2 * shape.kv_width)
+    )
+    # Forward 4 * tokens * sequence * hidden / 2 by the causal mask, backward 2.5 times that.
+    attention_flops = 3.5 * 2.0 * tokens * layout.sequence * shape.hidden / tensor
+    hbm = node.memory_bytes_s
+    return {
+        "layer_matmul_s": sum(product[0] for product in products),
+        "layer_tile_s": sum(product[1] for product in products),
+        "layer_attention_s": attention_flops / node.peak_flops,
+        "layer_memory_s": layer_bytes / hbm,
+        "head_matmul_s": head[0],
+        "head_tile_s": head[1],
+        "head_memory_s": local_tokens * shape.vocabulary * LOGIT_BYTES / hbm,
+        "layer_accumulate_s": shape.layer_matmul_parameters / tensor * ACCUMULATE_BYTES / hbm,
+        "head_accumulate_s": shape.embedding_parameters / tensor * ACCUMULATE_BYTES / hbm,
+        "recompute_share": {"none": 0.0, "selective": 0.5, "full": 1.0}[layout.recompute],
+        "head_width_ratio": min(shape.head_width, 128) / 128,
+        "hidden_ratio": shape.hidden / 4096,
+    }
+
+
+def _stage_terms(shape: DecoderShape, layout: Layout, node: GpuNode, rates: CollectiveRates) -> dict[str, float]:
+    counts = stage_layers(shape, layout)
+    is_pipelined = layout.pipeline > 1
+    message = _tokens(layout) * shape.hidden * BF16 / layout.tensor
+    crosses = layout.gpus > node.gpus
+    # Pipelines on the network of the later playbook runs, slower than usual, hold the host up in tensor parallelism.
+    is_disturbed = rates.all_gather < DISTURBED_BELOW * usual_gather_rate(layout.gpus / node.gpus)
+    return {
+        "layers_first": counts[0],
+        "layers_middle": max(counts[1:-1], default=0),
+        "layers_last": counts[-1],
+        "layers_total": shape.layers,
+        "chunks": layout.chunks,
+        "accumulation": layout.accumulation,
+        "pipeline": layout.pipeline,
+        "is_pipelined": float(is_pipelined),
+        "stage_send_s": message / (node.nic_bytes_s if crosses else node.nvlink_bytes_s) if is_pipelined else 0.0,
+        "stage_sends": 2.0 if is_pipelined else 0.0,
+        "is_host_contended": float(is_pipelined and layout.tensor > 1 and crosses and is_disturbed),
+    }
+
+
+def _tensor_terms(shape: DecoderShape, layout: Layout, node: GpuNode, rates: CollectiveRates) -> dict[str, float]:
+    """Sequence parallelism gathers and scatters the hidden state twice a layer in each direction, and may gather its
+    inputs again in the backward pass."""
+    tensor = layout.tensor
+    seconds, is_wide = _group_seconds(_tokens(layout) * shape.hidden * BF16, tensor, min(tensor, node.gpus), node)
+    passes = 10.0 if layout.software == "nanotron" else 8.0
+    return {
+        "tensor": tensor,
+        "is_tensor": float(tensor > 1),
+        "layer_tensor_s": seconds * passes,
+        "head_tensor_s": seconds * passes / 2,
+        "tensor_messages": passes if tensor > 1 else 0.0,
+        "tensor_is_wide": float(is_wide),
+        "tensor_rate_ratio": rates.all_gather / usual_gather_rate(layout.gpus / node.gpus) if is_wide else 1.0,
+    }
+
+
+def _data_terms(shape: DecoderShape, layout: Layout, node: GpuNode, rates: CollectiveRates) -> dict[str, float]:
+    """Gradients, gathered parameters, shards and the optimizer, for the stage with the most parameters."""
+    tensor, replicas = layout.tensor, layout.replicas * layout.context
+    counts = stage_layers(shape, layout)
+    layer_parameters = shape.layer_matmul_parameters / tensor
+    largest = max(
+        count * layer_parameters
+        + (stage == len(counts) - 1) * shape.embedding_parameters / tensor
+        + (stage == 0 and not (shape.tied and layout.pipeline == 1)) * shape.embedding_parameters / tensor
+        for stage, count in enumerate(counts)
+    )
+    is_sharded = layout.shards > 1
+    splits_optimizer = layout.zero == 1 or layout.software == "megatron"
+    stride = tensor * layout.shards
+    per_node = max(1, min(replicas, node.gpus // min(stride, node.gpus)))
+    # A ZeRO 1 step scatters the gradients in fp32 and gathers bf16 weights; the others all_reduce (two passes).
+    payload = largest / layout.shards * (BF16 if is_sharded else FP32)
+    passes = 1.0 if splits_optimizer and not is_sharded else 2.0
+    reduce_s, is_wide = _group_seconds(payload * passes, replicas, per_node, node)
+    gathered = largest * BF16 if splits_optimizer and not is_sharded else 0.0
+    gather_s = _group_seconds(gathered, replicas, per_node, node)[0]
+    ratio = 1.0
+    if is_wide and not is_sharded:
+        around = (replicas - 1) / replicas
+        usual = usual_gather_rate(layout.gpus / node.gpus) if splits_optimizer else USUAL_REDUCE_RATE
+        ratio = (rates.reduce_scatter if splits_optimizer else rates.all_reduce) / usual
+        reduce_s = payload * passes * around / usual
+        gather_s = gathered * around / usual
+    shard_s, shard_is_wide = _group_seconds(
+        layer_parameters * BF16, layout.shards, max(1, min(layout.shards, node.gpus // min(tensor, node.gpus))), node
+    )
+    tensors = max(counts) * 6.0 + 2.0
+    is_data = replicas > 1
+    own_parameters = largest / (layout.shards if is_sharded else replicas if splits_optimizer else 1)
+    return {
+        "reduce_s": reduce_s,
+        "gather_s": gather_s,
+        "reduce_is_wide": float(is_wide),
+        "reduce_rate_ratio": ratio,
+        "reduce_messages": math.ceil(largest * BF16 / BUCKET_BYTES) if is_data and not is_sharded else 0.0,
+        "gather_messages": tensors if is_data and layout.zero else 0.0,
+        "data_nodes": max(1.0, replicas / per_node) if is_wide else 1.0,
+        "data_node_share": per_node / node.gpus,
+        "shard_layer_s": shard_s * (3.0 if layout.reshard_after_forward else 2.0),
+        "shard_is_wide": float(shard_is_wide),
+        "shard_messages": 3.0 if is_sharded else 0.0,
+        "shard_log_nodes": math.log2(max(1.0, layout.gpus / node.gpus)) if is_sharded else 0.0,
+        "optimizer_s": own_parameters * OPTIMIZER_BYTES / node.memory_bytes_s,
+        "optimizer_tensors": tensors,
+    }
+
+
+def usual_gather_rate(nodes: float) -> float:
+    """Return the bus rate in bytes a second of an all_gather over all GPUs of so many nodes on an undisturbed network:
+    the runs' own measurements, 222 GB/s on 2 nodes, 123 on 16, 75 on 32, 44 on 64."""
+    return USUAL_GATHER_RATE / (1.0 + nodes / 16.0)
+
+
+def _tokens(layout: Layout) -> int:
+    """Tokens of a micro-batch on one rank before tensor parallelism."""
+    return layout.micro_batch * layout.sequence // layout.context

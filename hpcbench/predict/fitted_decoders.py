@@ -1,0 +1,126 @@
+"""Decoders on GPUs that were learned from published training runs: the runs of layouts, and predictions for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from hpcbench.config.cluster_profile import ClusterProfile
+from hpcbench.config.profile_tables import DeviceConfig
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.errors import ConfigError
+from hpcbench.predict.decoder.layout import Layout, nominal_rates
+from hpcbench.predict.decoder.layout_search import priced_only_reason, software_of
+from hpcbench.predict.decoder.machines import FittedMachine, fitted_machine, loop_interval_s
+from hpcbench.predict.decoder.pricing import step_time
+from hpcbench.predict.decoder.work import step_work
+from hpcbench.predict.machine import Machine
+from hpcbench.predict.prediction import Prediction, PredictionBasis, PredictionInterval
+from hpcbench.strategies.catalog import options_with_defaults, representative
+from hpcbench.strategies.decoder_shapes import named_shape, named_shapes
+from hpcbench.strategies.layer_table import default_input_size
+
+
+def machine_of_profile(profile: ClusterProfile, partition: str | None, per_node: int) -> FittedMachine:
+    """Return the fitted machine that a profile's device names, with the profile's links.
+
+    An unknown name is a ConfigError with the valid ones.
+    """
+    device = device_of_profile(profile, partition)
+    if device is None or device.fitted is None:
+        raise ConfigError(f"the profile {profile.name} names no fitted machine", hint="devices.X.fitted")
+    try:
+        machine = fitted_machine(device.fitted)
+    except ConfigError as error:
+        name = profile.node_of(partition).device_type
+        raise ConfigError(error.message, where=f"{profile.name}: devices.{name}.fitted", hint=error.hint) from error
+    node = replace(machine.device, gpus=per_node)
+    intra, inter = profile.links.intra_node, profile.links.inter_node
+    if intra is not None:
+        node = replace(node, nvlink_bytes_s=intra.bandwidth_bytes_per_s)
+    if inter is not None:
+        devices = profile.node_of(partition).devices or per_node
+        node = replace(node, nic_bytes_s=inter.bandwidth_bytes_per_s * inter.per_node / devices)
+    return msgspec.structs.replace(machine, device=node)
+
+
+def device_of_profile(profile: ClusterProfile, partition: str | None) -> DeviceConfig | None:
+    """Return the device that a partition's nodes have, where the profile describes it."""
+    name = profile.node_of(partition).device_type
+    return profile.devices.get(name) if name is not None else None
+
+
+def run_point(layout: Layout) -> dict[str, Any]:
+    """Return the parameters of the run of a layout that hpcbench can run."""
+    point: dict[str, Any] = {
+        "batch_size": layout.micro_batch * layout.accumulation, "dp_degree": layout.data_degree,
+        "micro_batches": layout.accumulation, "activation_checkpointing": layout.recompute == "full",
+    }  # fmt: skip
+    if layout.shards > 1:
+        hybrid = {"options": {"shard_degree": layout.shards}} if layout.replicas > 1 else {}
+        return {**point, "strategy": representative("sharded_parameters"), **hybrid}
+    if layout.tensor > 1:
+        strategy = representative("split_layers")
+        return {**point, "strategy": strategy, "tp_degree": layout.tensor, "options": {"sequence_parallel": True}}
+    if layout.pipeline > 1:
+        interleaved = {"options": {"virtual_stages": layout.chunks}} if layout.chunks > 1 else {}
+        schedule = representative("interleaved_stages" if interleaved else "stages")
+        return {**point, "strategy": schedule, "pp_degree": layout.pipeline, **interleaved}
+    if layout.zero:
+        return {**point, "strategy": representative("sharded_optimizer")}
+    return {**point, "strategy": representative("replicas" if layout.gpus > 1 else "single_device")}
+
+
+def layout_of_run(spec: RunSpec) -> Layout | None:
+    """Return the layout that ``run_point`` maps to ``spec``; ``None`` where none does, as in other precisions."""
+    is_alike = spec.model in named_shapes() and spec.precision == "bf16" and spec.optimizer in ("adam", "adamw")
+    if not is_alike or spec.compile or spec.cuda_graph or spec.model_options:
+        return None
+    options = options_with_defaults(spec)
+    is_sharded = spec.strategy == representative("sharded_parameters")
+    shards = int(options.get("shard_degree") or spec.dp_degree) if is_sharded else 1
+    try:
+        layout = Layout(
+            gpus=spec.ranks,
+            sequence=spec.input_size or default_input_size(spec.dataset),
+            micro_batch=spec.batch_size // spec.micro_batches,
+            global_batch=spec.batch_size * spec.dp_degree,
+            replicas=spec.dp_degree // shards,
+            shards=shards,
+            zero=int(spec.strategy == representative("sharded_optimizer")),
+            tensor=spec.tp_degree,
+            pipeline=spec.pp_degree,
+            chunks=int(options.get("virtual_stages") or 1) if spec.pp_degree > 1 else 1,
+            recompute="full" if spec.activation_checkpointing else "none",
+        )
+    except ConfigError:
+        return None
+    layout = replace(layout, software=software_of(named_shape(spec.model), layout))
+    point = run_point(layout)
+    point["options"] = {**options, **point.get("options", {})}
+    values = {**msgspec.structs.asdict(spec), "options": options}
+    is_runnable = priced_only_reason(named_shape(spec.model), layout) is None
+    return layout if is_runnable and all(values[name] == value for name, value in point.items()) else None
+
+
+def by_published_runs(prediction: Prediction, spec: RunSpec, profile: ClusterProfile, machine: Machine) -> Prediction:
+    """Return ``prediction`` with the step of published runs, where the profile alone priced a decoder's step.
+
+    Its parts keep their shares. Memory stays that of hpcbench's own loop, which no published run has.
+    """
+    device = device_of_profile(profile, spec.partition)
+    layout = layout_of_run(spec) if machine.depth == "nominal" and device is not None and device.fitted else None
+    if layout is None or prediction.step_time_s <= 0:
+        return prediction
+    fitted = machine_of_profile(profile, spec.partition, spec.tasks_per_node)
+    work = step_work(named_shape(spec.model), layout, fitted.device, nominal_rates(fitted.device, layout.gpus))
+    step_s = step_time(work, fitted.figures_of(layout.software)).total_s
+    low_s, high_s = loop_interval_s(step_s, layout, fitted)
+    return prediction.scaled(
+        step_s / prediction.step_time_s,
+        interval=PredictionInterval(low=low_s, high=high_s),
+        rests_on=PredictionBasis(kind="published runs"),
+        source=f"{prediction.source}; published runs of decoders: {fitted.name}",
+    )

@@ -1,0 +1,99 @@
+"""Validation of the names and options of a sweep against the registry; all errors are reported at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from hpcbench.config.cluster_profile import ClusterProfile
+from hpcbench.config.option import toml_literal
+from hpcbench.config.sweep_loader import Sweep
+from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
+from hpcbench.strategies.catalog import selectable_strategies
+from hpcbench.strategies.strategy_entry import StrategyEntry
+from hpcbench.workloads.custom_models import check_custom_model, is_custom_model
+from hpcbench.workloads.datasets import DATASETS
+from hpcbench.workloads.models import MODELS, ModelEntry
+
+REQUIRED_PARAMETERS = ("model", "dataset", "strategy")
+BATCH_SIZE_PARAMETERS = ("batch_size", "global_batch_size")
+
+
+def check_names(sweep: Sweep, profile: ClusterProfile | None = None) -> None:
+    """Raise ``ConfigErrors`` with every name in ``sweep`` that does not exist and every parameter that is missing."""
+    choices_by_name: dict[str, Iterable[str]] = {
+        "model": MODELS,
+        "dataset": DATASETS,
+        "strategy": selectable_strategies(),
+    }
+    if profile is not None:
+        choices_by_name |= {"partition": profile.partitions, "environment": profile.environments}
+    problems = [*_missing_parameter_problems(sweep), *_custom_model_problems(sweep, profile)]
+    for name, choices in choices_by_name.items():
+        for value in sweep.values(name):
+            if value not in choices and not (name == "model" and is_custom_model(value)):
+                where = f" of cluster {profile.name}" if profile and name in ("partition", "environment") else ""
+                message = f"unknown {name}{where}: {value!r}"
+                problems.append(ConfigError(message, where=sweep.where(name), hint=did_you_mean(value, choices)))
+    problems += _option_problems(sweep, "options", "strategy", selectable_strategies())
+    problems += _option_problems(sweep, "model_options", "model", MODELS)
+    if problems:
+        raise ConfigErrors(problems)
+
+
+def _custom_model_problems(sweep: Sweep, profile: ClusterProfile | None) -> list[ConfigError]:
+    """Users' own models and the folder that they are in; a sweep without a profile may leave that to the profile."""
+    custom = [value for value in sweep.values("model") if is_custom_model(value)]
+    folder = custom_model_folder(sweep, profile)
+    if folder is not None and not folder.is_dir() and (custom or sweep.model_folder):
+        where = sweep.source.where(("model_folder",)) if sweep.model_folder else f"cluster {profile and profile.name}"
+        return [ConfigError(f"model_folder: there is no folder {folder}", where=where)]
+    where = sweep.where("model")
+    problems = [problem for value in custom if (problem := check_custom_model(value, folder, where)) is not None]
+    if custom and folder is None and profile is not None and not problems:
+        message = f"model {custom[0]!r} is your own, but neither the sweep nor cluster {profile.name} says where it is"
+        problems.append(ConfigError(message, where=where, hint='set model_folder = "." at the top of the sweep'))
+    return problems
+
+
+def custom_model_folder(sweep: Sweep, profile: ClusterProfile | None) -> Path | None:
+    """Return the folder of users' own models: the sweep's setting takes precedence over the profile's."""
+    if sweep.model_folder is not None:
+        return sweep.model_folder
+    return Path(profile.model_folder) if profile is not None and profile.model_folder else None
+
+
+def _missing_parameter_problems(sweep: Sweep) -> list[HpcbenchError]:
+    problems: list[HpcbenchError] = []
+    for location, parameters in sweep.kinds_of_points():
+        missing = [name for name in REQUIRED_PARAMETERS if (name,) not in parameters]
+        hint = "set it in [fixed] or [grid]"
+        problems += [sweep.source.error(f"{name} is missing", *location, hint=hint) for name in missing]
+        sizes = sum((name,) in parameters for name in BATCH_SIZE_PARAMETERS)
+        if sizes != 1:
+            message = f"batch_size or global_batch_size: {'both are set' if sizes else 'neither is set'}"
+            hint = "batch_size is per replica, global_batch_size of all replicas"
+            problems.append(sweep.source.error(message, *location, hint=hint))
+    return problems
+
+
+def _option_problems(
+    sweep: Sweep, table: str, owner: str, entries: Mapping[str, StrategyEntry | ModelEntry]
+) -> list[HpcbenchError]:
+    owners = [entries[key] for key in sweep.values(owner) if key in entries]
+    options = {name: option for entry in owners for name, option in entry.options.items()}
+    names = {parameter[1] for _, settings in sweep.settings() for parameter in settings if parameter[0] == table}
+    problems: list[HpcbenchError] = []
+    for name in sorted(names):
+        where = sweep.where(table, name)
+        if name not in options:
+            if owner == "model" and any(is_custom_model(key) for key in sweep.values(owner)):
+                continue
+            message = f"no {owner} of this sweep has the option {name!r}"
+            problems.append(ConfigError(message, where=where, hint=did_you_mean(name, options)))
+            continue
+        for value in sweep.values(table, name):
+            if not options[name].accepts(value):
+                message = f"{table}.{name}: {options[name].expected()} expected, not {toml_literal(value)}"
+                problems.append(ConfigError(message, where=where))
+    return problems

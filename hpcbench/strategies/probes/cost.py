@@ -1,0 +1,9 @@
+"""A probe needs the memory of a single device's run."""
+
+from __future__ import annotations
+
+from hpcbench.strategies.data.cost import SingleCost
+from hpcbench.strategies.probes.entry import PROBE_BLOCKS, PROBE_MESSAGES
+
+COSTS = {PROBE_BLOCKS: SingleCost, PROBE_MESSAGES: SingleCost}
+"""The cost of each probe."""

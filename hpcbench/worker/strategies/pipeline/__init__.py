@@ -1,1 +1,0 @@
-"""Pipeline parallelism: the schedules of ``parallel`` executed by one point-to-point runtime."""

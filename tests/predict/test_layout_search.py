@@ -1,0 +1,121 @@
+"""The search over layouts of a decoder: what it examines, how it ranks, and what it leaves out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hpcbench.errors import ConfigError
+from hpcbench.predict.decoder.layout import Layout
+from hpcbench.predict.decoder.layout_search import LayoutRanking, LayoutWish, layout_degrees, rank_layouts, software_of
+from hpcbench.predict.decoder.machines import fitted_machine, predict_step
+from hpcbench.strategies.decoder_shapes import named_shape
+
+H100 = fitted_machine("h100-80gb-sxm")
+
+
+def ranking(model: str = "llama_70b", gpus: int = 64, **more: int) -> LayoutRanking:
+    wish = LayoutWish(gpus=gpus, **({"sequence": 8192, "global_batch": 2 * gpus} | more))
+    return rank_layouts(named_shape(model), H100, wish)
+
+
+def test_layouts_are_ranked_by_their_predicted_time() -> None:
+    found = ranking().layouts
+    times = [one.step_time_s for one in found]
+    assert times == sorted(times)
+    assert found[0].ratio == 1.0
+    assert not found[0].is_told_apart
+    assert all(one.ratio_low <= one.ratio <= one.ratio_high for one in found)
+    assert all(one.step_time_low_s < one.step_time_s < one.step_time_high_s for one in found)
+
+
+@pytest.mark.parametrize("place", [0, 7, -1])
+def test_a_layout_has_the_price_of_the_machine(place: int) -> None:
+    found = ranking().layouts[place]
+    expected = predict_step(named_shape("llama_70b"), found.layout, H100)
+    assert found.step_time_s == pytest.approx(expected.step_time_s)
+    assert found.peak_memory_gib == pytest.approx(expected.peak_memory_gib)
+    assert expected.fits
+
+
+def test_all_five_axes_are_examined() -> None:
+    degrees = list(layout_degrees(named_shape("llama_70b"), 64, 8192, 8))
+    for axis in ("replicas", "shards", "tensor", "pipeline", "context"):
+        assert max(one[axis] for one in degrees) >= 8, axis
+    for one in degrees:
+        assert one["replicas"] * one["shards"] * one["tensor"] * one["pipeline"] * one["context"] == 64
+    assert any(
+        one["replicas"] > 1 and one["tensor"] > 1 and one["pipeline"] > 1 and one["context"] > 1 for one in degrees
+    )
+    assert len({tuple(one.values()) for one in degrees}) == len(degrees)
+
+
+def test_an_exhaustive_search_finds_nothing_faster() -> None:
+    """Recomputation and larger micro-batches of split sequences, which the search leaves out, included."""
+    shape, found = named_shape("llama_8b"), ranking("llama_8b", 8)
+    best = found.layouts[0].step_time_s
+    priced = 0
+    for degrees in layout_degrees(shape, 8, 8192, 8):
+        data = degrees["replicas"] * degrees["shards"]
+        for micro_batch in (1, 2, 4, 8, 16):
+            if 16 % (data * micro_batch) or (degrees["chunks"] > 1 and 16 // data // micro_batch % degrees["pipeline"]):
+                continue
+            for recompute in ("none", "selective", "full"):
+                layout = Layout(
+                    gpus=8, sequence=8192, micro_batch=micro_batch, global_batch=16, recompute=recompute,
+                    **degrees,  # type: ignore[arg-type]
+                )  # fmt: skip
+                step = predict_step(shape, replace(layout, software=software_of(shape, layout)), H100)
+                priced += step.fits
+                assert not step.fits or step.step_time_s >= best * (1 - 1e-9), layout
+    assert priced > found.priced > 100
+
+
+@pytest.mark.parametrize("gpus", [8, 8192])
+def test_the_layout_search_covers_8_to_8192_gpus(gpus: int) -> None:
+    found = ranking("llama_8b", gpus)
+    assert found.examined < 12_000, "of so many the time stays below three seconds"
+    assert found.layouts[0].layout.gpus == gpus
+
+
+@pytest.mark.parametrize(("gpus", "measured_s"), [(512, 14.67), (1024, 14.65)])
+def test_the_recipe_of_nvidia_is_among_the_best(gpus: int, measured_s: float) -> None:
+    """Llama 3.1 70B: tensor 4, pipeline 4 in 5 chunks, context 2. On 512 GPUs its memory is at the limit."""
+    found = ranking(gpus=gpus)
+    (recipe,) = [
+        one for one in (*found.layouts, *found.tight)
+        if one.layout.recompute == "none" and (one.layout.tensor, one.layout.pipeline, one.layout.chunks, one.layout.context) == (4, 4, 5, 2)
+        and one.layout.micro_batch == 1 and one.layout.shards == 1 and one.layout.zero == 1
+    ]  # fmt: skip
+    assert not recipe.is_told_apart
+    assert recipe.step_time_low_s < measured_s < recipe.step_time_high_s
+    assert recipe.peak_memory_gib < 1.1 * H100.fits_below_gib
+
+
+def test_too_large_a_model_leaves_the_reason() -> None:
+    found = ranking("llama_405b", 8)
+    assert found.layouts == []
+    assert found.priced == 0
+    assert found.tight == []
+    assert set(found.refused) <= {
+        "it does not fit in memory", "interleaving needs a multiple of the stages in micro-batches",
+    }  # fmt: skip
+
+
+def test_a_batch_that_cannot_be_shared_is_counted() -> None:
+    found = ranking("llama_8b", 8, global_batch=3)
+    assert found.refused["the global batch cannot be shared evenly by the replicas"] > 0
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        (LayoutWish(gpus=0, sequence=8192, global_batch=8), "0 GPUs"),
+        (LayoutWish(gpus=8, sequence=8192), "one of global batch and batch of a replica"),
+        (LayoutWish(gpus=8, sequence=8192, global_batch=8, replica_batch=1), "one of global batch"),
+    ],
+)
+def test_an_impossible_request_is_named(wish: LayoutWish, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        rank_layouts(named_shape("llama_8b"), H100, wish)

@@ -1,0 +1,59 @@
+"""The registry is whole: every entry has a runtime, a model file has what it declares, the glossary knows the words."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpcbench.config.sweep_loader import Sweep
+from hpcbench.errors import ConfigError, ConfigErrors
+from hpcbench.strategies.catalog import STRATEGIES, get_strategy
+from hpcbench.strategies.check_names import check_names
+from hpcbench.workloads.models import MODELS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("key", STRATEGIES)
+def test_a_strategy_has_a_row_in_the_generated_catalog(key: str) -> None:
+    assert f"| `{key}` |" in (ROOT / "docs" / "catalog.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("key", MODELS)
+def test_every_model_has_a_builder(key: str) -> None:
+    module, _, name = MODELS[key].builder.partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_unknown_keys_name_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'ddp'"):
+        get_strategy("dpp")
+
+
+def test_check_names_lists_everything_that_is_wrong(write_sweep: Callable[[str], Sweep]) -> None:
+    sweep = write_sweep(
+        'name = "s"\n[fixed]\nmodel = "resnet81"\ndataset = "digit"\n[fixed.options]\nstatic_graf = true\n[grid]\nstrategy = ["ddp"]\n'
+    )
+    with pytest.raises(ConfigErrors) as caught:
+        check_names(sweep)
+    text = str(caught.value)
+    for part in (
+        "batch_size or global_batch_size: neither is set",
+        ":3: unknown model: 'resnet81'",
+        "'resnet18'?",
+        ":4: unknown dataset",
+        ":6: no strategy",
+        "'static_graph'?",
+    ):
+        assert part in text
+
+
+def test_an_option_of_the_wrong_type_is_refused(write_sweep: Callable[[str], Sweep]) -> None:
+    sweep = write_sweep(
+        'name = "s"\n[fixed]\nmodel = "resnet18"\ndataset = "digits"\nstrategy = "ddp"\nbatch_size = 8\noptions = { static_graph = 1 }\n'
+    )
+    with pytest.raises(ConfigErrors, match="options.static_graph: true or false expected, not 1"):
+        check_names(sweep)
