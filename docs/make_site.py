@@ -22,10 +22,18 @@ SECTIONS = {
     "Use": ["sweeps", "life", "data", "results", "plots", "report", "cli"],
     "Choose": ["strategies", "pipelines", "horovod", "models", "catalog"],
     "Predict": ["oracle", "oracle-gpu", "calibration", "dry-run", "formulas"],
-    "Trust": ["measurement", "verification", "gpu-check", "reruns", "peers"],
-    "Extend": ["add-a-cluster", "add-a-strategy", "add-a-model", "templates", "contributing"],
+    "Trust": ["measurement", "verification", "gpu-check", "peers"],
+    "Extend": [
+        "add-a-cluster",
+        "add-a-strategy",
+        "add-a-scheduler",
+        "add-a-model",
+        "add-a-dataset",
+        "templates",
+        "contributing",
+    ],
     "Look up": ["schema-sweep", "schema-cluster", "schema-result", "results-tree", "changelog"],
-    "Figures": ["benchmarks", "benchmarks-oracle", "benchmarks-gpu", "benchmarks-megatron"],
+    "Figures": ["benchmarks", "benchmarks-rerun", "benchmarks-oracle", "benchmarks-gpu", "benchmarks-megatron"],
 }
 """The order of the pages. One that is named here and does not exist is left out, one that is not comes under MORE."""
 MORE = "More"
@@ -36,6 +44,7 @@ ELSEWHERE = {
     "CHANGELOG.md": "changelog.md",
     "README.md": "index.md",
     "benchmarks/README.md": "benchmarks.md",
+    "benchmarks/rerun/README.md": "benchmarks-rerun.md",
     "benchmarks/oracle/README.md": "benchmarks-oracle.md",
     "benchmarks/oracle/gpu.md": "benchmarks-gpu.md",
     "benchmarks/oracle/megatron.md": "benchmarks-megatron.md",

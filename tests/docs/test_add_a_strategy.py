@@ -16,12 +16,13 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "add-a-strategy.md"
-STEP = re.compile(r"`([\w/]+\.py)`(?:, at the end(?: of `(\w+)`)?)?:\n\n```python\n(.*?)```", re.DOTALL)
+STEP = re.compile(r"`([\w/]+\.py)`(?:, at the end(?: of `(\w+)`)?)?:\n\n```(?:python|text)\n(.*?)```", re.DOTALL)
 TESTS = re.compile(r"^    \.venv/bin/pytest (.*)$", re.MULTILINE)
 FILES = [
-    "hpcbench/worker/strategies/late_ddp.py",
-    "hpcbench/parallel/strategies/data.py",
-    "hpcbench/oracle/strategies/data.py",
+    "hpcbench/strategies/late/train.py",
+    "hpcbench/strategies/late/entry.py",
+    "hpcbench/strategies/catalog.py",
+    "hpcbench/strategies/late/cost.py",
 ]
 
 
@@ -31,10 +32,11 @@ def follow(folder: Path) -> list[str]:
     for name, table, code in STEP.findall(PAGE.read_text(encoding="utf-8")):
         path = folder / name
         if not path.exists():
+            path.parent.mkdir(exist_ok=True)
             path.write_text(code, encoding="utf-8")
         elif table:
-            before, begin, rest = path.read_text(encoding="utf-8").partition(f"\n{table} = {{\n")
-            entries, end, after = rest.partition("\n}\n")
+            before, begin, rest = path.read_text(encoding="utf-8").partition(f"\n{table} = (\n")
+            entries, end, after = rest.partition("\n)\n")
             path.write_text(f"{before}{begin}{entries}\n{code.rstrip()}{end}{after}", encoding="utf-8")
         else:
             path.write_text(f"{path.read_text(encoding='utf-8')}\n\n{code}", encoding="utf-8")
@@ -56,7 +58,7 @@ def run_tests(folder: Path, arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the tree with the three files of the page."""
+    """A copy of the tree with the family of the page."""
     folder = tmp_path_factory.mktemp("followed")
     ignored = shutil.ignore_patterns("__pycache__", ".git", ".venv", "build", "results", ".hypothesis", ".*_cache")
     shutil.copytree(ROOT, folder, ignore=ignored, dirs_exist_ok=True)
@@ -115,7 +117,7 @@ def test_the_fast_suite_passes_with_the_strategy(followed: Path) -> None:
             id="wrong gradient",
         ),
         pytest.param(
-            FILES[2],
+            FILES[3],
             '[("all_reduce", size) for size in sizes]',
             '[("all_reduce", size // 2) for size in sizes]',
             {"test_a_strategy_passes_what_its_cost_predicts", "test_bf16_parameters_pass_what_the_cost_predicts"},
