@@ -6,22 +6,34 @@ import importlib
 from functools import cache
 from importlib import metadata
 from types import ModuleType
-from typing import Any
+from typing import TypeVar
 
 from hpcbench.errors import ConfigError
 
+EntryT = TypeVar("EntryT")
 GROUPS = ("hpcbench.strategies", "hpcbench.schedulers", "hpcbench.models", "hpcbench.datasets")
 
 
 @cache
-def _entry_points() -> dict[str, dict[str, str]]:
-    """The value of each entry point by group and name; the folders of all installed packages are read once."""
-    return {group: {point.name: point.value for point in metadata.entry_points(group=group)} for group in GROUPS}
+def _modules_by_group() -> dict[str, dict[str, str]]:
+    """The module of each entry point by group and name; the folders of installed packages are read once."""
+    found: dict[str, dict[str, str]] = {group: {} for group in GROUPS}
+    installed = metadata.entry_points()
+    for group, modules in found.items():
+        for point in installed.select(group=group):
+            # A folder that is on the path twice lists its packages twice.
+            if modules.setdefault(point.name, point.value) != point.value:
+                raise ConfigError(
+                    f"two packages have an entry point {point.name!r} of {group}: "
+                    f"{modules[point.name]} and {point.value}",
+                    hint="uninstall one of them",
+                )
+    return found
 
 
 def plugin_modules(group: str) -> dict[str, str]:
     """Return the modules that the entry points of ``group`` name, by the names of the entry points."""
-    return _entry_points()[group]
+    return _modules_by_group()[group]
 
 
 def load_plugin(group: str, module: str) -> ModuleType:
@@ -39,14 +51,29 @@ def load_plugin(group: str, module: str) -> ModuleType:
         ) from error
 
 
-def add_plugins(group: str, table: str, entries: dict[str, Any]) -> None:
-    """Add to ``entries`` the dictionary ``table`` of each module of ``group``.
+def plugin_table(group: str, module: str, name: str, kind: type[EntryT]) -> dict[str, EntryT]:
+    """Return the dictionary ``name`` of a plug-in's module.
 
     Raises:
-        ConfigError: A module cannot be imported, or a name is there already.
+        ConfigError: The module cannot be imported, or has no such dictionary of texts and values of ``kind``.
+    """
+    table = getattr(load_plugin(group, module), name, None)
+    if isinstance(table, dict) and all(isinstance(value, kind) for value in table.values()):
+        return table
+    raise ConfigError(
+        f"the plug-in {module} of {group}: {name} is no dictionary of {kind.__name__} by name",
+        hint="update it, or uninstall its package",
+    )
+
+
+def add_plugins(group: str, name: str, kind: type[EntryT], entries: dict[str, EntryT]) -> None:
+    """Add the dictionary ``name`` of each plug-in of ``group`` to ``entries``.
+
+    Raises:
+        ConfigError: As ``plugin_table``; or a name is there already.
     """
     for _, module in sorted(plugin_modules(group).items()):
-        added = getattr(load_plugin(group, module), table)
+        added = plugin_table(group, module, name, kind)
         if taken := sorted(entries.keys() & added.keys()):
             raise ConfigError(
                 f"the plug-in {module} of {group} has {taken[0]!r}, which is there already",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+from hpcbench.errors import ConfigError
 from hpcbench.plugins import load_plugin, plugin_modules
 
 GROUP = "hpcbench.schedulers"
@@ -51,13 +52,20 @@ def load_scheduler_plugin(kind: str) -> Any:
 
 def scheduler_kind(kind: str) -> SchedulerKind:
     """Return the properties of ``scheduler.kind`` of a profile, which was checked by ``check_scheduler_kind``."""
-    shipped = SHIPPED_KINDS.get(kind)
-    return load_scheduler_plugin(kind).KIND if shipped is None else shipped
+    if kind in SHIPPED_KINDS:
+        return SHIPPED_KINDS[kind]
+    properties = getattr(load_scheduler_plugin(kind), "KIND", None)
+    if not isinstance(properties, SchedulerKind):
+        module = plugin_modules(GROUP).get(kind)
+        raise ConfigError(
+            f"the plug-in {module} of {GROUP}: KIND is no SchedulerKind", hint="update it, or uninstall its package"
+        )
+    return properties
 
 
 def check_scheduler_kind(kind: object) -> object:
     """Return ``kind``; ``ValueError`` with the valid ones where it is neither shipped nor a third party's."""
-    kinds = [*SHIPPED_KINDS, *sorted(plugin_modules(GROUP))]
+    kinds = list(dict.fromkeys([*SHIPPED_KINDS, *sorted(plugin_modules(GROUP))]))
     if isinstance(kind, str) and kind in kinds:
         return kind
     names = [f"'{name}'" for name in kinds]

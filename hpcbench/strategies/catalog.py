@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from types import ModuleType
 from typing import Any
 
 from hpcbench.config.run_spec import OptionValue, RunSpec
 from hpcbench.errors import ConfigError, did_you_mean
-from hpcbench.plugins import load_plugin, plugin_modules
+from hpcbench.plugins import load_plugin, plugin_modules, plugin_table
 from hpcbench.strategies.probes import entry as probes
 from hpcbench.strategies.strategy_entry import HybridAlias, Parallelism, StrategyEntry
 
@@ -34,25 +33,31 @@ _PACKAGES: dict[str, str] = dict.fromkeys(PROBES, "hpcbench.strategies.probes")
 """The package of each strategy, which has the modules ``entry``, ``train`` and, if runs are predicted, ``cost``."""
 
 
-def _register_family(entries: ModuleType) -> None:
-    """Add the strategies of the family whose module ``entry`` is given."""
-    package = str(entries.__package__)
-    aliases: dict[str, HybridAlias] = getattr(entries, "ALIASES", {})
-    for name in (*entries.STRATEGIES, *aliases):
+def _register_family(package: str, entries: dict[str, StrategyEntry], aliases: dict[str, HybridAlias]) -> None:
+    for name in (*entries, *aliases):
         if name in (*_PACKAGES, *ALIASES):
             raise ConfigError(
                 f"two packages have a strategy {name!r}: {_PACKAGES.get(name, 'hpcbench.strategies')} and {package}",
                 hint="uninstall one of them, or rename its strategy",
             )
-    STRATEGIES.update(entries.STRATEGIES)
+    STRATEGIES.update(entries)
     ALIASES.update(aliases)
-    _PACKAGES.update(dict.fromkeys(entries.STRATEGIES, package))
+    _PACKAGES.update(dict.fromkeys(entries, package))
+
+
+def _register_plugin(package: str) -> None:
+    group, module = "hpcbench.strategies", f"{package}.entry"
+    aliases = {}
+    if hasattr(load_plugin(group, module), "ALIASES"):
+        aliases = plugin_table(group, module, "ALIASES", HybridAlias)
+    _register_family(package, plugin_table(group, module, "STRATEGIES", StrategyEntry), aliases)
 
 
 for _package in FAMILIES:
-    _register_family(importlib.import_module(f"{_package}.entry"))
+    _entries = importlib.import_module(f"{_package}.entry")
+    _register_family(_package, _entries.STRATEGIES, getattr(_entries, "ALIASES", {}))
 for _, _package in sorted(plugin_modules("hpcbench.strategies").items()):
-    _register_family(load_plugin("hpcbench.strategies", f"{_package}.entry"))
+    _register_plugin(_package)
 
 
 def load_member(key: str, module: str, table: str) -> Any:

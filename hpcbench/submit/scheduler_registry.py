@@ -44,7 +44,7 @@ def scheduler_class(kind: str, cluster: str) -> type[Scheduler]:
     if module is None:
         reason, hint = _RENDERED_ONLY.get(kind, (f"has a scheduler of the unknown kind {kind!r}", None))
         raise ConfigError(f"cluster {cluster} {reason}", hint=hint)
-    implementation = module.SCHEDULER
+    implementation = getattr(module, "SCHEDULER", None)
     if not isinstance(implementation, type) or not issubclass(implementation, Scheduler):
         message = f"cluster {cluster}: {module.__name__}.SCHEDULER is {implementation!r}, not a subclass of Scheduler"
         raise ConfigError(message, hint="hpcbench/submit/scheduler.py describes the class that is required")

@@ -9,11 +9,12 @@ import secrets
 import socket
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
 
-from hpcbench.config.run_spec import RunTask, TaskFileHeader, read_task
+from hpcbench.config.run_spec import RunSpec, RunTask, TaskFileHeader, read_task
 from hpcbench.errors import EXIT_NOTHING_TO_DO, WorkerError
 from hpcbench.identity import find_process
 from hpcbench.results.attempts import Attempt, attempt_numbers, begin_attempt
@@ -21,6 +22,7 @@ from hpcbench.results.decode import read_record
 from hpcbench.results.results_tree import ClusterTree, environment_key
 from hpcbench.results.schema import STATUS_OK, FailureRecord, RunResult
 from hpcbench.results.stop_rules import find_stop_reason, read_stop_group
+from hpcbench.strategies.catalog import selectable_strategies
 from hpcbench.worker.distributed.rank_environment import RankInfo
 from hpcbench.worker.measure.host import oom_kills
 from hpcbench.worker.other_attempts import (
@@ -29,6 +31,9 @@ from hpcbench.worker.other_attempts import (
     slurm_job_id,
     slurm_restart_count,
 )
+from hpcbench.workloads.custom_models import is_custom_model
+from hpcbench.workloads.datasets import DATASETS
+from hpcbench.workloads.models import MODELS
 
 _POLL_S = 0.1
 
@@ -133,13 +138,27 @@ def begin(tasks: Path, index: int, time_limit_s: float | None = None, missing_mo
         attempt = claim_attempt(tasks, index, header, task, launch, time_limit_s, others=others, process=os.getppid())
     except AttemptAtWork as at_work:
         return _nothing_to_do(task, at_work.message)
-    if missing_module:
-        failure = FailureRecord.of_module(missing_module)
+    failure = FailureRecord.of_module(missing_module) if missing_module else _unknown_name(task.spec)
+    if failure is not None:
         _write_unstarted(tree, header, task, attempt.number, "unsupported", failure)
-        print(f"hpcbench: {task.run_id}: {missing_module}", file=sys.stderr)  # noqa: T201
+        print(f"hpcbench: {task.run_id}: {failure.message}", file=sys.stderr)  # noqa: T201
         return EXIT_NOTHING_TO_DO
     print(attempt.folder.absolute())  # noqa: T201 - the batch script reads this line
     return 0
+
+
+def _unknown_name(spec: RunSpec) -> FailureRecord | None:
+    """Return the failure of a run with a name that a package has which is installed for the login node alone."""
+    known: dict[str, Collection[str]] = {"strategy": selectable_strategies(), "model": MODELS, "dataset": DATASETS}
+    for parameter, names in known.items():
+        name = getattr(spec, parameter)
+        if name not in names and not (parameter == "model" and is_custom_model(name)):
+            return FailureRecord(
+                type="MissingModule",
+                message=f"{sys.executable} on {socket.gethostname()} has no {parameter} {name!r}",
+                hint="install the package that has it where the jobs run: docs/add-a-strategy.md",
+            )
+    return None
 
 
 def _nothing_to_do(task: RunTask, why: str) -> int:

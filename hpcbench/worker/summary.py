@@ -27,13 +27,13 @@ _PHASE_FIELDS = tuple(name for name in schema.StepPhases.__struct_fields__ if na
 
 def compute_metrics(
     spec: RunSpec, header: TaskFileHeader, ranks: Mapping[int, schema.RankResult], slowest: list[float], skipped: int,
-    samples: int, warnings: list[str],
+    samples: int | None, warnings: list[str],
 ) -> schema.RunMetrics:  # fmt: skip
     """Compute all figures; what makes one of them doubtful is appended to ``warnings``.
 
     Args:
         slowest: Seconds of every timed step on its slowest rank; the first ``skipped`` were still warming up.
-        samples: Samples of one epoch.
+        samples: Samples of one epoch, where they were counted or the data set states them.
     """
     steady, is_whole = slowest[skipped:], len(ranks) == spec.ranks
     times = timing_statistics.step_time_statistics(steady)
@@ -219,7 +219,9 @@ def summarize_run(
     warnings: list[str] = []
     warmup_steps = timing_statistics.count_warmup_steps(slowest)
     # Files may hold another number of samples than the data set: the feed has counted them.
-    samples = provenance.get("data", {}).get("epoch_samples") or DATASETS[spec.dataset].samples
+    samples = provenance.get("data", {}).get("epoch_samples")
+    if samples is None and spec.dataset in DATASETS:
+        samples = DATASETS[spec.dataset].samples
     skipped = warmup_steps or 0
     metrics = (
         compute_metrics(spec, header, ranks, slowest, skipped, samples, warnings) if ranks else schema.RunMetrics()
@@ -249,7 +251,7 @@ def summarize_run(
         untimed=untimed,
         warnings=[
             *warnings,
-            *_batch_warnings(spec, len(slowest), samples),
+            *(_batch_warnings(spec, len(slowest), samples) if samples else ()),
             *interference_warnings(spec, ranks),
             *_energy_warnings(ranks),
             *_launch_warnings(ranks),

@@ -104,4 +104,4 @@ def is_resident(dataset: str, data: str) -> bool:
     return dataset == "digits" or (data == "real" and dataset in RESIDENT_DATASETS)
 
 
-add_plugins("hpcbench.datasets", "DATASETS", DATASETS)
+add_plugins("hpcbench.datasets", "DATASETS", Dataset, DATASETS)

@@ -177,7 +177,7 @@ MODELS: dict[str, ModelEntry] = {
 }
 """Every model by its name; packages of third parties add theirs by entry points of the group ``hpcbench.models``."""
 
-add_plugins("hpcbench.models", "MODELS", MODELS)
+add_plugins("hpcbench.models", "MODELS", ModelEntry, MODELS)
 
 
 def get_model(key: str) -> ModelEntry:

@@ -120,3 +120,19 @@ def test_runs_of_a_third_party_are_predicted_and_listed(site: Site) -> None:
     (prediction,) = json.loads(site.hpcbench("predict", "plugged", "--cluster", "fluxbox", "--json"))["predictions"]
     assert prediction["predicted"]["step_time_s"] > 0
     assert "perceptron" in site.hpcbench("models", "--dataset", "tiles", "--model", "perceptron")
+
+
+@pytest.mark.parametrize("name", ["late_ddp", "perceptron", "tiles"])
+def test_a_job_without_the_package_is_unsupported_and_names_it(site: Site, name: str) -> None:
+    """Jobs do not have the variable by which the login node finds the package."""
+    shipped = {"late_ddp": "ddp", "perceptron": "resnet18", "tiles": "digits"}
+    sweep = SWEEP.replace('"plugged"', f'"without_{name}"')
+    for other in shipped.keys() - {name}:
+        sweep = sweep.replace(f'"{other}"', f'"{shipped[other]}"')
+    (site.folder / "sweeps" / f"without_{name}.toml").write_text(sweep)
+    (site.folder / "clusters" / "bare.toml").write_text(
+        PROFILE.replace('"fluxbox"', '"bare"').replace("[scheduler]", f'env.PYTHONPATH = "{ROOT}"\n[scheduler]')
+    )
+    site.hpcbench("submit", f"without_{name}", "--cluster", "bare", "--wait")
+    (run,) = json.loads(site.hpcbench("status", f"without_{name}", "--json"))["sweeps"][0]["runs"]
+    assert (run["state"], f"'{name}'" in run["reason"]) == ("unsupported", True), run
