@@ -47,9 +47,8 @@ def _register_family(package: str, entries: dict[str, StrategyEntry], aliases: d
 
 def _register_plugin(package: str) -> None:
     group, module = "hpcbench.strategies", f"{package}.entry"
-    aliases = {}
-    if hasattr(load_plugin(group, module), "ALIASES"):
-        aliases = plugin_table(group, module, "ALIASES", HybridAlias)
+    has_aliases = hasattr(load_plugin(group, module), "ALIASES")
+    aliases = plugin_table(group, module, "ALIASES", HybridAlias) if has_aliases else {}
     _register_family(package, plugin_table(group, module, "STRATEGIES", StrategyEntry), aliases)
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.scheduler_kinds import load_scheduler_plugin
 from hpcbench.errors import ConfigError
-from hpcbench.results.results_tree import ClusterTree
 from hpcbench.submit.local_scheduler import LocalScheduler
 from hpcbench.submit.scheduler import HasSchedulerSettings, Notify, Scheduler, SendOutcome, ignore_message
 from hpcbench.submit.slurm_scheduler import SlurmScheduler
 from hpcbench.submit.submission_record import SubmittedRun, list_submissions
 from hpcbench.units import parse_quantity
+
+if TYPE_CHECKING:
+    from hpcbench.config.cluster_profile import ClusterProfile
+    from hpcbench.results.results_tree import ClusterTree
 
 
 def job_log(run: SubmittedRun) -> Path | None:

@@ -9,7 +9,6 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -149,8 +148,7 @@ def begin(tasks: Path, index: int, time_limit_s: float | None = None, missing_mo
 
 def _unknown_name(spec: RunSpec) -> FailureRecord | None:
     """Return the failure of a run with a name that a package has which is installed for the login node alone."""
-    known: dict[str, Collection[str]] = {"strategy": selectable_strategies(), "model": MODELS, "dataset": DATASETS}
-    for parameter, names in known.items():
+    for parameter, names in (("strategy", selectable_strategies()), ("model", MODELS), ("dataset", DATASETS)):
         name = getattr(spec, parameter)
         if name not in names and not (parameter == "model" and is_custom_model(name)):
             return FailureRecord(

@@ -27,7 +27,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in figures.PAGES:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(figures.ROOT / name, root / name)
-    pages.data_of("", root).parent.mkdir()
+    pages.data_of("", root).parent.mkdir(exist_ok=True)
     for score in SCORES.values():
         for path in (score.cases, score.predictions, timelines.path_of(score)):
             if path.exists():
