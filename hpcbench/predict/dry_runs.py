@@ -185,17 +185,18 @@ def _record(key: str, spec: RunSpec, answer: DryRunAnswer, forecast: Forecast, *
 
 def _predicted_record(key: str, spec: RunSpec, forecast: Forecast) -> DryRun:
     """Return the record of a strategy whose library has threads and tensors that no recorder follows."""
+    outcome: DryRunOutcome = "not_fakeable"
+    reason = f"{get_strategy(spec.strategy).library_name} executes {spec.strategy}, and does not run on fake tensors"
+    figures: dict[str, Any] = {**dict.fromkeys(_FIGURES), "host_sync_sites": [], "modelled": []}
     prediction = forecast.predict_alone(spec)
-    reason = (
-        f"{spec.strategy} is executed by {get_strategy(spec.strategy).library_name}, which does not run on fake tensors"
-    )
-    peak_bytes = None
     if isinstance(prediction, Prediction):
-        peak_bytes = prediction.peak_memory_bytes
+        peak_bytes = figures["peak_memory_bytes"] = prediction.peak_memory_bytes
         reason += "; its peak is the oracle's"
-    figures: dict[str, Any] = dict.fromkeys(_FIGURES)
-    figures |= {"peak_memory_bytes": peak_bytes, "host_sync_sites": [], "modelled": []}
-    return DryRun(config_id=key, spec=spec, outcome="not_fakeable", reason=reason, seconds=0.0, **figures)
+        limit = _memory_limit(spec, forecast)
+        if limit is not None and peak_bytes > limit:
+            need, capacity = format_need_and_limit(peak_bytes, round(limit))
+            outcome, reason = "oom", f"out of memory: a rank needs {need} by the oracle; its device has {capacity}"
+    return DryRun(config_id=key, spec=spec, outcome=outcome, reason=reason, seconds=0.0, **figures)
 
 
 def _memory_limit(spec: RunSpec, forecast: Forecast) -> float | None:

@@ -197,7 +197,26 @@ def test_a_strategy_of_another_library_has_the_peak_of_the_oracle(tmp_path: Path
         assert isinstance(prediction, Prediction)
         assert (one["outcome"], one["peak_memory_bytes"]) == ("not_fakeable", prediction.peak_memory_bytes)
         assert one["operators"] is None
-        assert f"{spec['strategy']} is executed by {spec['strategy'].partition('_')[0]}" in one["reason"]
+        assert f"{spec['strategy'].partition('_')[0]} executes {spec['strategy']}" in one["reason"]
+
+
+def test_a_strategy_of_another_library_that_does_not_fit_is_out_of_memory(tmp_path: Path) -> None:
+    path = tmp_path / "large.toml"
+    path.write_text(
+        'name = "large"\n[fixed]\nmodel = "gpt_6_7b"\ndataset = "tokens"\nbatch_size = 8\nstrategy = "horovod"\n'
+        'tasks_per_node = 4\n[grid]\npartition = ["gpu_a100"]\n'
+    )
+    code, (one,) = invoke(str(path), "--cluster", "snellius")
+    assert (code, one["outcome"]) == (1, "oom")
+    assert "GiB by the oracle; its device has 36.7 GiB" in one["reason"]
+
+
+def test_submit_dry_run_first_submits_a_strategy_that_cannot_be_stepped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = write_sweep(tmp_path, 'model = ["vgg11"]\nstrategy = ["horovod"]')
+    with pytest.raises(Submitted):
+        submit_sweep(tmp_path, monkeypatch, sweep, "local", "--dry-run-first")
 
 
 @pytest.mark.parametrize("block", ["Reader", "Copier"])
