@@ -135,7 +135,7 @@ class Day:
             self.say(f"no time is left for {', '.join(part.name for part in parts)}")
             return 1
         self.say(f"pool: {', '.join(part.name for part in parts)}")
-        return self._follow(["-m", "hpcbench.worker", "pool", "--limit-s", f"{limit_s:.1f}", "--tasks", *files])
+        return self._follow(["-m", "benchmarks.gpu_day.rank_pool", "--limit-s", f"{limit_s:.1f}", "--tasks", *files])
 
     def _script(self, module: str, file: str, limit_s: float) -> int:
         """Run a module of this package that writes ``file``; no plan has its configurations."""

@@ -1,6 +1,5 @@
-"""``python -m hpcbench.worker``: one rank of a run; the verbs ``begin`` and ``end`` around the ranks; ``pool``;
-``doctor``; ``data``.
-"""
+"""``python -m hpcbench.worker``: one rank of a run; the verbs ``begin`` and ``end`` around the ranks; ``doctor``;
+``data``."""
 
 from __future__ import annotations
 
@@ -96,7 +95,6 @@ exit codes
   begin   0 the attempt's folder is on stdout; 10 the run needs no attempt: done, cancelled, ended here, or skipped
   end     0 the tree contains how the run ended; 11 the job is being preempted, the run is to be run again;
           otherwise that of --exit-code, or 3
-  pool    0 every run has an ok result; 1 one has not, or there was no time for it; 128 + N after signal N
   doctor  0 a worker can start here; 1 it cannot
   all     2 the task file or an argument is wrong; 3 the file system refused
 """
@@ -126,10 +124,6 @@ def _run_verb(words: list[str]) -> int:
         from hpcbench.worker.begin import begin
 
         return begin(args.tasks, args.index, args.time_limit_s, args.missing_module)
-    if verb == "pool":
-        from hpcbench.worker.pool import run_pool
-
-        return run_pool(args.tasks, args.limit_s)
     if verb == "end":
         from hpcbench.worker.end import end
 
@@ -157,7 +151,7 @@ def _run_rank_process(args: argparse.Namespace) -> int:
 def _argument_parser(verb: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hpcbench.worker" + ("" if verb == "rank" else f" {verb}"),
-        usage="%(prog)s [begin|end|pool|doctor|data] [options]" if verb == "rank" else None,
+        usage="%(prog)s [begin|end|doctor|data] [options]" if verb == "rank" else None,
         description=__doc__,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -165,13 +159,8 @@ def _argument_parser(verb: str) -> argparse.ArgumentParser:
     if verb == "doctor":
         parser.add_argument("--json", action="store_true", help="one JSON document (there is no other form)")
         return parser
-    if verb == "pool":
-        parser.add_argument("--tasks", type=Path, required=True, nargs="+", metavar="FILE", help="task files, in order")
-        text = "seconds after which no run starts and the present one ends"
-        parser.add_argument("--limit-s", type=float, default=float("inf"), metavar="S", help=text)
-        return parser
     if verb not in ("rank", "begin", "end"):
-        parser.error(f"unknown verb {verb!r}: begin, end, pool, doctor and data are there; without one this is a rank")
+        parser.error(f"unknown verb {verb!r}: begin, end, doctor and data are there; without one this is a rank")
     parser.add_argument("--tasks", type=Path, required=True, metavar="FILE", help="the task file")
     parser.add_argument("--index", type=int, required=True, metavar="N", help="which run of it, from 0")
     if verb == "begin":

@@ -1,4 +1,4 @@
-"""Run the tasks of files in ranks that live on from run to run: ``python -m hpcbench.worker pool --tasks FILE``.
+"""Run task files in ranks that live on from run to run: ``python -m benchmarks.gpu_day.rank_pool --tasks FILE``.
 
 A launch of its own imports torch twice and creates its devices' contexts anew. A pool does so once, which counts where
 a machine is lent for minutes::
@@ -15,6 +15,7 @@ result states that it is a pool's: the launcher in its provenance is ``pool``.
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
 import secrets
@@ -31,7 +32,7 @@ from types import FrameType
 from typing import Any
 
 from hpcbench.config.run_spec import RunSpec, read_task, read_tasks, run_label
-from hpcbench.errors import WorkerError
+from hpcbench.errors import HpcbenchError, WorkerError
 from hpcbench.fileio import share_with_group
 from hpcbench.results.attempts import Attempt
 from hpcbench.results.results_tree import ClusterTree
@@ -214,7 +215,7 @@ def run_pool(files: Sequence[Path], limit_s: float) -> int:
             pool.close(keep=_widest(orders[number:]))
             statuses.append(pool.run(file, index, left_s))
             took_s = time.monotonic() - run_began_s
-            print(f"{number + 1}/{len(orders)} {statuses[-1]} {took_s:.1f} s: {run_label(spec)}", flush=True)  # noqa: T201
+            print(f"{number + 1}/{len(orders)} {statuses[-1]} {took_s:.1f} s: {run_label(spec)}", flush=True)
     except _Interrupted as stopped:
         return 128 + stopped.number
     finally:
@@ -229,3 +230,21 @@ def _widest(orders: Sequence[tuple[Path, int, RunSpec]]) -> int:
 
 def _raise_interrupted(number: int, _frame: FrameType | None) -> None:
     raise _Interrupted(number)
+
+
+def main() -> int:
+    """Run the files of the command line; the exit code is 128 + N after signal N."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", type=Path, required=True, nargs="+", metavar="FILE", help="task files, in order")
+    text = "seconds after which no run starts and the present one ends"
+    parser.add_argument("--limit-s", type=float, default=float("inf"), metavar="S", help=text)
+    arguments = parser.parse_args()
+    try:
+        return run_pool(arguments.tasks, arguments.limit_s)
+    except HpcbenchError as error:
+        print(f"hpcbench: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""``python -m hpcbench.worker pool``: several runs in the same processes, and new processes after one that failed."""
+"""``python -m benchmarks.gpu_day.rank_pool``: several runs in the same processes, and new processes after one that failed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAIR: dict[str, Any] = {"strategy": "ddp", "tasks_per_node": 2, "dp_degree": 2}
 
 
 def command(*words: object) -> list[str]:
-    return [sys.executable, "-m", "hpcbench.worker", "pool", "--tasks", *map(str, words)]
+    return [sys.executable, "-m", "benchmarks.gpu_day.rank_pool", "--tasks", *map(str, words)]
 
 
 def run_pool(folder: Path, specs: Sequence[RunSpec], *words: object, **header: Any) -> subprocess.CompletedProcess[str]:
@@ -92,7 +92,7 @@ def test_runs_that_share_a_device_have_no_times(tmp_path: Path) -> None:
 
 
 def test_a_run_that_hangs_ends_at_its_limit_and_the_next_one_runs(tmp_path: Path) -> None:
-    hangs = make_spec(model="tests.worker.test_worker_pool:hanging", seed=1)
+    hangs = make_spec(model="tests.worker.test_rank_pool:hanging", seed=1)
     specs = [make_spec(), hangs, make_spec(seed=2)]
     tasks = tmp_path / "tasks.jsonl"
     limits_s = [WAIT_S, 5.0, WAIT_S]
@@ -106,7 +106,7 @@ def test_a_run_that_hangs_ends_at_its_limit_and_the_next_one_runs(tmp_path: Path
 
 
 def test_a_rank_that_is_killed_fails_its_run_alone(tmp_path: Path) -> None:
-    killed = make_spec(model="tests.worker.test_worker_pool:killing", **PAIR)
+    killed = make_spec(model="tests.worker.test_rank_pool:killing", **PAIR)
     specs = [killed, make_spec(**PAIR)]
     done = run_pool(tmp_path, specs, model_folder=str(Path.cwd()))
     assert [line.split()[1] for line in done.stdout.splitlines()] == ["failed", "ok"], done.stderr
