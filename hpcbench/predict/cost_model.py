@@ -158,7 +158,7 @@ class CostModel:
     def _collective(
         self, operation: str, payload_bytes: float, group: GroupPlacement, key: str | None = None, lane: str = ""
     ) -> stream_simulator.CommCall:
-        """Return a call of ``group``; its payload is counted as in ``parallel.traffic.Traffic``."""
+        """Return a call of ``group``; its payload is counted as in ``strategies.traffic.Traffic``."""
         traffic = Traffic(operation=operation, group_size=group.ranks, payload_bytes=round(payload_bytes))
         price = MessagePrice(0.0, 0.0, True)
         if group.ranks > 1:

@@ -22,8 +22,8 @@ import msgspec
 from hpcbench.config.run_spec import DEGREE_NAMES, RunSpec
 
 MACHINE_SPREAD, MODEL_SPREAD, STRATEGY_SPREAD, CELL_SPREAD = 0.35, 0.15, 0.25, 0.15
-"""Standard deviations of the logarithm: of machine and models as in ``oracle.uncertainty``; a strategy's formulas 0.25,
-and 0.15 by how much they differ between models. None of them was fitted to a score."""
+"""Standard deviations of the logarithm: machine and models, a strategy's formulas, and how much these differ between
+models. None of them was fitted to a score."""
 _CONFIGURATION_SPREAD, _LAUNCH_SPREAD, _PRIOR_FREEDOM = 0.10, 0.05, 10
 PRIOR_SPREAD = sqrt(MACHINE_SPREAD**2 + MODEL_SPREAD**2 + STRATEGY_SPREAD**2 + CELL_SPREAD**2)
 """Standard deviation of the four together."""

@@ -46,7 +46,7 @@ class CollectiveOp(NamedTuple):
 
     operation: str
     payload_bytes: int
-    """Counted as ``parallel.traffic.Traffic`` counts it."""
+    """Counted as ``strategies.traffic.Traffic`` counts it."""
     group: GroupPlacement
     stream: str
     key: str | None = None

@@ -44,12 +44,12 @@ class CollectiveProbe(_ProbeRecord, kw_only=True):
     """One call of many that followed each other: the slowest rank's seconds, the median of all repeats."""
 
     operation: str
-    """One of ``parallel.traffic.COMM_OPERATIONS``."""
+    """One of ``strategies.traffic.COMM_OPERATIONS``."""
     ranks: int
     """Number of ranks of one group."""
     nodes: int
     payload_bytes: int
-    """Bytes, counted as in ``parallel.traffic.Traffic``."""
+    """Bytes, counted as in ``strategies.traffic.Traffic``."""
     groups: int = 1
     """That did the same at the same time."""
     seconds: float

@@ -67,7 +67,7 @@ class MessageShape(NamedTuple):
     rivals: int
     """Groups that use a node's way out at the same time; 1 inside a node."""
     payload_bytes: int
-    """Bytes, counted as in ``parallel.traffic.Traffic``."""
+    """Bytes, counted as in ``strategies.traffic.Traffic``."""
 
     @property
     def nodes(self) -> int:

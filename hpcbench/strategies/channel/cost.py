@@ -211,7 +211,7 @@ def _keeps_later_rows(rows: Sequence[ChannelRow]) -> list[bool]:
 
 
 class ChannelSplitCost(ModelParallelCost):
-    """The cost of ``filter`` and ``channel``; ``parallel.strategies.channel`` has their differences."""
+    """The cost of ``filter`` and ``channel``; ``channel_split`` has their differences."""
 
     def describe(self, spec: RunSpec, table: LayerTable, rank: int) -> RankCost:
         view = ChannelRank(spec, table, rank)

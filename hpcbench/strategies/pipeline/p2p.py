@@ -1,8 +1,8 @@
 """Point-to-point transport of activations and gradients between pipeline ranks.
 
 Every exchange starts at a fixed place of both ranks: a receive that NCCL has posted occupies its stream until the
-message arrives, and the first launch of a kernel may wait for it. ``parallel.pipeline.exchange_order`` shows why ranks
-do not hang in this order. CPUs follow it too, so that gloo's ranks test what GPUs run.
+message arrives, and the first launch of a kernel may wait for it. ``exchange_order`` shows why ranks do not hang in
+this order. CPUs follow it too, so that gloo's ranks test what GPUs run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The runtime that executes the actions of a schedule on one rank of a pipeline.
 
-Every rank has a fixed list of actions per step (``parallel.pipeline.schedules``): F forward, B backward, and for zero
+Every rank has a fixed list of actions per step (``strategies.pipeline.schedules``): F forward, B backward, and for zero
 bubble B (inputs) and W (weights). 1f1b with 2 stages and 3 micro-batches::
 
     stage 0   F0  F1  ..  B0  F2  B1  ..  B2 | update

@@ -41,7 +41,7 @@ from hpcbench.strategies.traffic import Traffic, group_call_factory, merge_calls
 
 
 class ShardingUnit(NamedTuple):
-    """Parameters that travel together. Payloads are counted as ``parallel.traffic.Traffic`` counts them.
+    """Parameters that travel together. Payloads are counted as ``strategies.traffic.Traffic`` counts them.
 
     Nothing is sent without a payload.
     """

@@ -129,7 +129,7 @@ def overlap_record(
 def make_collective_call(
     team: ProbeGroup, operation: str, payload_bytes: int, *, is_async: bool = False
 ) -> CollectiveCall:
-    """Makes one call of ``operation``; payloads as ``parallel.traffic.Traffic`` counts them.
+    """Makes one call of ``operation``; payloads as ``strategies.traffic.Traffic`` counts them.
 
     With ``is_async`` a call of an operation of ``OVERLAPPED_OPERATIONS`` returns the handle to wait for.
     """
