@@ -1,7 +1,7 @@
 """Times of calls between ranks: measured messages, and beyond them the formulas, with the measured links.
 
-Of each group that was measured, latency and time per byte follow from its smallest and its largest message; the factor
-of measured over formula is interpolated by size. Another group is priced with the links and the factors of the most
+The smallest and the largest message of each measured group give its latency and its time per byte. Between them the
+ratio of measured to formula is interpolated by size. Another group is priced with the links and the factors of the most
 similar one."""
 
 from __future__ import annotations

@@ -181,8 +181,8 @@ def _basis_kind(cost_model: CostModel) -> BasisKind:
 def correct_prediction(prediction: Prediction, learned: LearnedFactor) -> Prediction:
     """Return ``prediction`` moved by measured configurations: all times by one factor.
 
-    The interval is that of the factor's posterior and of the configurations' own scatter. It is not wider than before,
-    unless that scatter alone is.
+    The interval is that of the factor's posterior and of the configurations' own scatter. It is never wider than
+    before, except where that scatter alone is.
     """
     return prediction.scaled(
         learned.factor,

@@ -132,7 +132,7 @@ def container_directives(container: ContainerConfig | None) -> dict[str, str]:
 def gpu_option(
     shape: JobShape, request: ResourceRequest, profile: ClusterProfile, ranks_per_task: int = 1
 ) -> dict[str, int | str]:
-    """The name and value by which accelerators are asked for; ``ranks_per_task`` where a task starts several ranks."""
+    """Return SLURM's option that requests accelerators, and its value. One task starts ``ranks_per_task`` ranks."""
     per_node = shape.tasks_per_node * shape.devices_per_task
     node = profile.node_of(shape.partition)
     values: dict[str, int | str] = {

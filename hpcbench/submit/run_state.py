@@ -134,8 +134,9 @@ def run_states(
 def _attempts_at_work(
     tree: ClusterTree, states: Mapping[str, RunState], heads: Mapping[str, ResultSummary], profile: HasSchedulerSettings
 ) -> dict[str, RunState]:
-    """The runs whose newest attempt has no result and belongs to another job than that of their state: while that job
-    goes on, they are running.
+    """Return the runs whose newest attempt has no result and was started by another job than the one of their state.
+
+    They are running while that job goes on.
     """
     starts: dict[str, tuple[AttemptStart, str]] = {}
     for key, state in states.items():

@@ -10,8 +10,8 @@ name of its job:
                            '-------->  no answer -->  squeue by name:   found        -->  journal: job id
                                                                        surely absent -->  journal: withdrawn
 
-A request that was sent may wait in a scheduler that hangs, as squeue's do then. A job is therefore absent only if
-squeue has answered promptly for ``SBATCH_SETTLE_S`` without listing it; clocks do not count. Should a withdrawn job
+A request that was sent may wait inside a scheduler that hangs, so that elapsed time alone proves nothing. A job is
+absent only if squeue has answered promptly for ``SBATCH_SETTLE_S`` without listing it. Should a withdrawn job
 appear later all the same, the job that was sent in its place is found beside it, and one of them cancelled.
 """
 

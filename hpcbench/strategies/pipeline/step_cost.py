@@ -62,7 +62,8 @@ class ChunkPassTimes(NamedTuple):
 def weight_gradient_fraction(layer: LayerRow) -> float:
     """Return the part of a layer's backward pass that computes gradients of its weights.
 
-    It has the forward pass's products, and so has the gradient of the input, where that is asked for.
+    The gradients of the weights cost as many FLOPs as the forward pass. The gradient of the input, where it is needed,
+    costs as many again.
     """
     if layer.kind not in _SPLIT_BACKWARD_KINDS or not layer.backward_flops:
         return 0.0
@@ -89,8 +90,8 @@ def step_from_schedule(
 ) -> StepBreakdown:
     """Return a step from the lengths of its schedule with and without communication, and the slowest rank's own times.
 
-    What the schedule loses by communication is exposed, on whichever rank; the rest of the time in which the rank
-    does not compute is the bubble.
+    Exposed is the schedule's length with less that without communication. The bubble is the length without it, less
+    the slowest rank's computation.
     """
     overhead_s = cost_model.overhead_s()
     exposed_s = max(with_comm_s - without_s, 0.0)
@@ -178,7 +179,8 @@ class PipelineStep:
     def micro_batch_kinds(self, count: int) -> list[tuple[float, bool]]:
         """Return for each of ``count`` micro-batches its samples, and whether it is computed again.
 
-        Another number than the run's is of a schedule that stands for a longer one: all micro-batches are the mean one.
+        If ``count`` is not the run's, the schedule is a short one that stands for it: each micro-batch has the mean
+        size.
         """
         spec = self.pipeline.spec
         is_whole = count == spec.micro_batches

@@ -1,6 +1,6 @@
 """The reference trainings of pipelines in one process.
 
-A synchronous pipeline trains as data parallelism does, with its own running statistics of BatchNorm; PipeDream with
+A synchronous pipeline trains as data parallelism does, with its own running statistics of BatchNorm. PipeDream applies
 delayed gradients.
 """
 
@@ -130,7 +130,7 @@ def train_delayed(
     model: nn.Sequential, spec: RunSpec, feed: DataFeed, steps: Iterable[int], cuts: Sequence[int],
     tick: Callable[[], None] = lambda: None,
 ) -> TrainingRecord:  # fmt: skip
-    """Train ``model`` in position on the steps numbered ``steps`` as a pipeline cut at ``cuts`` would.
+    """Train ``model`` in place on the steps numbered ``steps`` as a pipeline cut at ``cuts`` would.
 
     Every minibatch is forwarded by itself through all stages, each with the version of its weights that ``Staleness``
     says; the optimizer applies the gradient to the newest ones. Running statistics are those of replica 0, after as

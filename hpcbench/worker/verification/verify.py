@@ -87,8 +87,8 @@ def verify_run(
     Called on every rank, after the timed steps. Rank 0 returns what it found; the others wait for it and return
     ``None``. Raises ``Stopped`` if the run is stopped meanwhile.
 
-    cuDNN tries no algorithms meanwhile: ranks and reference, and both trainings of one device, would take different
-    ones by chance, and the bound is the rounding of one device's own algorithms.
+    cuDNN's search for algorithms is off meanwhile: two trainings could choose different ones by chance, and the bound
+    is the rounding of one device's own algorithms.
     """
     by_trial = torch.backends.cudnn.benchmark
     choose_convolution_algorithms(False, context.device)
@@ -232,8 +232,8 @@ class ReferenceComparer:
     def compare_all(self, spec: RunSpec, checks: list[VerificationCheck], ours: list[TrainingRecord]) -> bool:
         """Compare the trainings ``ours`` of ``spec``, the run with a seed of its own; each is freed afterwards.
 
-        Returns whether another seed may pass: nothing but tensors of a low precision differ too much, and not the first
-        loss, which no decision of a single ReLU moves.
+        Returns whether another seed may pass: only tensors of a low precision differ too much, and the first loss
+        agrees, which no decision of a single ReLU moves.
         """
         self.spec = spec
         for check in checks:
@@ -255,8 +255,9 @@ class ReferenceComparer:
     def compare(self, ours: TrainingRecord, check: VerificationCheck) -> ReferenceComparison:
         """Compare ``ours`` with the reference of ``check``.
 
-        Some networks (BatchNorm over two samples) make of the last bit, within the steps, more than is allowed even
-        in fp64. So what differs too much after the first step is measured by what the reference makes of it.
+        Some networks (BatchNorm over two samples) amplify a difference in the last bit beyond the tolerance within five
+        steps, even in fp64. A difference after the first step is therefore compared with what the reference itself
+        makes of a change in the last bit.
         """
         reference = self._train(check)
         if check.by_rounding:
