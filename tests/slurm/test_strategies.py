@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from hpcbench.strategies.catalog import STRATEGIES
-from hpcbench.strategies.data import entry as data
 from hpcbench.worker.strategy import resolve_runtime
 from tests.conftest import require_horovod
 from tests.slurm.box import Box
@@ -26,7 +25,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]
 IMAGES: dict[str, Any] = {"model": "vit", "dataset": "digits"}
 VOLUMES: dict[str, Any] = {"model": "cosmoflow", "dataset": "cosmoflow", "input_size": 8}
 Run = tuple[str, dict[str, Any]]
-DATA_KEYS = [key for key in data.STRATEGIES if key != "single"]
+DATA_KEYS = [key for key, entry in STRATEGIES.items() if entry.own_degree == "dp_degree"]
 STAGES: dict[str, Any] = {**IMAGES, "micro_batches": 4}
 TWO_NODES: list[Run] = [
     *((key, IMAGES) for key in DATA_KEYS),
