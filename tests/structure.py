@@ -10,6 +10,7 @@ import ast
 import graphlib
 import io
 import re
+import statistics
 import sys
 import tokenize
 from collections import defaultdict
@@ -21,7 +22,8 @@ import tomli
 
 ROOT = Path(__file__).resolve().parent.parent
 BOUNDS = ROOT / "tests" / "structure.toml"
-MAX_FILE_LINES = 500
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 80
+MEDIAN_FILE_LINES = range(150, 301)
 NodeT = TypeVar("NodeT", bound=ast.AST)
 _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 _IMPORT_BY_NAME = re.compile(r"hpcbench(\.\w+)+(:\w+)?")
@@ -126,8 +128,32 @@ def measure(modules: list[Module]) -> dict[str, tuple[int, list[str]]]:
         "import_cycle": import_cycle(modules),
         "deferred_imports": [f"{module.path}:{line}" for module in modules for line in module.deferred_imports()],
     }
-    lines = {"code_lines": (sum(code_lines.values()), list[str]())}
+    # All that the parameter ``plan`` of ``submit`` can pass.
+    places["plan_parameter_files"] = [
+        str(module.path)
+        for module in modules
+        if any(node.annotation and "SweepPlan" in ast.unparse(node.annotation) for node in module.nodes(ast.arg))
+    ]
+    longest_file = max(modules, key=lambda module: module.text.count("\n"))
+    lines = {
+        "code_lines": (sum(code_lines.values()), list[str]()),
+        "longest_file_lines": (longest_file.text.count("\n"), [str(longest_file.path)]),
+    }
     return lines | {name: (len(found), found) for name, found in places.items()}
+
+
+def wrong_lengths(package: list[Module], others: list[Module]) -> Iterator[str]:
+    """Yield files and functions that are too long, and the package's median file where it is out of its range."""
+    median = statistics.median(module.text.count("\n") for module in package if module.path.name != "__init__.py")
+    if round(median) not in MEDIAN_FILE_LINES:
+        yield f"the median file has {median:g} lines, {MEDIAN_FILE_LINES} are right"
+    for module in (*package, *others):
+        if (lines := module.text.count("\n")) > MAX_FILE_LINES:
+            yield f"{module.path}: {lines} lines, at most {MAX_FILE_LINES}"
+        functions: list[ast.FunctionDef | ast.AsyncFunctionDef] = module.nodes(ast.FunctionDef)
+        for node in [*functions, *module.nodes(ast.AsyncFunctionDef)]:
+            if (lines := (node.end_lineno or 0) - node.lineno + 1) > MAX_FUNCTION_LINES:
+                yield f"{module.path}:{node.lineno}: {node.name} has {lines} lines, at most {MAX_FUNCTION_LINES}"
 
 
 def main() -> int:
@@ -146,11 +172,7 @@ def main() -> int:
         lowered = {name: min(bound, measured[name][0]) for name, bound in tomli.loads(text).items()}
         text = re.sub(r"^(\w+) = \d+$", lambda line: f"{line[1]} = {lowered[line[1]]}", text, flags=re.M)
         BOUNDS.write_text(text, encoding="utf-8")
-    messages = [
-        f"{module.path}: {lines} lines, at most {MAX_FILE_LINES}"
-        for module in (*package, *others)
-        if (lines := module.text.count("\n")) > MAX_FILE_LINES
-    ]
+    messages = list(wrong_lengths(package, others))
     for name, bound in tomli.loads(text).items():
         figure, places = measured[name]
         if figure > bound:
