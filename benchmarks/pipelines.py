@@ -23,11 +23,11 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from benchmarks.ratios import median_interval, tell
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.strategies.pipeline.action_timeline import ActionRecorder
-from hpcbench.strategies.pipeline.chunk import ModelChunk
-from hpcbench.strategies.pipeline.fairscale_pipe import FairscalePipeStrategy
-from hpcbench.strategies.pipeline.pipeline_strategy import PipelineStrategy
 from hpcbench.strategies.pipeline.schedule_simulator import ActionSpan, measured_bubble_fraction
+from hpcbench.strategies.pipeline.train.action_timeline import ActionRecorder
+from hpcbench.strategies.pipeline.train.chunk import ModelChunk
+from hpcbench.strategies.pipeline.train.fairscale_pipe import FairscalePipeStrategy
+from hpcbench.strategies.pipeline.train.pipeline_strategy import PipelineStrategy
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext

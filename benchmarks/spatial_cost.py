@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from benchmarks.ratios import tell
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.strategies.spatial.halo_exchange import HaloExchange
+from hpcbench.strategies.spatial.train.halo_exchange import HaloExchange
 from hpcbench.worker import model_parallel_layers as model_parallel
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.gradient_reducer import GradientReducer

@@ -23,7 +23,7 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.strategies.catalog import get_strategy, options_with_defaults
 from hpcbench.strategies.gradient_buckets import MIB
 from hpcbench.strategies.horovod import train as horovod
-from hpcbench.strategies.pipeline import fairscale_pipe, stage_assignment
+from hpcbench.strategies.pipeline.train import fairscale_pipe, stage_assignment
 from hpcbench.worker.models.build import build_meta_model
 
 

@@ -96,9 +96,9 @@ def import_cycle(modules: list[Module]) -> list[str]:
     graph = defaultdict[str, set[str]](set)
     for module in modules:
         for target in module.imported():
-            graph[module.name] |= {name for name in (target, target.rpartition(".")[0]) if name in names} - {
-                module.name
-            }
+            needed = target if target in names else target.rpartition(".")[0]
+            if needed in names and needed != module.name:
+                graph[module.name].add(needed)
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:

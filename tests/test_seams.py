@@ -23,10 +23,10 @@ from hpcbench.strategies.fairscale.train import FairscaleFsdpStrategy, Fairscale
 from hpcbench.strategies.horovod.cost import HorovodCost
 from hpcbench.strategies.horovod.train import HorovodStrategy
 from hpcbench.strategies.pipeline.cost import FairscalePipeCost, PipedreamCost, PipelineCost
-from hpcbench.strategies.pipeline.fairscale_pipe import FairscalePipeStrategy
-from hpcbench.strategies.pipeline.pipedream import PipedreamStrategy
-from hpcbench.strategies.pipeline.pipeline_strategy import PipelineStrategy
 from hpcbench.strategies.pipeline.schedules import SCHEDULES
+from hpcbench.strategies.pipeline.train.fairscale_pipe import FairscalePipeStrategy
+from hpcbench.strategies.pipeline.train.pipedream import PipedreamStrategy
+from hpcbench.strategies.pipeline.train.pipeline_strategy import PipelineStrategy
 from hpcbench.strategies.probes.train import ProbeBlocksStrategy, ProbeMessagesStrategy
 from hpcbench.strategies.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.strategies.sharded.cost import FsdpCost, Zero1Cost

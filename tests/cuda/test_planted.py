@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.strategies.gradient_buckets import fill_buckets
 from hpcbench.strategies.pipeline.exchange_order import Exchange
-from hpcbench.strategies.pipeline.p2p import MessageTransport
+from hpcbench.strategies.pipeline.train.p2p import MessageTransport
 from hpcbench.strategies.sharded.train import FsdpStrategy
 from hpcbench.worker.distributed import gradient_reducer
 from hpcbench.worker.dry_run import modelled_ddp

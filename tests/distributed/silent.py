@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hpcbench.strategies.pipeline.p2p import MessageTransport
+from hpcbench.strategies.pipeline.train.p2p import MessageTransport
 from hpcbench.worker.__main__ import main
 from hpcbench.worker.distributed import point_to_point
 

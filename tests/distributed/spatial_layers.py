@@ -13,9 +13,14 @@ from torch import Tensor, nn
 
 from hpcbench.strategies.layer_table import LayerRow as Row
 from hpcbench.strategies.spatial.halo import Box, owned_box
-from hpcbench.strategies.spatial.halo_exchange import GatherFeatureMaps, SpatialGlobalPool, SpatialGrid, box_view
-from hpcbench.strategies.spatial.layers import SpatialAveragePool, SpatialBatchNorm, SpatialConvolution, SpatialMaxPool
 from hpcbench.strategies.spatial.spatial_split import halo_layer
+from hpcbench.strategies.spatial.train.halo_exchange import GatherFeatureMaps, SpatialGlobalPool, SpatialGrid, box_view
+from hpcbench.strategies.spatial.train.layers import (
+    SpatialAveragePool,
+    SpatialBatchNorm,
+    SpatialConvolution,
+    SpatialMaxPool,
+)
 from hpcbench.worker.distributed.process_groups import RankGroup
 from hpcbench.worker.layers import _module_attributes
 

@@ -18,12 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.strategies.tensor.layers import TensorParallelAttention, TensorParallelComm, TensorParallelMlp
 from hpcbench.strategies.tensor.train import (
     VocabularyParallelEmbedding,
     VocabularyParallelHead,
     vocabulary_parallel_losses,
 )
+from hpcbench.strategies.tensor.train.layers import TensorParallelAttention, TensorParallelComm, TensorParallelMlp
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext, RankGroup
 from hpcbench.worker.model_execution import summed_loss, wrap_blocks

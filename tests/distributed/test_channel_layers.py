@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpcbench.strategies.channel.channel_split import ChannelLayer, ChannelScheme, channel_extents, channel_split
-from hpcbench.strategies.channel.layers import ChannelSplitDropout, ChannelSplitLayer
+from hpcbench.strategies.channel.train.layers import ChannelSplitDropout, ChannelSplitLayer
 from hpcbench.worker.distributed.process_groups import RankGroup
 from hpcbench.worker.model_parallel_layers import TensorSharding, gather_shards
 from tests.distributed.pool import Pool

@@ -16,9 +16,9 @@ from torch import nn
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
 from hpcbench.results.schema import PipelinePrediction
-from hpcbench.strategies.pipeline.pipeline_strategy import PipelineStrategy
 from hpcbench.strategies.pipeline.stage_balance import BlockProfile, BlockProfileRequest
 from hpcbench.strategies.pipeline.stage_partition import BlockTimes
+from hpcbench.strategies.pipeline.train.pipeline_strategy import PipelineStrategy
 from hpcbench.worker import block_times
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext

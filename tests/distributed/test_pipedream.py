@@ -13,8 +13,8 @@ from torch import nn
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.strategies.catalog import exclusion_reason
-from hpcbench.strategies.pipeline.pipedream import PipedreamStrategy
 from hpcbench.strategies.pipeline.train import TRAININGS
+from hpcbench.strategies.pipeline.train.pipedream import PipedreamStrategy
 from hpcbench.strategies.pipeline.weight_versions import Staleness
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext

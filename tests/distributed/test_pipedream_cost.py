@@ -11,9 +11,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.strategies.pipeline.cost import PipedreamCost
 from hpcbench.strategies.pipeline.entry import pipedream_staleness
-from hpcbench.strategies.pipeline.pipedream import PipedreamStrategy
 from hpcbench.strategies.pipeline.rank_cost import PipelineRank
 from hpcbench.strategies.pipeline.schedules import Action
+from hpcbench.strategies.pipeline.train.pipedream import PipedreamStrategy
 from hpcbench.strategies.pipeline.weight_versions import stage_actions_over_steps
 from hpcbench.strategies.traffic import Traffic
 from hpcbench.worker.data.feeds import make_feed

@@ -13,8 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.strategies.layer_table import LayerTable, LayerTableRequest
 from hpcbench.strategies.pipeline.cost import PipelineCost
-from hpcbench.strategies.pipeline.pipeline_strategy import PipelineStrategy
 from hpcbench.strategies.pipeline.rank_cost import PipelineRank
+from hpcbench.strategies.pipeline.train.pipeline_strategy import PipelineStrategy
 from hpcbench.strategies.traffic import Traffic
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext

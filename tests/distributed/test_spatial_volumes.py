@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from hpcbench.strategies.spatial import layers as spatial_layers
 from hpcbench.strategies.spatial.halo import Box, HaloMessage
-from hpcbench.strategies.spatial.halo_exchange import SpatialGrid, box_view
+from hpcbench.strategies.spatial.train import layers as spatial_layers
+from hpcbench.strategies.spatial.train.halo_exchange import SpatialGrid, box_view
 from hpcbench.worker.distributed.process_groups import RankGroup
 from tests.distributed.spatial_layers import LayerCase, Whole, differences, run_whole
 

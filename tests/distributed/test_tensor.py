@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.strategies.tensor.layers import RowLinear, TensorParallelComm
 from hpcbench.strategies.tensor.train import TensorParallelStrategy
+from hpcbench.strategies.tensor.train.layers import RowLinear, TensorParallelComm
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.strategies.tensor.layers import rank_local_rng
 from hpcbench.strategies.tensor.train import TensorParallelStrategy
+from hpcbench.strategies.tensor.train.layers import rank_local_rng
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.model_execution import wrap_blocks

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from hpcbench.errors import WorkerError
 from hpcbench.strategies.channel.channel_split import ChannelLayer, ChannelScheme, splittable_layers
-from hpcbench.strategies.channel.layers import ChannelSplitLayer
 from hpcbench.strategies.channel.train import split_model_channels, trace_channels
+from hpcbench.strategies.channel.train.layers import ChannelSplitLayer
 from hpcbench.strategies.layer_table import LayerTableRequest
 from hpcbench.worker.distributed.process_groups import RankGroup
 from hpcbench.worker.layers import make_layer_table

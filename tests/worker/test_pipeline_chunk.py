@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from hpcbench.strategies.pipeline.chunk import ModelChunk, activation_meta_of, backward_from
-from hpcbench.strategies.pipeline.stage_module import slice_chunks
+from hpcbench.strategies.pipeline.train.chunk import ModelChunk, activation_meta_of, backward_from
+from hpcbench.strategies.pipeline.train.stage_module import slice_chunks
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -7,10 +7,10 @@ import torch
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.strategies.layer_table import read_shipped_table
-from hpcbench.strategies.pipeline.chunk import ActivationMetaCache
 from hpcbench.strategies.pipeline.rank_cost import PipelineRank
 from hpcbench.strategies.pipeline.schedules import PipelineLayout
-from hpcbench.strategies.pipeline.stage_assignment import assign_blocks
+from hpcbench.strategies.pipeline.train.chunk import ActivationMetaCache
+from hpcbench.strategies.pipeline.train.stage_assignment import assign_blocks
 from hpcbench.worker.models.build import build_meta_model
 from tests.distributed.cases import CPU
 

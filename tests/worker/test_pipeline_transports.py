@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_structure
 
-from hpcbench.strategies.pipeline.chunk import ActivationMeta, TensorMeta
 from hpcbench.strategies.pipeline.exchange_order import Exchange, pipeline_links
-from hpcbench.strategies.pipeline.p2p import MessageTransport
-from hpcbench.strategies.pipeline.pipeline_runtime import ActionHooks, PipelineBatch, PipelineRuntime
 from hpcbench.strategies.pipeline.schedules import Action, PipelineLayout, PipelineMessage
+from hpcbench.strategies.pipeline.train.chunk import ActivationMeta, TensorMeta
+from hpcbench.strategies.pipeline.train.p2p import MessageTransport
+from hpcbench.strategies.pipeline.train.pipeline_runtime import ActionHooks, PipelineBatch, PipelineRuntime
 from hpcbench.worker.distributed import point_to_point
 from hpcbench.worker.distributed.point_to_point import Message
 from hpcbench.worker.distributed.process_groups import RankGroup

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.strategies.pipeline.chunk import ActivationMetaCache, ModelChunk
-from hpcbench.strategies.pipeline.pipeline_strategy import run_chunks_once
+from hpcbench.strategies.pipeline.train.chunk import ActivationMetaCache, ModelChunk
+from hpcbench.strategies.pipeline.train.pipeline_strategy import run_chunks_once
 from hpcbench.worker.model_execution import MixedPrecision
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable
 
 from hpcbench.errors import WorkerError
-from hpcbench.strategies.pipeline.action_timeline import watch_progress
+from hpcbench.strategies.pipeline.train.action_timeline import watch_progress
 
 PATIENCE_S = 0.2
 """Of which the thread looks twenty times."""

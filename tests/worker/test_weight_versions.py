@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpcbench.strategies.pipeline.pipedream import WeightStash
+from hpcbench.strategies.pipeline.train.pipedream import WeightStash
 from hpcbench.strategies.pipeline.weight_versions import Staleness
 
 

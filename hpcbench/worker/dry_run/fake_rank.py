@@ -35,7 +35,7 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.results.probe_records import DryRunTask, StepFigures
 from hpcbench.strategies.catalog import get_strategy, options_with_defaults
 from hpcbench.strategies.data import train as data
-from hpcbench.strategies.pipeline.p2p import MessageTransport
+from hpcbench.strategies.pipeline.train.p2p import MessageTransport
 from hpcbench.strategies.sharded.train import TRAINS_ON_CPUS
 from hpcbench.worker.data.feed import Batch, DataFeed
 from hpcbench.worker.distributed import process_groups

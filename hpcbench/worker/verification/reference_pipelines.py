@@ -19,8 +19,8 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.strategies.catalog import options_with_defaults
 from hpcbench.strategies.pipeline.entry import pipedream_staleness, pipeline_layout
 from hpcbench.strategies.pipeline.schedules import PipelineLayout
-from hpcbench.strategies.pipeline.stage_assignment import assign_blocks
 from hpcbench.strategies.pipeline.stage_partition import block_ranges
+from hpcbench.strategies.pipeline.train.stage_assignment import assign_blocks
 from hpcbench.strategies.pipeline.weight_versions import forwards_ahead_at_step_end
 from hpcbench.worker.data.feed import DataFeed, MinibatchSequence
 from hpcbench.worker.model_execution import MixedPrecision, summed_loss

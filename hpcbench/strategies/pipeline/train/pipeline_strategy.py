@@ -18,15 +18,15 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import unsupported
 from hpcbench.results.schema import TimelineSpan
 from hpcbench.strategies.catalog import get_strategy
-from hpcbench.strategies.pipeline import action_timeline, p2p, stage_module
-from hpcbench.strategies.pipeline.chunk import ActivationMetaCache, ModelChunk, backward_from, in_run_format
 from hpcbench.strategies.pipeline.entry import cuts_exclusion, pipeline_layout
 from hpcbench.strategies.pipeline.exchange_order import pipeline_links
-from hpcbench.strategies.pipeline.pipeline_runtime import PipelineBatch, PipelineRuntime
 from hpcbench.strategies.pipeline.schedules import Action, schedule_actions
-from hpcbench.strategies.pipeline.stage_assignment import assign_blocks, measure_blocks, predict_step
-from hpcbench.strategies.pipeline.stage_module import TiedParameter
-from hpcbench.strategies.tensor.layers import TensorParallelComm, refuse_shared_layers, split_transformer_blocks
+from hpcbench.strategies.pipeline.train import action_timeline, p2p, stage_module
+from hpcbench.strategies.pipeline.train.chunk import ActivationMetaCache, ModelChunk, backward_from, in_run_format
+from hpcbench.strategies.pipeline.train.pipeline_runtime import PipelineBatch, PipelineRuntime
+from hpcbench.strategies.pipeline.train.stage_assignment import assign_blocks, measure_blocks, predict_step
+from hpcbench.strategies.pipeline.train.stage_module import TiedParameter
+from hpcbench.strategies.tensor.train.layers import TensorParallelComm, refuse_shared_layers, split_transformer_blocks
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.distributed import point_to_point
 from hpcbench.worker.distributed.gradient_reducer import GradientReducer

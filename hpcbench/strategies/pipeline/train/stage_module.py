@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from hpcbench.strategies.pipeline.chunk import ActivationMetaCache
 from hpcbench.strategies.pipeline.schedules import FORWARD, Action, PipelineLayout
+from hpcbench.strategies.pipeline.train.chunk import ActivationMetaCache
 from hpcbench.worker.distributed import point_to_point
 from hpcbench.worker.distributed.process_groups import RankGroup
 from hpcbench.worker.model_parallel_layers import update_running_statistics

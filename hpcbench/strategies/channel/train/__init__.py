@@ -35,7 +35,7 @@ from hpcbench.strategies.channel.channel_split import (
     fits_degree,
     largest_channel_degree,
 )
-from hpcbench.strategies.channel.layers import (
+from hpcbench.strategies.channel.train.layers import (
     CONVOLUTIONS,
     DROPOUTS,
     NORMS,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hpcbench.strategies.pipeline.fairscale_pipe import FairscalePipeStrategy
-from hpcbench.strategies.pipeline.pipedream import PipedreamStrategy
-from hpcbench.strategies.pipeline.pipeline_strategy import PipelineStrategy
+from hpcbench.strategies.pipeline.train.fairscale_pipe import FairscalePipeStrategy
+from hpcbench.strategies.pipeline.train.pipedream import PipedreamStrategy
+from hpcbench.strategies.pipeline.train.pipeline_strategy import PipelineStrategy
 
 TRAININGS = {
     "model": PipelineStrategy,

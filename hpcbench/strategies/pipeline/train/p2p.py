@@ -14,9 +14,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from hpcbench.strategies.pipeline.chunk import TensorMeta
 from hpcbench.strategies.pipeline.exchange_order import Exchange, RankProgram, exchange_order
 from hpcbench.strategies.pipeline.schedules import Action, PipelineLayout, PipelineMessage
+from hpcbench.strategies.pipeline.train.chunk import TensorMeta
 from hpcbench.worker.distributed import point_to_point
 from hpcbench.worker.distributed.point_to_point import Transfer
 from hpcbench.worker.distributed.process_groups import RankContext, RankGroup, make_group_of_ranks, to_timedelta

@@ -16,7 +16,7 @@ from torch.autograd import Function
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import unsupported
 from hpcbench.strategies.mesh import even_ranges
-from hpcbench.strategies.tensor import layers as tensor_layers
+from hpcbench.strategies.tensor.train import layers as tensor_layers
 from hpcbench.worker import model_parallel_layers as model_parallel
 from hpcbench.worker.distributed.gradient_reducer import GradientReducer
 from hpcbench.worker.distributed.process_groups import RankGroup, make_group

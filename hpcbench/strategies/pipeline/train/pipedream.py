@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import unsupported
 from hpcbench.strategies.pipeline.entry import pipedream_staleness
-from hpcbench.strategies.pipeline.pipeline_runtime import ActionHooks, PipelineBatch
-from hpcbench.strategies.pipeline.pipeline_strategy import PipelineStrategy
 from hpcbench.strategies.pipeline.schedules import BACKWARD, UPDATE, Action
+from hpcbench.strategies.pipeline.train.pipeline_runtime import ActionHooks, PipelineBatch
+from hpcbench.strategies.pipeline.train.pipeline_strategy import PipelineStrategy
 from hpcbench.strategies.pipeline.weight_versions import Staleness, stage_step_actions
 from hpcbench.worker.data.feed import DataFeed, MinibatchSequence
 from hpcbench.worker.distributed.process_groups import RankContext

@@ -31,10 +31,10 @@ from torch import Tensor
 
 from hpcbench.errors import WorkerError
 from hpcbench.strategies.pipeline import schedules
-from hpcbench.strategies.pipeline.action_timeline import STUCK_HINT, ActionRecorder, PendingActions
-from hpcbench.strategies.pipeline.chunk import ActivationMetaCache, ModelChunk, TensorMeta, backward_from
 from hpcbench.strategies.pipeline.exchange_order import Exchange
-from hpcbench.strategies.pipeline.p2p import MessageTransport, P2PTimeout
+from hpcbench.strategies.pipeline.train.action_timeline import STUCK_HINT, ActionRecorder, PendingActions
+from hpcbench.strategies.pipeline.train.chunk import ActivationMetaCache, ModelChunk, TensorMeta, backward_from
+from hpcbench.strategies.pipeline.train.p2p import MessageTransport, P2PTimeout
 from hpcbench.worker.distributed.gradient_reducer import GradientReducer
 from hpcbench.worker.measure.clocks import PhaseMarker, no_marker
 from hpcbench.worker.model_execution import MixedPrecision, summed_loss

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hpcbench.strategies.spatial.halo import Box, Halo, HaloLayer, box_difference, box_volume
-from hpcbench.strategies.spatial.halo_exchange import (
+from hpcbench.strategies.spatial.train.halo_exchange import (
     HaloExchange,
     SpatialGrid,
     assemble_input,

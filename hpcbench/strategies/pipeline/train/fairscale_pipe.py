@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import unsupported
 from hpcbench.strategies.pipeline.schedules import PipelineLayout
-from hpcbench.strategies.pipeline.stage_assignment import assign_blocks
+from hpcbench.strategies.pipeline.train.stage_assignment import assign_blocks
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.model_execution import frozen_running_statistics

@@ -15,10 +15,10 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError, WorkerError, unsupported
 from hpcbench.strategies.layer_table import LayerRow as Row
 from hpcbench.strategies.layer_table import LayerTable, read_shipped_table
-from hpcbench.strategies.spatial import layers as spatial_layers
 from hpcbench.strategies.spatial import spatial_split as spatial
 from hpcbench.strategies.spatial.halo import Box, box_volume, owned_box
-from hpcbench.strategies.spatial.halo_exchange import GatherFeatureMaps, SpatialGlobalPool, SpatialGrid, box_view
+from hpcbench.strategies.spatial.train import layers as spatial_layers
+from hpcbench.strategies.spatial.train.halo_exchange import GatherFeatureMaps, SpatialGlobalPool, SpatialGrid, box_view
 from hpcbench.worker.data.feed import Batch, DataFeed
 from hpcbench.worker.distributed.gradient_reducer import GradientReducer
 from hpcbench.worker.distributed.process_groups import RankContext, make_group
