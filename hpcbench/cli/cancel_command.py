@@ -53,7 +53,8 @@ def cancel_sweep(
 ) -> None:  # fmt: skip
     """Stop the runs of SWEEP that are queued or running. Their measurements are kept; submit runs them again.
 
-    Stopping takes a moment. Until a run has ended, `submit` treats it as running; use --wait.
+    Stopping takes a moment. Until a run has ended, `submit` treats it as running; use --wait. Without --run and
+    --where, jobs that the sweep has in the queue by mistake are cancelled, too.
     """
     documents = []
     problems: list[str] = []

@@ -103,11 +103,10 @@ def one_off_sweep(name: str | None, parameters: Mapping[str, Any], overrides: Se
     data: dict[str, Any] = {"fixed": {key: value for key, value in parameters.items() if value is not None}}
     origins = apply_overrides(data, overrides)
     fixed, grid = data["fixed"], data.get("grid", {})
-    models = MODELS
-    choices: dict[str, Iterable[str]] = {"model": models, "strategy": selectable_strategies()}
+    choices: dict[str, Iterable[str]] = {"model": MODELS, "strategy": selectable_strategies()}
     check_options({f"--{key}": names for key, names in choices.items() if key not in fixed | grid})
     defaults: dict[str, Any] = {}
-    entry = models.get(fixed.get("model"))
+    entry = MODELS.get(fixed.get("model"))
     if "dataset" not in fixed | grid and entry is not None and entry.kind in _DATASETS_BY_KIND:
         defaults["dataset"] = _DATASETS_BY_KIND[entry.kind]
     if not {"batch_size", "global_batch_size"} & {*fixed, *grid}:

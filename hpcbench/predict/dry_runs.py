@@ -90,8 +90,9 @@ def dry_run_configurations(
             records[key] = _predicted_record(key, spec, forecast)
     groups = list(shapes.values())
     folder = str(plan.model_folder.resolve()) if plan.model_folder else None
+    # The largest world of those that share a step.
+    largest_runs = [max((configurations[key] for key in keys), key=lambda spec: spec.ranks) for keys in groups]
     tasks = [
-        # The largest world of those that share a step.
         DryRunTask(
             index=index,
             spec=largest,
@@ -100,8 +101,7 @@ def dry_run_configurations(
             model_folder=folder,
             limit_s=TASK_LIMIT_S,
         )
-        for index, keys in enumerate(groups)
-        for largest in [max((configurations[key] for key in keys), key=lambda spec: spec.ranks)]
+        for index, largest in enumerate(largest_runs)
     ]
     done = len(records)
 

@@ -168,12 +168,12 @@ class _FactorFit:
         for place, spread in enumerate(spreads):
             self._covariance[place][place] = spread**2
         for cell in self._cells.values():
-            with_sum = [sum(row[place] for place in cell.unknowns) for row in self._covariance]
-            variance = sum(with_sum[place] for place in cell.unknowns) + CELL_SPREAD**2 + 1 / cell.weight
-            surprise = cell.mean - sum(self._means[place] for place in cell.unknowns)
-            for row, shared in enumerate(with_sum):
-                self._means[row] += shared / variance * surprise
-                for column, other in enumerate(with_sum):
+            sum_covariance = [sum(row[place] for place in cell.unknowns) for row in self._covariance]
+            variance = sum(sum_covariance[place] for place in cell.unknowns) + CELL_SPREAD**2 + 1 / cell.weight
+            residual = cell.mean - sum(self._means[place] for place in cell.unknowns)
+            for row, shared in enumerate(sum_covariance):
+                self._means[row] += shared / variance * residual
+                for column, other in enumerate(sum_covariance):
                     self._covariance[row][column] -= shared * other / variance
 
     def factor(self, spec: RunSpec, config_id: str) -> LearnedFactor:

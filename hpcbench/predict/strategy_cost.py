@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from typing import ClassVar, NamedTuple
 
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.errors import ConfigError
 from hpcbench.predict.cost_model import CostModel, StepBreakdown
 from hpcbench.predict.peak_memory import MemoryBreakdown
 from hpcbench.strategies.catalog import STRATEGIES, load_member, options_with_defaults
@@ -68,7 +69,7 @@ def find_cost(key: str) -> Cost | None:
     """Return the cost of a strategy, a probe or an alias of a hybrid; ``None`` if its family predicts no runs of it.
 
     Raises:
-        ConfigError: There is no such strategy; the hint is the nearest key.
+        ConfigError: There is no such strategy, with the nearest key as hint; or its family names something else.
 
     Example:
         >>> type(find_cost("1f1b")).__name__
@@ -77,8 +78,8 @@ def find_cost(key: str) -> Cost | None:
     cost = load_member(key, "cost", "COSTS")
     if cost is None:
         return None
-    assert isinstance(cost, type), f"{key}: {cost} is no class"
-    assert issubclass(cost, Cost), f"{key}: {cost} is no Cost"
+    if not isinstance(cost, type) or not issubclass(cost, Cost):
+        raise ConfigError(f"the family of {key}: COSTS has {cost!r} for it, not a subclass of Cost")
     return cost()
 
 

@@ -70,7 +70,7 @@ def load_member(key: str, module: str, table: str) -> Any:
     package = _PACKAGES[name]
     if importlib.util.find_spec(f"{package}.{module}") is None:
         return None
-    return getattr(importlib.import_module(f"{package}.{module}"), table).get(name)
+    return getattr(importlib.import_module(f"{package}.{module}"), table, {}).get(name)
 
 
 def selectable_strategies() -> dict[str, StrategyEntry]:

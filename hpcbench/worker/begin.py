@@ -154,7 +154,7 @@ def _unknown_name(spec: RunSpec) -> FailureRecord | None:
             return FailureRecord(
                 type="MissingModule",
                 message=f"{sys.executable} on {socket.gethostname()} has no {parameter} {name!r}",
-                hint="install the package that has it where the jobs run: docs/add-a-strategy.md",
+                hint=f"install the package that adds it for the jobs, too: {sys.executable} -m pip install ...",
             )
     return None
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.errors import unsupported
+from hpcbench.errors import ConfigError, unsupported
 from hpcbench.results.probe_records import ProbeResults
 from hpcbench.results.schema import PipelinePrediction, TimelineSpan
 from hpcbench.strategies import catalog
@@ -348,8 +348,8 @@ class DataParallelStrategy(Strategy):
 def resolve_runtime(key: str) -> type[Strategy]:
     """Import and return the runtime class of strategy ``key``; ``ConfigError`` if the registry has no such key."""
     runtime = catalog.load_member(key, "train", "TRAININGS")
-    assert isinstance(runtime, type), f"{key}: {runtime} is no class"
-    assert issubclass(runtime, Strategy), f"{key}: {runtime} is no Strategy"
+    if not isinstance(runtime, type) or not issubclass(runtime, Strategy):
+        raise ConfigError(f"the family of {key}: TRAININGS has {runtime!r} for it, not a subclass of Strategy")
     return runtime
 
 
