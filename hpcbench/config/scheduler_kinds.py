@@ -56,17 +56,16 @@ def scheduler_kind(kind: str) -> SchedulerKind:
         return SHIPPED_KINDS[kind]
     properties = getattr(load_scheduler_plugin(kind), "KIND", None)
     if not isinstance(properties, SchedulerKind):
-        module = plugin_modules(GROUP).get(kind)
-        raise ConfigError(
-            f"the plug-in {module} of {GROUP}: KIND is no SchedulerKind", hint="update it, or uninstall its package"
-        )
+        reason = f"the plug-in {plugin_modules(GROUP).get(kind)} of {GROUP}: KIND is no SchedulerKind"
+        raise ConfigError(reason, hint="update it, or uninstall its package")
     return properties
 
 
 def check_scheduler_kind(kind: object) -> object:
     """Return ``kind``; ``ValueError`` with the valid ones where it is neither shipped nor a third party's."""
-    kinds = list(dict.fromkeys([*SHIPPED_KINDS, *sorted(plugin_modules(GROUP))]))
+    if taken := sorted(SHIPPED_KINDS.keys() & plugin_modules(GROUP).keys()):
+        raise ValueError(f"the package of {plugin_modules(GROUP)[taken[0]]} adds {taken[0]!r}, which is hpcbench's own")
+    kinds = [*SHIPPED_KINDS, *sorted(plugin_modules(GROUP))]
     if isinstance(kind, str) and kind in kinds:
         return kind
-    names = [f"'{name}'" for name in kinds]
-    raise ValueError(f"input should be {', '.join(names[:-1])} or {names[-1]}, not {kind!r:.80}")
+    raise ValueError(f"input should be {', '.join(map(repr, kinds[:-1]))} or {kinds[-1]!r}, not {kind!r:.80}")

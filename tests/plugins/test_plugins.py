@@ -12,6 +12,9 @@ import pytest
 from hpcbench import plugins
 from hpcbench.config.scheduler_kinds import check_scheduler_kind, scheduler_kind
 from hpcbench.errors import ConfigError
+from hpcbench.predict.strategy_cost import find_cost
+from hpcbench.strategies.data import cost, train
+from hpcbench.worker.strategy import resolve_runtime
 from hpcbench.workloads.datasets import DATASETS, Dataset
 
 GROUP = "hpcbench.datasets"
@@ -76,3 +79,22 @@ def test_a_scheduler_without_its_kind_is_refused(plugged: ModuleType) -> None:
     assert check_scheduler_kind("mine") == "mine"
     with pytest.raises(ConfigError, match="the plug-in plugged of hpcbench.schedulers: KIND is no SchedulerKind"):
         scheduler_kind("mine")
+
+
+def test_a_scheduler_with_the_name_of_a_shipped_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(plugins.plugin_modules("hpcbench.schedulers"), "slurm", "plugged")
+    with pytest.raises(ValueError, match="the package of plugged adds 'slurm', which is hpcbench's own"):
+        check_scheduler_kind("local")
+
+
+@pytest.mark.parametrize("entry", [None, "DdpStrategy", int])
+def test_a_family_that_names_no_training_or_cost_is_refused(monkeypatch: pytest.MonkeyPatch, entry: Any) -> None:
+    monkeypatch.setitem(train.TRAININGS, "ddp", entry)
+    monkeypatch.setitem(cost.COSTS, "ddp", entry)
+    with pytest.raises(ConfigError, match="the family of ddp: TRAININGS has .* for it, not a subclass of Strategy"):
+        resolve_runtime("ddp")
+    if entry is None:
+        assert find_cost("ddp") is None
+    else:
+        with pytest.raises(ConfigError, match="the family of ddp: COSTS has .* for it, not a subclass of Cost"):
+            find_cost("ddp")
