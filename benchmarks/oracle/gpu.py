@@ -1,8 +1,8 @@
 """``python -m benchmarks.oracle.gpu``: training steps on H100 and A100 predicted from published runs, blind.
 
-Without an option: fits all machines to ``data/gpu_published_fit.csv`` and ``data/gpu_fits_fit.csv``, writes their files
-in ``hpcbench/predict/machines`` and both files of predictions beside this one. ``--check`` repeats the predictions from
-the shipped files and compares. ``--tables`` prints the held-out errors as Markdown, which gpu.md beside this explains.
+Without an option: fits all machines to ``data/gpu_published_fit.csv.gz`` and ``data/gpu_fits_fit.csv.gz``, writes their
+files in ``hpcbench/predict/machines`` and both files of predictions beside this one. ``--check`` repeats the
+predictions from the shipped files and compares. ``--tables`` prints the held-out errors as Markdown: see gpu.md.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _machine(
         provenance=[
             f"Learned from {learned}." if learned else f"No run of this device: the figures of {FIRST} on its peaks.",
             "Figures that these runs do not determine are those of other devices (benchmarks/oracle/gpu_fit.py).",
-            "Runs: benchmarks/oracle/data/gpu_published_fit.csv; peaks: vendors' data sheets.",
+            "Runs: benchmarks/oracle/data/gpu_published_fit.csv.gz; peaks: vendors' data sheets.",
         ],
     )
 

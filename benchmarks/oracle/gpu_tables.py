@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,10 @@ from hpcbench.predict.decoder.layout import CollectiveRates, Layout, Recompute, 
 from hpcbench.strategies.decoder_shapes import DecoderShape, named_shape
 
 DATA = Path(__file__).parent / "data"
-FIT = DATA / "gpu_published_fit.csv"
-EXAM = DATA / "gpu_exam_configs.csv"
-FITS_FIT = DATA / "gpu_fits_fit.csv"
-FITS_EXAM = DATA / "gpu_fits_exam_configs.csv"
+FIT = DATA / "gpu_published_fit.csv.gz"
+EXAM = DATA / "gpu_exam_configs.csv.gz"
+FITS_FIT = DATA / "gpu_fits_fit.csv.gz"
+FITS_EXAM = DATA / "gpu_fits_exam_configs.csv.gz"
 MEASURED_RATES = re.compile(r"measured_bw_GBps AR/AG/RS=(\d+)/(\d+)/(\d+) ")
 GIGA = 1e9
 MODELS = {
@@ -208,7 +209,7 @@ def _published(row: dict[str, str]) -> PublishedRow:
 def read_rows(path: Path) -> tuple[list[PublishedRow], list[LeftOut]]:
     """Return the rows that can be priced, and those left out with their reasons."""
     rows, left_out = [], []
-    with path.open(newline="") as file:
+    with gzip.open(path, "rt", newline="") as file:
         for row in csv.DictReader(file):
             try:
                 rows.append(_published(row))
@@ -219,5 +220,5 @@ def read_rows(path: Path) -> tuple[list[PublishedRow], list[LeftOut]]:
 
 def read_outcomes(path: Path) -> dict[str, bool]:
     """Return by id whether a run ended well (``ok``) rather than out of memory (``oom``)."""
-    with path.open(newline="") as file:
+    with gzip.open(path, "rt", newline="") as file:
         return {row["id"]: row["status"] == "ok" for row in csv.DictReader(file)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import shutil
 import subprocess
@@ -52,7 +53,7 @@ class Score(NamedTuple):
     @property
     def predictions(self) -> Path:
         """Return the path of the registered predictions."""
-        return self.folder / f"{self.name}_predictions.json"
+        return self.folder / f"{self.name}_predictions.json.gz"
 
     @property
     def calibrations(self) -> Path:
@@ -134,28 +135,30 @@ def write(
             Foretold(config_id=asked.config_id, spec=spec, said={name: say(asked) for name, say in predictors.items()})
         )
     register = Register(sources=sources, made_unix_s=time.time(), configurations=found)
-    write_atomic(path, msgspec.json.format(msgspec.json.encode(register), indent=1) + b"\n")
+    write_atomic(path, gzip.compress(msgspec.json.format(msgspec.json.encode(register), indent=1) + b"\n", mtime=0))
 
 
 def read(path: Path) -> Register:
     """The file of predictions."""
-    return msgspec.json.decode(path.read_bytes(), type=Register)
+    return msgspec.json.decode(gzip.decompress(path.read_bytes()), type=Register)
 
 
 def commit(path: Path) -> Commit | None:
-    """The commit of the file, if it is in one as it stands."""
-    changed = _git(path.parent, "status", "--porcelain", "--", str(path))
-    found = _git(path.parent, "log", "-1", "--format=%h %ct", "--", str(path))
-    if changed or not found:
+    """The first commit that holds the predictions of the file, compressed or as plain JSON; none if it has changed."""
+    if _git(path.parent, "status", "--porcelain", "--", path.name):
         return None
-    name, unix_s = found.split()
-    return Commit(name, float(unix_s))
+    predictions = _unpacked(path.read_bytes())
+    for line in _git(path.parent, "log", "--reverse", "--format=%h %ct", "--", path.name, path.stem).splitlines():
+        name, unix_s = line.split()
+        if any(_unpacked(_committed(path.parent, name, file)) == predictions for file in (path.name, path.stem)):
+            return Commit(name, float(unix_s))
+    return None
 
 
 def looks(path: Path, looks_path: Path) -> list[Look]:
     """Every set of predictions that was compared with measurements, in order, this one included from now on."""
     before = msgspec.json.decode(looks_path.read_bytes(), type=list[Look]) if looks_path.exists() else []
-    now = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    now = hashlib.sha256(gzip.decompress(path.read_bytes())).hexdigest()[:12]
     if all(one.predictions != now for one in before):
         before.append(Look(predictions=now, unix_s=time.time()))
         write_atomic(looks_path, msgspec.json.format(msgspec.json.encode(before), indent=1) + b"\n")
@@ -198,6 +201,16 @@ def commit_files(paths: Sequence[Path], folder: Path, subject: str, body: str) -
             raise HpcbenchError(
                 f"git {arguments[0]} failed: {(done.stderr or done.stdout).strip()}", hint="the same command continues"
             )
+
+
+def _unpacked(data: bytes) -> bytes:
+    return gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
+
+
+def _committed(folder: Path, commit_name: str, file: str) -> bytes:
+    """Return what ``file`` of ``folder`` holds in a commit; nothing where the commit lacks it."""
+    arguments = ["git", "show", f"{commit_name}:./{file}"]
+    return subprocess.run(arguments, cwd=folder, capture_output=True, check=False).stdout
 
 
 def _git(folder: Path, *arguments: str) -> str:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.oracle.score box calibrate    measure kernels and collectives
     python -m benchmarks.oracle.score box probe        measure the blocks and messages of box.toml (calibrate --for)
-    python -m benchmarks.oracle.score box predict      write box_predictions.json and calibrations/box; commit both
+    python -m benchmarks.oracle.score box predict      write box_predictions.json.gz and calibrations/box; commit both
     python -m benchmarks.oracle.score box measure      box.toml, in slices of --minutes; measured launches stay
     python -m benchmarks.oracle.score box cases        add the measured launches to box_cases.json.gz; commit it
     python -m benchmarks.oracle.score box table        compare; counts as a look

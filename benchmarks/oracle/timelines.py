@@ -10,6 +10,7 @@ Of any other rank they are the time in which it waits for its collectives, and t
 
 from __future__ import annotations
 
+import gzip
 import os
 import tempfile
 from collections import defaultdict
@@ -61,12 +62,12 @@ class MeasuredTimeline(msgspec.Struct, kw_only=True):
 
 def path_of(score: Score) -> Path:
     """The file of the measured ranks of a score."""
-    return score.folder / f"{score.name}_timelines.json"
+    return score.folder / f"{score.name}_timelines.json.gz"
 
 
 def read(score: Score) -> list[MeasuredTimeline]:
     """The measured ranks of a score."""
-    return msgspec.json.decode(path_of(score).read_bytes(), type=list[MeasuredTimeline])
+    return msgspec.json.decode(gzip.decompress(path_of(score).read_bytes()), type=list[MeasuredTimeline])
 
 
 def write(score: Score, tree: ClusterTree) -> None:
@@ -82,7 +83,8 @@ def write(score: Score, tree: ClusterTree) -> None:
         if launches and case.spec.ranks > 1 and get_strategy(case.spec.strategy).pipeline.staleness is None:
             ranks = [_median_parts(own) for own in zip(*launches, strict=True)]
             timelines[case.config_id] = MeasuredTimeline(config_id=case.config_id, spec=case.spec, ranks=ranks)
-    write_atomic(path_of(score), msgspec.json.format(msgspec.json.encode([*timelines.values()]), indent=1) + b"\n")
+    text = msgspec.json.format(msgspec.json.encode([*timelines.values()]), indent=1) + b"\n"
+    write_atomic(path_of(score), cases.compressed(text))
 
 
 def measured_parts(result: RunResult) -> list[RankParts]:

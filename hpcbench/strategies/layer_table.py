@@ -4,6 +4,7 @@ keyed by a table's identity.
 
 from __future__ import annotations
 
+import gzip
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache, wraps
@@ -185,7 +186,7 @@ def default_input_size(dataset: str) -> int:
 
 def shipped_table_path(model: str, dataset: str) -> Path:
     """Return the package's file of a pair's table."""
-    return layer_tables_folder() / f"{model}-{dataset}.json"
+    return layer_tables_folder() / f"{model}-{dataset}.json.gz"
 
 
 def read_shipped_table(
@@ -210,7 +211,7 @@ def read_shipped_table(
 @lru_cache(maxsize=16)
 def _read_shipped_file(path: Path, _: tuple[int, int]) -> LayerTable:
     """The file as it was then: limits of strategies ask for the same table for every point of a sweep."""
-    return decode_layer_table(path.read_bytes(), str(path))
+    return decode_layer_table(gzip.decompress(path.read_bytes()), str(path))
 
 
 def decode_layer_table(data: bytes, where: str) -> LayerTable:

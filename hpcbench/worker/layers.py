@@ -6,6 +6,7 @@ pairs."""
 from __future__ import annotations
 
 import argparse
+import gzip
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -219,12 +220,12 @@ def write_shipped_tables(folder: Path) -> None:
         layer_table.shipped_table_path(model, dataset).name: (model, dataset)
         for model, dataset in shipped_model_dataset_pairs()
     }
-    for path in folder.glob("*.json"):
+    for path in folder.glob("*.json.gz"):
         if path.name not in wanted:
             path.unlink()
     for name, (model, dataset) in wanted.items():
         table = make_layer_table(layer_table.LayerTableRequest(model=model, dataset=dataset))
-        (folder / name).write_bytes(layer_table.encode_layer_table(table))
+        (folder / name).write_bytes(gzip.compress(layer_table.encode_layer_table(table), mtime=0))
 
 
 def main() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,9 @@ def test_all_predictions_are_repeated() -> None:
     ("path", "table", "rows"), [(gpu.STEP_PREDICTIONS, EXAM, 405), (gpu.FITS_PREDICTIONS, FITS_EXAM, 1466)]
 )
 def test_every_row_has_a_prediction(path: Path, table: Path, rows: int) -> None:
-    predictions, configurations = (list(csv.DictReader(file.open())) for file in (path, table))
+    predictions = list(csv.DictReader(path.open()))
+    with gzip.open(table, "rt", newline="") as file:
+        configurations = list(csv.DictReader(file))
     assert [row["id"] for row in predictions] == [row["id"] for row in configurations]
     assert len(predictions) == rows
     for row in predictions:
@@ -56,11 +59,11 @@ def test_rows_without_a_price_are_left_out_with_their_reason() -> None:
     ],
 )
 def test_an_impossible_row_is_named_and_the_others_stand(tmp_path: Path, column: str, value: str, reason: str) -> None:
-    with FIT.open(newline="") as file:
+    with gzip.open(FIT, "rt", newline="") as file:
         rows = list(csv.DictReader(file))[:3]
     rows[1][column] = value
-    table = tmp_path / "table.csv"
-    with table.open("w", newline="") as file:
+    table = tmp_path / "table.csv.gz"
+    with gzip.open(table, "wt", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)

@@ -172,7 +172,7 @@ def test_predictions_and_cases_are_committed_alone(bed: Testbed, tmp_path: Path)
     registered.commit_files(files, project.folder, "Register", "body")
     found = registered.commit(project.predictions)
     assert found is not None
-    committed = "box_predictions.json\ncalibrations/box/one.json.gz\n"
+    committed = "box_predictions.json.gz\ncalibrations/box/one.json.gz\n"
     assert git(tmp_path, "show", "--format=", "--name-only") == committed
     assert git(tmp_path, "diff", "--cached", "--name-only") == "small.toml\n"
     registered.commit_files(files, project.folder, "Again", "nothing has changed")
