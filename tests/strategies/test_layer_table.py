@@ -135,7 +135,7 @@ def test_only_defaults_are_shipped(model: str, dataset: str, size: int | None, o
 def test_the_own_size_may_be_named() -> None:
     assert read_shipped_table("resnet18", "imagenet", 224) == read_shipped_table("resnet18", "imagenet")
     assert shipped_table_path("resnet18", "imagenet") == Path(shipped_table_path("x", "y")).with_name(
-        "resnet18-imagenet.json"
+        "resnet18-imagenet.json.gz"
     )
 
 
