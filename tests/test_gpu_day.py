@@ -68,7 +68,6 @@ def test_the_day_covers_every_strategy_family_and_precision() -> None:
     assert families >= {"resnet18", "vgg11", "mobilenetv2", "cosmoflow", "vit", "gpt", "llama"}
     for family in families:
         assert {point.get("precision") for point in kernels if point["model"] == family} >= precisions
-    assert sum(bool(point.get("cuda_graph")) for point in kernels) == 3
     cnns = {point["model"] for point in kernels if point.get("channels_last")}
     assert cnns == families - {"gpt", "llama"}
     assert {point["model"] for point in parts["compiled"].points if point["compile"]} == families

@@ -1,7 +1,7 @@
 """The sweeps of the day, ordered by value: a day that is cut keeps the parts before the cut.
 
     launcher  the real launcher, NCCL with one rank        beside the next two, which are not timed
-    kernels   every model family in every precision, verified against fp64; CUDA graphs, compiled models
+    kernels   every model family in every precision, verified against fp64; compiled models
     shared    every strategy on 2 and 4 ranks of the one device, verified; over gloo, without times
     singles   ten configurations whose step time and memory were predicted before
     probes    blocks of models, for a calibration that is made afterwards
@@ -132,12 +132,6 @@ def _kernel_points(size: Size) -> Iterator[Point]:
         for family in _FAMILIES["full"]:
             if family["dataset"] != "tokens":
                 yield {**family, **batch, "precision": "bf16", "channels_last": True}
-        for family, more in (
-            (_FAMILIES["full"][0], {"warmup_steps": 4}),
-            (_FAMILIES["full"][1], {"precision": "bf16", "optimizer": "adamw", "warmup_steps": 4}),
-            (_FAMILIES["full"][0], {"strategy": "ddp", "warmup_steps": 12}),
-        ):
-            yield {**family, **batch, "cuda_graph": True, "drop_last": True, **more}
 
 
 def _compiled_points(size: Size) -> Iterator[Point]:

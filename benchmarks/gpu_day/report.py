@@ -99,7 +99,7 @@ def _failure_lines(day: DayFiles) -> list[str]:
 def _label(result: RunResult) -> str:
     spec = result.spec
     more: list[str] = [spec.precision]
-    more += [name for name in ("compile", "channels_last", "cuda_graph") if getattr(spec, name)]
+    more += [name for name in ("compile", "channels_last") if getattr(spec, name)]
     return cell(f"{run_label(spec)}, {', '.join(more)}")
 
 

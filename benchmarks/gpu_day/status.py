@@ -100,12 +100,6 @@ ROWS: list[StatusRow] = [
         "`compile`", "CPU, each strategy that offers it", "", "triton's kernels", lambda result: result.spec.compile
     ),
     StatusRow(
-        "`cuda_graph`, replays verified",
-        "substitute that records a capture and replays it; torch's capture with a stub of CUDA",
-        "torch's notes on whole-network capture and DDP", "a graph with kernels; DDP's own reducer in a capture",
-        lambda result: result.spec.cuda_graph,
-    ),
-    StatusRow(
         "samples of the host, copied each step", "CPU; with a stub of CUDA: batches are pinned, and no copy waits", "",
         "the rate of the copies, and whether they overlap with kernels", lambda result: result.spec.data == "host",
     ),

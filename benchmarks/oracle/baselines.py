@@ -230,7 +230,7 @@ def ddlbench_baseline(request: BaselineRequest) -> BaselineEstimate:
 
 _SCALE_INDEPENDENT_KEYS = (
     "model", "model_options", "dataset", "input_size", "strategy", "options", "batch_size", "micro_batches",
-    "precision", "compile", "cuda_graph", "activation_checkpointing", "channels_last", "optimizer", "momentum", "data",
+    "precision", "compile", "activation_checkpointing", "channels_last", "optimizer", "momentum", "data",
 )  # fmt: skip
 """Parameters in which a run and a smaller one must agree to be the same at two scales."""
 _PAIR_DEVICES = 2

@@ -66,9 +66,6 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     cudnn_benchmark: Annotated[
         bool, Meta(description="cuDNN tries its algorithms and keeps the fastest; cuda only")
     ] = True
-    cuda_graph: Annotated[
-        bool, Meta(description="the step is captured once and replayed; cuda only, never executed on a GPU yet")
-    ] = False
     optimizer: Annotated[Literal["sgd", "adam", "adamw"], Meta(description="who updates the weights")] = "sgd"
     learning_rate: Annotated[float, Meta(ge=0, description="constant over the run")] = 0.01
     momentum: Annotated[float, Meta(ge=0, lt=1, description="of sgd")] = 0.9

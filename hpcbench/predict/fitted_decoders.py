@@ -76,7 +76,7 @@ def run_point(layout: Layout) -> dict[str, Any]:
 def layout_of_run(spec: RunSpec) -> Layout | None:
     """Return the layout that ``run_point`` maps to ``spec``; ``None`` where none does, as in other precisions."""
     is_alike = spec.model in named_shapes() and spec.precision == "bf16" and spec.optimizer in ("adam", "adamw")
-    if not is_alike or spec.compile or spec.cuda_graph or spec.model_options:
+    if not is_alike or spec.compile or spec.model_options:
         return None
     options = options_with_defaults(spec)
     is_sharded = spec.strategy == representative("sharded_parameters")

@@ -150,7 +150,7 @@ def wait_for_host(
     The host launches operators in a stream of its own, ahead of the device: without waits for values a step takes as
     long as the longer stream. The wait is a part of the computation, as clocks on the device measure it.
     """
-    if machine.device == "cpu" or spec.compile or spec.cuda_graph:
+    if machine.device == "cpu" or spec.compile:
         return step, 0.0
     host_s = count_operators(spec, table) * OPERATOR_S
     wait_s = max(host_s - step.step_time_s, 0.0)

@@ -33,7 +33,6 @@ class PartitionLimits:
     time_steps: tuple[tuple[int, float], ...] = ()
     """Largest number of nodes, and the minutes that jobs up to it may take."""
     max_node_hours: float | None = None
-    is_cpu: bool = False
     """The profile's device is a cpu."""
     all_devices_across_nodes: bool = False
     """Runs over several nodes must take all devices of each."""
@@ -98,11 +97,7 @@ def resolve_point(point: dict[str, Any], limits: PartitionLimits) -> RunSpec | I
             point, f"batch_size {spec.batch_size} cannot be cut into {spec.micro_batches} equal micro_batches"
         )
     reason = (
-        _input_exclusion(spec)
-        or _target_exclusion(spec)
-        or _limits_exclusion(spec, limits)
-        or cuda_graph_exclusion(spec, limits.is_cpu)
-        or exclusion_reason(spec)
+        _input_exclusion(spec) or _target_exclusion(spec) or _limits_exclusion(spec, limits) or exclusion_reason(spec)
     )
     return InfeasiblePoint(point, reason) if reason else spec
 
@@ -204,29 +199,6 @@ def _target_exclusion(spec: RunSpec) -> str | None:
             f"target_accuracy needs samples that are held out; {spec.dataset} is synthetic where data is {spec.data!r}"
         )
     return None
-
-
-def cuda_graph_exclusion(spec: RunSpec, is_cpu: bool) -> str | None:
-    """Return the reason why the run's step cannot be one CUDA graph, or ``None``."""
-    if not spec.cuda_graph:
-        return None
-    eager_steps = get_strategy(spec.strategy).eager_steps_before_graph
-    if is_cpu:
-        return "cuda_graph needs a cuda device, and the profile's is cpu"
-    if eager_steps is None:
-        return f"cuda_graph: the step of {spec.strategy} is not static; single and ddp have one"
-    conflicts = {
-        "drop_last = false: a partial batch has other shapes, true is right": not spec.drop_last,
-        "precision fp16: its loss scaling reads from the device, use bf16": spec.precision == "fp16",
-        "compile: torch.compile makes graphs of its own": spec.compile,
-        "activation_checkpointing: it reads the state of random numbers from the device": spec.activation_checkpointing,
-        "compression: its hooks are not captured": spec.options.get("compression", "none") != "none",
-        f"profile_steps {spec.profile_steps}: a graph has no phases, 0 is right": spec.profile_steps > 0,
-        f"warmup_steps {spec.warmup_steps}: {eager_steps} run before the capture, {eager_steps + 1} or more is right": (
-            spec.warmup_steps <= eager_steps
-        ),
-    }
-    return next((f"cuda_graph with {text}" for text, is_so in conflicts.items() if is_so), None)
 
 
 def _limits_exclusion(spec: RunSpec, limits: PartitionLimits) -> str | None:

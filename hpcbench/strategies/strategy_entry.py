@@ -89,8 +89,6 @@ class StrategyEntry(NamedTuple):
     """The reason why a run is infeasible by its integers and names alone, or ``None``."""
     table_exclusion: Callable[[RunSpec, LayerTable], str | None] | None = None
     """The reason why the strategy cannot split the model of a layer table, or ``None``."""
-    eager_steps_before_graph: int | None = None
-    """Steps that must run before one is captured as a CUDA graph; ``None``: the step is not static."""
     hybrid: tuple[str, ...] = ()
     """Further degrees that may be above 1: the strategy is then a hybrid with those."""
     drives_several_devices: bool = False

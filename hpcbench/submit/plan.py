@@ -397,7 +397,6 @@ def partition_limits(profile: ClusterProfile, partition: str | None) -> Partitio
         min_nodes=queue.min_nodes,
         time_steps=tuple((step.nodes, step.max_time_min) for step in queue.max_time_by_nodes),
         max_node_hours=queue.max_node_hours,
-        is_cpu=profile.device == "cpu",
         all_devices_across_nodes=queue.all_devices_across_nodes,
     )
 

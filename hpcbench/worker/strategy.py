@@ -27,10 +27,7 @@ from hpcbench.worker.measure.clocks import PhaseMarker, no_marker
 from hpcbench.worker.model_execution import (
     MasterWeights,
     MixedPrecision,
-    StepFunction,
     compile_in_place,
-    graph_stream_context,
-    graphed_step,
     is_host,
     summed_loss,
 )
@@ -192,9 +189,6 @@ def optimizer_class_and_arguments(
     # part in fp16's loss scaling: the host would not know which updates were left out.
     if not is_host(device) and spec.precision != "fp16":
         common["fused"] = True
-    if spec.cuda_graph and spec.optimizer != "sgd":
-        # The number of the step is counted on the device.
-        common["capturable"] = True
     if spec.optimizer == "sgd":
         return torch.optim.SGD, {**common, "momentum": spec.momentum}
     return torch.optim.Adam if spec.optimizer == "adam" else torch.optim.AdamW, common
@@ -228,7 +222,6 @@ class DataParallelStrategy(Strategy):
     loss_factor = 1.0
     """Undoes the scaling that the wrapper applies to gradients (DDP averages over replicas)."""
     _loss: Tensor | None = None
-    _graphed: StepFunction | None = None
 
     def setup(self, model: nn.Sequential, spec: RunSpec, context: RankContext) -> None:
         self.spec = spec
@@ -239,10 +232,8 @@ class DataParallelStrategy(Strategy):
         self.module = self.move_to_device(self.split_model(model, spec), context.device).train()
         if spec.compile:
             compile_in_place(self.module)
-        with graph_stream_context(context.device) if spec.cuda_graph else nullcontext():
-            self.runner = self.wrap(self.module, spec, context)
+        self.runner = self.wrap(self.module, spec, context)
         self.optimizer = self.make_optimizer(spec, context)
-        self._graphed = graphed_step(self._train_static, spec) if spec.cuda_graph else None
 
     def split_model(self, model: nn.Sequential, spec: RunSpec) -> nn.Module:
         """Return this rank's part of ``model``, still on the host."""
@@ -276,17 +267,6 @@ class DataParallelStrategy(Strategy):
         with self.phases("data"):
             inputs, targets = self.batch(feed, step)
         ranges, global_count = feed.micro_batch_ranges(step, self.replica), feed.global_count(step)
-        if self._graphed is None:
-            return self._train(inputs, targets, ranges, global_count)
-        self._static_arguments = ranges, global_count
-        return self._graphed(inputs, targets)
-
-    def _train_static(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Train on samples whose number and division are the same in every step."""
-        return self._train(inputs, targets, *self._static_arguments)
-
-    def _train(self, inputs: Tensor, targets: Tensor, ranges: list[range], global_count: int) -> Tensor:
-        """Run forward, backward and update on this rank's samples of a step; returns its part of the loss."""
         self.clear_gradients()
         *early, last = ranges
         for samples in early:

@@ -72,7 +72,7 @@ def run_of(model: str, gpus: int, sequence: int, point: dict[str, Any]) -> RunSp
     "change",
     [
         {"precision": "fp32"}, {"optimizer": "sgd"}, {"compile": True}, {"model": "gpt_1_3b"}, {"strategy": "horovod"},
-        {"model_options": {"dropout": 0.1}}, {"cuda_graph": True},
+        {"model_options": {"dropout": 0.1}},
     ],
 )  # fmt: skip
 def test_other_runs_are_priced_by_the_profile(change: dict[str, Any]) -> None:

@@ -45,12 +45,10 @@ data_parallel_entry = partial(StrategyEntry, own_degree="dp_degree", library=Lib
 STRATEGIES = {
     "single": StrategyEntry(
         own_degree=None,
-        eager_steps_before_graph=3,
         description="one device, no parallelism: the reference of every speed-up",
         represents="single_device",
     ),
     "ddp": data_parallel_entry(
-        eager_steps_before_graph=11,
         description="torch DistributedDataParallel: replicas, gradients all_reduced in buckets",
         other_names=("dp", "data_parallel"),
         represents="replicas",

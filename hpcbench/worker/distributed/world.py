@@ -108,9 +108,6 @@ def join_world(
         store = process_groups.HashStore()
     else:
         return context
-    if spec.cuda_graph:
-        # torch's notes on whole-network capture ask for it: NCCL's watchdog would query events within a capture.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     dist.init_process_group(
         "gloo" if takes_gloo else "nccl",
         store=store,

@@ -118,9 +118,9 @@ def built_rank(task: DryRunTask, rank: int, recorder: StepRecorder) -> Iterator[
         Exception: Whatever the run would raise.
     """
     spec = task.spec
-    if spec.compile or spec.cuda_graph:
+    if spec.compile:
         recorder.modelled.add("eager")
-        spec = msgspec.structs.replace(spec, compile=False, cuda_graph=False)
+        spec = msgspec.structs.replace(spec, compile=False)
     options = options_with_defaults(spec)
     if options.get("balance") == "measured" and not options.get("cuts"):
         raise NotFakeableError('options.balance = "measured" measures the blocks on a device')

@@ -22,8 +22,6 @@ from hpcbench.worker.model_execution import MixedPrecision, summed_loss
 from hpcbench.worker.strategy import make_optimizer, resolve_runtime
 
 VERIFIED_STEPS = 5
-REPLAYED_STEPS = 3
-"""Steps of a CUDA graph that are compared, after those that come before its capture."""
 VERIFICATION_LEARNING_RATE = 0.01
 
 EXACT_TOLERANCE = 1e-9
@@ -63,23 +61,19 @@ class VerificationCheck(NamedTuple):
 def verification_checks(spec: RunSpec) -> list[VerificationCheck]:
     """Return the comparisons of ``verify``: first the decisive one, then the run's own arithmetic unless that is it."""
     lossy = lossy_tolerance(spec)
-    entry = get_strategy(spec.strategy)
     widest = resolve_runtime(spec.strategy).widest
-    # A graph is captured after some eager steps; without replays nothing of it would be compared.
-    eager_steps = entry.eager_steps_before_graph or 0 if spec.cuda_graph else 0
-    steps = eager_steps + REPLAYED_STEPS if eager_steps else VERIFIED_STEPS
     if lossy:
         # A network amplifies what a lossy strategy leaves out, so the bound is held against the gradient itself.
         decisive = VerificationCheck(widest, 1, lossy)
     elif widest == "fp64":
-        decisive = VerificationCheck("fp64", steps, MULTI_STEP_TOLERANCE, EXACT_TOLERANCE)
+        decisive = VerificationCheck("fp64", VERIFIED_STEPS, MULTI_STEP_TOLERANCE, EXACT_TOLERANCE)
     else:
         decisive = VerificationCheck(widest, VERIFIED_STEPS, 0.0, by_rounding=True)
     if spec.precision == widest:
         return [decisive]
     # Adam divides a gradient by its own size: of one that is nothing but rounding it makes a whole step.
     weights = spec.optimizer == "sgd"
-    return [decisive, VerificationCheck(spec.precision, eager_steps + 1, lossy, weights=weights, by_rounding=True)]
+    return [decisive, VerificationCheck(spec.precision, 1, lossy, weights=weights, by_rounding=True)]
 
 
 def lossy_tolerance(spec: RunSpec) -> float:
