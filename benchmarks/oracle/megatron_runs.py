@@ -14,9 +14,9 @@ from benchmarks.oracle.megatron_table import TOKENS, VOCABULARY, Gpt, table_of
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.predict.collective_formulas import GroupLinks, HockneyLink, collective_s
+from hpcbench.predict.kernel_prices import FORWARD, Kernel, wave_efficiency
 from hpcbench.predict.machine import Machine, nominal_machine
 from hpcbench.predict.message_prices import MeasuredMessage
-from hpcbench.predict.roofline import FORWARD, Kernel, wave_efficiency
 from hpcbench.strategies.traffic import MessageShape
 
 Recompute = Literal["none", "full", "selective"]

@@ -36,10 +36,12 @@ from hpcbench.predict.calibrate import (
     plan_calibration,
     prepare_sweep_calibration,
 )
-from hpcbench.predict.calibration.calibration_runs import CalibrationRun, check_disturbed, usable_runs
 from hpcbench.predict.calibration.calibration_store import (
+    CalibrationRun,
     calibration_of_partition,
+    check_disturbed,
     read_calibrations,
+    usable_runs,
     write_calibration,
 )
 from hpcbench.predict.calibration.fit_calibration import fit_calibration

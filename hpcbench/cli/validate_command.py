@@ -10,13 +10,19 @@ import msgspec
 from hpcbench.cli.common import filter_options, out_option, output_options, print_json, print_message, sources_argument
 from hpcbench.cli.oracle_commands import show_view
 from hpcbench.fileio import encode_indented_json, write_atomic
-from hpcbench.predict.calibration.calibration_runs import check_disturbed
+from hpcbench.predict.calibration.calibration_store import check_disturbed
 from hpcbench.report.column_names import Condition
 from hpcbench.report.load_results import load_frame
 from hpcbench.report.prediction_view import machine_notes
 from hpcbench.report.table_files import write_view
-from hpcbench.report.validation import VALIDATION_COLUMNS, validate
-from hpcbench.report.validation_view import cases_view, choices_view, errors_view, validation_json
+from hpcbench.report.validation import (
+    VALIDATION_COLUMNS,
+    cases_view,
+    choices_view,
+    errors_view,
+    validate,
+    validation_json,
+)
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import STATUS_OK
 

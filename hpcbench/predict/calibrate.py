@@ -15,10 +15,11 @@ from hpcbench.config.run_spec import RunSpec, config_id, strategy_label
 from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.errors import ConfigError, HpcbenchError, did_you_mean
 from hpcbench.fileio import write_file
-from hpcbench.predict.calibration.calibration_runs import CalibrationRun, disturbances
 from hpcbench.predict.calibration.calibration_store import (
+    CalibrationRun,
     StoredCalibration,
     calibration_of_partition,
+    disturbances,
     read_calibrations,
 )
 from hpcbench.predict.calibration.calibration_sweep import (

@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.predict import stream_simulator
-from hpcbench.predict.kernel_prices import KernelPrices
+from hpcbench.predict.kernel_prices import BACKWARD, COPY_KIND, FORWARD, UPDATE, Kernel, KernelConditions, KernelPrices
 from hpcbench.predict.machine import Machine, StrategyOverhead
 from hpcbench.predict.message_prices import MessagePrice, MessagePrices, Slowdowns, slowdowns
 from hpcbench.predict.placement import GroupPlacement
-from hpcbench.predict.roofline import BACKWARD, COPY_KIND, FORWARD, UPDATE, Kernel, KernelConditions
 from hpcbench.predict.tensor_sizes import FP32_BYTES, activation_number_bytes, input_bytes, optimizer_tensors
 from hpcbench.strategies.layer_table import LayerRow, LayerTable, cached_by_identity, cached_by_run_fields
 from hpcbench.strategies.traffic import OVERLAPPED_OPERATIONS, MessageShape, Traffic

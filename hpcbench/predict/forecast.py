@@ -51,9 +51,8 @@ from hpcbench.strategies.layer_table import LayerTable, LayerTableRequest
 from hpcbench.strategies.resolve import InfeasiblePoint, PartitionLimits, resolve_point, table_exclusion_reason
 from hpcbench.submit.plan import SweepPlan, available_cores
 from hpcbench.units import format_seconds
-from hpcbench.workloads.custom_models import is_custom_model
 from hpcbench.workloads.datasets import DATASETS
-from hpcbench.workloads.models import MODELS
+from hpcbench.workloads.models import MODELS, is_custom_model
 
 _PredictionT = TypeVar("_PredictionT", Prediction, MemoryBreakdown)
 

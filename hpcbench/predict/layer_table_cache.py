@@ -17,7 +17,7 @@ from hpcbench.fileio import printable_text, write_atomic
 from hpcbench.paths import cache_folder
 from hpcbench.strategies import layer_table
 from hpcbench.submit.scheduler import scrubbed_environment
-from hpcbench.workloads.custom_models import custom_model_file, is_custom_model
+from hpcbench.workloads.models import custom_model_file, is_custom_model
 
 _LAYERS_MODULE = "hpcbench.worker.layers"
 _TABLE_TIME_LIMIT_S = 600

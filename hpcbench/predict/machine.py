@@ -10,8 +10,8 @@ import msgspec
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.profile_tables import DeviceConfig, LinkConfig, NodeConfig
 from hpcbench.predict.collective_formulas import HockneyLink
+from hpcbench.predict.kernel_prices import DeviceCompute
 from hpcbench.predict.message_prices import CommParameters
-from hpcbench.predict.roofline import DeviceCompute
 
 MachineSource = Literal["nominal", "calibrated"]
 """Source of a machine's numbers: the profile, or measured parts of steps."""

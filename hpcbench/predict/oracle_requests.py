@@ -31,8 +31,8 @@ from hpcbench.strategies.decoder_shapes import DecoderShape, named_shape, named_
 from hpcbench.strategies.layer_table import default_input_size
 from hpcbench.strategies.resolve import InfeasiblePoint, PartitionLimits, resolve_point, single_device_run
 from hpcbench.submit.plan import available_cores, partition_limits
-from hpcbench.workloads.custom_models import check_custom_model, is_custom_model
 from hpcbench.workloads.datasets import DATASETS
+from hpcbench.workloads.models import check_custom_model, is_custom_model
 from hpcbench.workloads.models import get_model as catalog_model
 
 

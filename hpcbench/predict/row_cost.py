@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.predict.cost_model import CostModel, unsharded_row_kernels
+from hpcbench.predict.kernel_prices import COPY_KIND, FORWARD, Kernel
 from hpcbench.predict.placement import GroupPlacement
-from hpcbench.predict.roofline import COPY_KIND, FORWARD, Kernel
 from hpcbench.predict.stream_simulator import ComputeEvent, StreamEvent, WaitEvent
 from hpcbench.predict.tensor_sizes import (
     FP32_BYTES,

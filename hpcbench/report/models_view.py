@@ -17,9 +17,8 @@ from hpcbench.report.table_output import PrintedView
 from hpcbench.strategies.layer_table import LayerRow, LayerTable, LayerTableRequest
 from hpcbench.strategies.resolve import InfeasiblePoint, single_device_run
 from hpcbench.units import format_bytes, format_count
-from hpcbench.workloads.custom_models import check_custom_model, is_custom_model
 from hpcbench.workloads.datasets import DATASETS
-from hpcbench.workloads.models import MODELS
+from hpcbench.workloads.models import MODELS, check_custom_model, is_custom_model
 from hpcbench.workloads.models import get_model as catalog_model
 
 _UNITS_NOTE = (

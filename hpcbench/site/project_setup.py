@@ -23,9 +23,8 @@ from hpcbench.render.job_script import rank_python
 from hpcbench.results.schema import RunResult
 from hpcbench.strategies.catalog import selectable_strategies
 from hpcbench.submit.scheduler import scrubbed_environment
-from hpcbench.workloads.custom_models import CUSTOM_MODEL_PATTERN
 from hpcbench.workloads.datasets import DATASETS
-from hpcbench.workloads.models import MODELS
+from hpcbench.workloads.models import CUSTOM_MODEL_PATTERN, MODELS
 
 _PROJECT_README = """# An hpcbench project
 

@@ -11,9 +11,8 @@ from hpcbench.config.sweep_loader import Sweep
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
 from hpcbench.strategies.catalog import selectable_strategies
 from hpcbench.strategies.strategy_entry import StrategyEntry
-from hpcbench.workloads.custom_models import check_custom_model, is_custom_model
 from hpcbench.workloads.datasets import DATASETS
-from hpcbench.workloads.models import MODELS, ModelEntry
+from hpcbench.workloads.models import MODELS, ModelEntry, check_custom_model, is_custom_model
 
 REQUIRED_PARAMETERS = ("model", "dataset", "strategy")
 BATCH_SIZE_PARAMETERS = ("batch_size", "global_batch_size")

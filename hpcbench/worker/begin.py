@@ -30,9 +30,8 @@ from hpcbench.worker.other_attempts import (
     slurm_job_id,
     slurm_restart_count,
 )
-from hpcbench.workloads.custom_models import is_custom_model
 from hpcbench.workloads.datasets import DATASETS
-from hpcbench.workloads.models import MODELS
+from hpcbench.workloads.models import MODELS, is_custom_model
 
 _POLL_S = 0.1
 

@@ -25,7 +25,7 @@ from hpcbench.worker.layers import zero_batch
 from hpcbench.worker.measure.clocks import synchronize
 from hpcbench.worker.measure.environment_record import cpu_model
 from hpcbench.worker.model_execution import MixedPrecision, disable_inplace_first_op, storage_dtype, summed_loss
-from hpcbench.workloads.custom_models import is_custom_model
+from hpcbench.workloads.models import is_custom_model
 
 _WARM_UP_PASSES = 2
 _MIN_REPEATS, _MAX_REPEATS = 3, 20

@@ -17,8 +17,7 @@ from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.errors import HpcbenchError
 from hpcbench.predict.calibrate import make_probe_plan, prepare_sweep_calibration
-from hpcbench.predict.calibration.calibration_runs import DISTURBANCES
-from hpcbench.predict.calibration.calibration_store import read_calibrations, write_calibration
+from hpcbench.predict.calibration.calibration_store import DISTURBANCES, read_calibrations, write_calibration
 from hpcbench.predict.forecast import Forecast
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.strategies.layer_table import LayerTable

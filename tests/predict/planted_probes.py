@@ -7,10 +7,10 @@ from typing import Any
 
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.run_spec import RunSpec, config_id, run_id
-from hpcbench.predict.calibration.calibration_runs import CalibrationRun
+from hpcbench.predict.calibration.calibration_store import CalibrationRun
 from hpcbench.predict.cost_model import row_kernels
+from hpcbench.predict.kernel_prices import roofline_s
 from hpcbench.predict.machine import nominal_machine
-from hpcbench.predict.roofline import roofline_s
 from hpcbench.results.probe_records import (
     BlockProbe,
     CollectiveProbe,

@@ -10,7 +10,7 @@ import pytest
 
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec, config_id, run_id
-from hpcbench.predict.calibration.calibration_runs import CalibrationRun
+from hpcbench.predict.calibration.calibration_store import CalibrationRun
 from hpcbench.predict.calibration.fit_calibration import busy_notes, fit_calibration
 from hpcbench.predict.cost_model import CostModel, expected_normal_maximum, row_kernels
 from hpcbench.predict.machine import Machine, StrategyOverhead, nominal_machine

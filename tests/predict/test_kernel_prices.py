@@ -8,14 +8,17 @@ from math import dist
 import msgspec
 import pytest
 
-from hpcbench.predict.kernel_prices import _NEIGHBOURS, KernelPrices, _nearest, crowding_of
-from hpcbench.predict.roofline import (
+from hpcbench.predict.kernel_prices import (
+    _NEIGHBOURS,
     BACKWARD,
     FORWARD,
     DeviceCompute,
     Kernel,
     KernelConditions,
+    KernelPrices,
     MeasuredKernel,
+    _nearest,
+    crowding_of,
     roofline_s,
 )
 

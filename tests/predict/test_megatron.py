@@ -8,8 +8,8 @@ from benchmarks.oracle.megatron import amounts, left, summary, times
 from benchmarks.oracle.megatron_runs import machine, measured_all_reduces, plan_of, product_efficiency, published
 from benchmarks.oracle.megatron_table import Gpt, kept_in_block, table_of
 from hpcbench.predict.cost_model import CostModel
+from hpcbench.predict.kernel_prices import BACKWARD, FORWARD, Kernel, wave_efficiency
 from hpcbench.predict.placement import place_group
-from hpcbench.predict.roofline import BACKWARD, FORWARD, Kernel, wave_efficiency
 from hpcbench.strategies.layer_table import read_shipped_table
 
 GPT_175B = Gpt(layers=96, width=12288, heads=96)

@@ -12,11 +12,13 @@ from hpcbench.predict.prediction import NotPredicted, Prediction
 from hpcbench.report.validation import (
     MeasuredConfiguration,
     ValidationCase,
+    cases_view,
+    choices_view,
     compare_groups,
+    errors_view,
     measured_configurations,
     pooled_launch_noise,
 )
-from hpcbench.report.validation_view import cases_view, choices_view, errors_view
 from hpcbench.results.frame import results_frame
 from hpcbench.results.schema import RunMetrics, RunResult, StepTimeStatistics
 from tests.worker.helpers import make_spec

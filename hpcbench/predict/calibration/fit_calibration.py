@@ -11,13 +11,14 @@ from statistics import fmean, median
 from msgspec.structs import replace
 
 from hpcbench.config.cluster_profile import ClusterProfile
-from hpcbench.predict.calibration.calibration_runs import (
+from hpcbench.predict.calibration.calibration_store import (
+    Calibration,
     CalibrationRun,
+    FitResidual,
     disturbed_spread,
     runs_of_strategy,
     usable_runs,
 )
-from hpcbench.predict.calibration.calibration_store import Calibration, FitResidual
 from hpcbench.predict.cost_model import (
     CostModel,
     StepBreakdown,
@@ -26,7 +27,15 @@ from hpcbench.predict.cost_model import (
     row_kernels,
     update_kernels,
 )
-from hpcbench.predict.kernel_prices import KernelPrices, crowding_of
+from hpcbench.predict.kernel_prices import (
+    DeviceCompute,
+    Kernel,
+    KernelConditions,
+    KernelPrices,
+    MeasuredKernel,
+    crowding_of,
+    roofline_s,
+)
 from hpcbench.predict.machine import Machine, StrategyOverhead, nominal_machine
 from hpcbench.predict.message_prices import (
     CommParameters,
@@ -36,13 +45,12 @@ from hpcbench.predict.message_prices import (
     workload_key,
 )
 from hpcbench.predict.prediction import peak_rank_memory
-from hpcbench.predict.roofline import DeviceCompute, Kernel, KernelConditions, MeasuredKernel, roofline_s
 from hpcbench.predict.strategy_cost import resolve_cost
 from hpcbench.results.probe_records import CollectiveProbe, OverlapProbe, ProbeResults
 from hpcbench.strategies.catalog import SINGLE_DEVICE, STRATEGIES
 from hpcbench.strategies.probes.entry import PROBE_BLOCKS, PROBE_MESSAGES
 from hpcbench.strategies.traffic import MessageShape
-from hpcbench.workloads.custom_models import is_custom_model
+from hpcbench.workloads.models import is_custom_model
 
 MIN_SPREAD = 0.03
 """Smallest relative uncertainty of the computation of a step that has not run."""

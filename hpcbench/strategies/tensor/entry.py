@@ -10,8 +10,8 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.strategies.layer_table import LayerTable, read_shipped_table
 from hpcbench.strategies.mesh import even_ranges
 from hpcbench.strategies.strategy_entry import HybridAlias, StrategyEntry
-from hpcbench.workloads.custom_models import is_custom_model
 from hpcbench.workloads.datasets import DATASETS, sample_shape
+from hpcbench.workloads.models import is_custom_model
 
 TRANSFORMER_BLOCK_KIND = "TransformerBlock.other"
 """Kind of the row that every transformer block has in a table of layers."""

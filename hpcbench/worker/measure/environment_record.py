@@ -27,7 +27,7 @@ from hpcbench.strategies.catalog import load_member
 from hpcbench.worker.distributed.rank_environment import RankInfo, cpu_mask, performance_environment, resource_limits
 from hpcbench.worker.measure.gpu import host_gpu_facts, rank_gpu_facts
 from hpcbench.worker.measure.host import cores_per_numa_node, host_facts, read_text
-from hpcbench.workloads.custom_models import custom_model_file, is_custom_model
+from hpcbench.workloads.models import custom_model_file, is_custom_model
 
 _TRACKED_PACKAGES = ("numpy", "torchvision", "scikit-learn", "horovod", "fairscale", "pillow", "h5py", "triton",
              "pytorch-triton", "mkl", "intel-openmp", "tbb", "intel-extension-for-pytorch")  # fmt: skip
