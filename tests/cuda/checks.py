@@ -40,11 +40,6 @@ OSS_WAIT = "fairscale's OSS waits for the device before it broadcasts the update
 ALLOWED_WAITS = {key: {"cudaDeviceSynchronize": (1, OSS_WAIT)} for key in ("fairscale_oss", "fairscale_sddp")}
 """Calls of CUDA's runtime in a step of a strategy, with the reason."""
 
-UNORDERED_CALLS = {
-    "horovod": "Horovod's thread fuses gradients by the time at which they are ready: only their sum is exact"
-}
-"""Strategies whose library does not define the order of its calls, with the reason."""
-
 HALF_MESSAGES = ("resnet18",)
 """Models whose blocks hand bf16 on under autocast; the oracle counts messages between stages as fp32. Blocks of
 transformers hand on a sum that is fp32."""
@@ -138,7 +133,7 @@ def order_problems(spec: RunSpec, by_rank: Mapping[int, GpuSteps]) -> list[str]:
         return problems + [
             text for rank, steps in by_rank.items() for text in pipeline_order_problems(spec, rank, steps)
         ]
-    return problems if spec.strategy in UNORDERED_CALLS else problems + priced_order_problems(spec, by_rank)
+    return problems + priced_order_problems(spec, by_rank)
 
 
 def pipeline_order_problems(spec: RunSpec, rank: int, steps: GpuSteps) -> list[str]:

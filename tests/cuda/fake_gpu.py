@@ -25,9 +25,9 @@ from hpcbench.worker.shutdown import StopController
 from hpcbench.worker.strategy import Strategy
 from hpcbench.worker.training_loop import LoopProgress, run_training_loop
 from tests.cuda.gpu_recorder import Call, GpuRecorder
+from tests.cuda.library_stand_ins import library_stand_ins
 from tests.cuda.stub import WAITS, count_calls
 from tests.cuda.stub_answers import DEVICES
-from tests.library_stand_ins import library_stand_ins
 
 TIMED_STEPS = 1
 

@@ -6,9 +6,8 @@ import msgspec
 import pytest
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.strategies.catalog import STRATEGIES
 from hpcbench.strategies.mesh import RankMesh
-from tests.cuda.cases import MODELS, WORLDS, exclusion, gpu_run, ranks_to_step
+from tests.cuda.cases import MODELS, STEPPED, WORLDS, exclusion, gpu_run, ranks_to_step
 from tests.cuda.checks import is_pipeline_of_ranks, memory_problems, order_problems, step_problems
 from tests.cuda.fake_gpu import step_on_gpu
 
@@ -31,7 +30,7 @@ def phases_of(spec: RunSpec, rank: int) -> set[str]:
 
 @pytest.mark.parametrize("ranks", WORLDS)
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("key", STRATEGIES)
+@pytest.mark.parametrize("key", STEPPED)
 def test_a_step_on_cuda_equals_the_predicted_calls_and_memory(key: str, kind: str, ranks: int) -> None:
     spec = gpu_run(key, kind, ranks)
     if (key, kind) in EXCLUDED:

@@ -21,7 +21,7 @@ def pipeline_case(
 ) -> Case:
     """Four micro-batches of two samples; the last batch of every third step has one sample fewer, so three.
 
-    Whole networks pass their messages in ``test_pipeline_cost.py`` and ``test_pipeline_launches.py``.
+    Whole networks pass their messages in ``test_traffic.py`` and ``test_pipeline_launches.py``.
     """
     given = {
         "strategy": schedule, "pp_degree": stages, "dp_degree": replicas, "micro_batches": 4, "batch_size": 8,

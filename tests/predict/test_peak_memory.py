@@ -1,4 +1,4 @@
-"""The terms of a rank's memory, one by one; ``tests/distributed/test_dry_run_peaks.py`` compares their sums."""
+"""The terms of a rank's memory, one by one; ``tests/distributed/test_live_memory.py`` and ``test_dry_run.py`` compare their sums."""
 
 from __future__ import annotations
 
