@@ -26,10 +26,10 @@ from tests.distributed.pool import Pool
 from tests.distributed.rounding import excesses
 from tests.distributed.tensor_cases import small_vocabulary, tensor_case
 from tests.distributed.test_channels import split_case
+from tests.distributed.test_data_parallel import sharded_case
 from tests.distributed.test_horovod import horovod_case
 from tests.distributed.test_pipedream import pipedream_case
 from tests.distributed.test_pipeline import pipeline_case
-from tests.distributed.test_sharded import sharded_case
 from tests.distributed.test_spatial import spatial_case
 
 pytestmark = pytest.mark.slow
