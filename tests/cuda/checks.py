@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import cache
 from itertools import combinations
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -45,10 +43,7 @@ HALF_MESSAGES = ("resnet18",)
 transformers hand on a sum that is fp32."""
 
 MEMORY_TOLERANCE = 0.1
-"""Share of the oracle's peak; ``memory_ratios.tsv`` lists ratios that are further away, and as far a peak may be."""
-RATIO_TOLERANCE = 0.02
-"""Distance beyond a listed ratio."""
-MEMORY_RATIOS = Path(__file__).with_name("memory_ratios.tsv")
+"""Share of the oracle's peak."""
 
 
 def step_problems(spec: RunSpec, rank: int, steps: GpuSteps) -> list[str]:
@@ -96,32 +91,12 @@ def expected_traffic(spec: RunSpec, rank: int) -> list[Traffic]:
     ]
 
 
-def memory_ratio(spec: RunSpec, rank: int, steps: GpuSteps) -> float:
-    """Return the live bytes of ``rank`` at their peak over the oracle's."""
-    return steps.peak_bytes / resolve_cost(spec.strategy).memory(spec, table_of(spec), rank).total_bytes
-
-
 def memory_problems(spec: RunSpec, rank: int, steps: GpuSteps) -> list[str]:
     """Return whether the live bytes of ``rank`` at their peak are others than the oracle's, which are one device's."""
-    if spec.devices_per_task > 1:
+    ratio = steps.peak_bytes / resolve_cost(spec.strategy).memory(spec, table_of(spec), rank).total_bytes
+    if spec.devices_per_task > 1 or abs(ratio - 1.0) <= MEMORY_TOLERANCE:
         return []
-    ratio = memory_ratio(spec, rank, steps)
-    listed = known_ratios().get((spec.strategy, spec.model, spec.ranks, rank), 1.0)
-    low = min(1.0 - MEMORY_TOLERANCE, listed - RATIO_TOLERANCE)
-    high = max(1.0 + MEMORY_TOLERANCE, listed + RATIO_TOLERANCE)
-    if low <= ratio <= high:
-        return []
-    return [
-        f"peak of rank {rank} in {steps.peak_layer}: {steps.peak_bytes} bytes, {ratio:.2f} of the oracle's, "
-        f"not {low:.2f} to {high:.2f}"
-    ]
-
-
-@cache
-def known_ratios() -> dict[tuple[str, str, int, int], float]:
-    """Return the ratios that are not near 1, by strategy, model, ranks of the run and rank."""
-    lines = [line.split("\t") for line in MEMORY_RATIOS.read_text().splitlines() if not line.startswith("#")]
-    return {(key, model, int(ranks), int(rank)): float(ratio) for key, model, ranks, rank, ratio in lines[1:]}
+    return [f"peak of rank {rank} in {steps.peak_layer}: {steps.peak_bytes} bytes, {ratio:.2f} of the oracle's"]
 
 
 def order_problems(spec: RunSpec, by_rank: Mapping[int, GpuSteps]) -> list[str]:

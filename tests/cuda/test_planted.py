@@ -10,15 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.strategies.gradient_buckets import fill_buckets
 from hpcbench.strategies.pipeline.exchange_order import Exchange
 from hpcbench.strategies.pipeline.train.p2p import MessageTransport
-from hpcbench.strategies.sharded.train import FsdpStrategy
 from hpcbench.worker.distributed import gradient_reducer
-from hpcbench.worker.dry_run import modelled_ddp
 from hpcbench.worker.strategy import DataParallelStrategy
 from tests.cuda.cases import gpu_run, ranks_to_step
 from tests.cuda.checks import memory_problems, order_problems, step_problems
@@ -49,14 +46,10 @@ def other_gpu(self: DataParallelStrategy, parameter: Tensor) -> Tensor:
 
 DEFECTS: dict[str, tuple[Defect, str]] = {
     "item": (lambda _, parameter: parameter.detach().sum().item(), "reads a value"),
-    "branch": (lambda _, parameter: float(parameter.detach().norm()) > 1, "reads a value"),
     "copy to the host": (lambda _, parameter: parameter.detach().cpu(), "copied to the host"),
-    "copy from the host": (lambda _, parameter: torch.ones(4).to(parameter.device), "copied from the host"),
     "values of the host": (lambda _, parameter: parameter.new_tensor([1.0]), "copies values from the host"),
-    "host tensor": (lambda _, parameter: torch.ones(parameter.shape), "on the host"),
     "other device": (other_gpu, "on cuda:7, not on cuda:0"),
     "synchronize": (lambda *_: torch.cuda.synchronize(), "cudaDeviceSynchronize"),
-    "stream's wait": (lambda *_: torch.cuda.current_stream().synchronize(), "cudaStreamSynchronize"),
 }
 
 
@@ -66,7 +59,7 @@ def test_a_planted_wait_or_stray_tensor_is_found(monkeypatch: pytest.MonkeyPatch
     plant_in_update(monkeypatch, defect)
     problems = [problem for problem in problems_of(gpu_run("single", "transformer", 1)) if message in problem]
     assert len(problems) == 1
-    if name not in ("synchronize", "stream's wait"):
+    if name != "synchronize":
         # Operators are named with their line.
         assert "tests/cuda/test_planted.py:" in problems[0]
 
@@ -107,56 +100,6 @@ def test_swapped_gradient_buckets_are_found_on_one_or_all_ranks(
     problems = order_found(spec, (1, 5))
     assert any("on rank 1" in problem for problem in problems) == (swapping == {1})
     assert any("the oracle prices" in problem for problem in problems)
-
-
-@pytest.mark.parametrize("key", ["ddp", "zero1"])
-def test_two_swapped_buckets_of_a_library_are_found(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
-    """All ranks agree, and differ from the order of the backward pass."""
-
-    def swapped(sizes: list[int], cap_bytes: int, first_cap_bytes: int) -> list[list[int]]:
-        buckets: list[list[int]] = fill_buckets(sizes, cap_bytes, first_cap_bytes)
-        return [*buckets[:2][::-1], *buckets[2:]]
-
-    spec = gpu_run(key, "cnn", 8)
-    assert order_found(spec, (0, 5)) == []
-    monkeypatch.setattr(modelled_ddp, "fill_buckets", swapped)
-    problems = order_found(spec, (0, 5))
-    assert len(problems) == 1
-    assert "the oracle prices" in problems[0]
-
-
-def test_two_swapped_gathers_of_fsdp_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks gather a block's parameters before those of the block in front of it."""
-    wrap = FsdpStrategy.wrap
-
-    def prefetching(self: FsdpStrategy, *arguments: Any) -> Any:
-        module = wrap(self, *arguments)
-        units = [block for block in module.children() if isinstance(block, FSDPModule)]
-        units[1].set_modules_to_forward_prefetch([units[3]])
-        return module
-
-    spec = gpu_run("fsdp", "cnn", 8)
-    assert order_found(spec, (0, 5)) == []
-    monkeypatch.setattr(FsdpStrategy, "wrap", prefetching)
-    problems = order_found(spec, (0, 5))
-    assert len(problems) == 1
-    assert "is Traffic(operation='all_gather'" in problems[0]
-    assert "the oracle prices" in problems[0]
-
-
-def test_two_swapped_sums_of_a_pipeline_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All replicas send the buckets of a stage's gradients in another order."""
-
-    def swapped(sizes: list[int], cap_bytes: int) -> list[list[int]]:
-        buckets: list[list[int]] = fill_buckets(sizes, cap_bytes)
-        return [*buckets[:-2], *buckets[-2:][::-1]]
-
-    spec, last_stage = gpu_run("1f1b", "cnn", 8, pp_degree=2, dp_degree=4), (1, 3)
-    assert order_found(spec, last_stage) == []
-    monkeypatch.setattr(gradient_reducer, "fill_buckets", swapped)
-    problems = order_found(spec, last_stage)
-    assert len(problems) == len(last_stage)
-    assert all("the order of the pipeline is" in problem for problem in problems)
 
 
 def test_swapped_pipeline_exchanges_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

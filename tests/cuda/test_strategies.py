@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from hpcbench.config.run_spec import RunSpec
@@ -44,17 +43,6 @@ def test_a_step_on_cuda_equals_the_predicted_calls_and_memory(key: str, kind: st
         assert steps.modelled == MODELLED.get(key, [])
         assert set(steps.phases) == phases_of(spec, rank)
         assert steps.device.index == rank % 8
-    assert order_problems(spec, by_rank) == []
-
-
-def test_inner_stages_of_two_chunks_of_a_transformer() -> None:
-    """One with more blocks than ``MODELS`` has: four stages, of which two are neither first nor last."""
-    spec = msgspec.structs.replace(gpu_run("interleaved_1f1b", "cnn", 8, pp_degree=4, dp_degree=2), model="vit_b16")
-    assert exclusion(spec) is None
-    by_rank = {rank: step_on_gpu(spec, rank) for rank in (0, 1, 2, 7)}
-    for rank, steps in by_rank.items():
-        assert step_problems(spec, rank, steps) == []
-        assert memory_problems(spec, rank, steps) == []
     assert order_problems(spec, by_rank) == []
 
 
