@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from hpcbench.config.run_spec import RunSpec, run_id
@@ -132,12 +130,6 @@ def test_two_launches_of_one_job_do_not_meet(tmp_path: Path, launch: Launch) -> 
     meetings = [json.loads(attempt_of(tmp_path, spec).rendezvous_path.read_bytes()) for spec in (PAIR, other)]
     assert meetings[0]["nonce"] != meetings[1]["nonce"]
     assert meetings[0]["port"] != meetings[1]["port"]
-
-
-def test_ranks_by_hand_find_rank_0s_attempt(tmp_path: Path, whole_launch: Launch) -> None:
-    assert whole_launch.by_hand(2, write_tasks(tmp_path, PAIR)).wait() == [0, 0], whole_launch.logs()
-    assert result_of(tmp_path, PAIR).status == "ok"
-    assert sorted(path.name for path in attempt_of(tmp_path, PAIR).folder.parent.iterdir()) == ["1"]
 
 
 # Told to stop
@@ -283,11 +275,6 @@ def test_out_of_memory_on_one_rank_makes_the_run_oom(tmp_path: Path, launch: Lau
 # Ranks that do not meet
 
 
-def test_a_launch_with_too_few_ranks_fails(tmp_path: Path, launch: Launch) -> None:
-    assert launch.lone(write_tasks(tmp_path, PAIR)).wait() == [1]
-    assert "wants 2 ranks" in message_of(result_of(tmp_path, PAIR))
-
-
 def test_a_peer_does_not_join_a_foreign_rendezvous(tmp_path: Path, launch: Launch) -> None:
     tasks = write_tasks(tmp_path, PAIR, wait_s=2.0)
     worker("begin", "--tasks", str(tasks), "--index", "0")
@@ -324,15 +311,3 @@ def test_rank_0_names_the_ranks_that_did_not_come(tmp_path: Path, launch: Launch
     result = result_of(tmp_path, three)
     assert "ranks 1, 2 of 3" in message_of(result)
     assert str(attempt_of(tmp_path, three).rendezvous_path) in message_of(result)
-
-
-def test_a_run_leaves_no_temporary_files(tmp_path: Path, launch: Launch) -> None:
-    """No temporary or lock file stays in the tree after a run."""
-    launch.lone(write_tasks(tmp_path, LONE)).wait()
-    left = sorted(
-        str(path.relative_to(tree_of(tmp_path).root)) for path in tree_of(tmp_path).root.rglob("*") if path.is_file()
-    )
-    run = f"runs/{run_id(LONE)[:2]}/{run_id(LONE)}"
-    assert left == [f"{run}/attempts/1/attempt.json", f"{run}/attempts/1/rank-0.json", f"{run}/result.json"]
-    assert os.listdir(tmp_path)
-    assert msgspec.json.decode((tree_of(tmp_path).root / left[2]).read_bytes())["schema_version"] == 1
