@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from benchmarks.oracle import cases, registered, score
-from benchmarks.oracle.cases import BLIND, CALIBRATED, ScoreCase, ScoreCases, with_earlier_launches
+from benchmarks.oracle.cases import BLIND, CALIBRATED, ScoreCase, ScoreCases
 from benchmarks.oracle.scoring import ORACLE_NAME, PredictorResult
 from benchmarks.testbed import Testbed
 from hpcbench.config.run_spec import RunSpec, config_id
 from hpcbench.config.sweep_loader import load_sweep
-from hpcbench.errors import ConfigError, HpcbenchError
 
 SWEEP = """\
 name = "small"
@@ -83,51 +80,6 @@ def test_data_parallelism_is_launched_more_often_and_known_launches_never_again(
     assert seeds(score._sweep_of_launches(bed, own))["ddp"] == [0, 2, 4]
 
 
-@pytest.mark.parametrize(
-    ("sweep", "most", "options"),
-    [
-        ("paradl", 1, ["--set", "grid.seed=0"]),
-        ("paradl", 2, []),
-        ("local", 2, ["--set", "repeats=2"]),
-        ("local", 3, []),
-    ],
-)
-def test_first_launches_are_the_first_seeds_or_repeats(sweep: str, most: int, options: list[str]) -> None:
-    assert score._first_launches(registered.SCORES[sweep].sweep, most) == options
-
-
-def test_a_later_slice_adds_its_launches() -> None:
-    specs = [
-        RunSpec(model="vit", dataset="digits", strategy=strategy, batch_size=8)
-        for strategy in ("single", "ddp", "fsdp")
-    ]
-    before = ScoreCases(
-        sweep="s", sources=["a"], cases=[case(specs[0], ["x", "y"], [1.0, 2.0]), case(specs[1], ["z"], [3.0])]
-    )
-    now = ScoreCases(
-        sweep="s", sources=["a"], cases=[case(specs[0], ["y", "w"], [2.5, 4.0]), case(specs[2], ["v"], [5.0])]
-    )
-    merged = with_earlier_launches(now, before)
-    assert [(one.spec.strategy, one.run_ids, one.measured_step_times_s) for one in merged.cases] == [
-        ("single", ["x", "y", "w"], [1.0, 2.5, 4.0]),
-        ("ddp", ["z"], [3.0]),
-        ("fsdp", ["v"], [5.0]),
-    ]
-    with pytest.raises(ConfigError, match="earlier launches were predicted from b"):
-        with_earlier_launches(now, ScoreCases(sweep="s", sources=["b"], cases=[]))
-
-
-def test_a_failed_launch_is_replaced_by_one_that_ended_well() -> None:
-    spec = RunSpec(model="vit", dataset="digits", strategy="single", batch_size=8)
-    failed = msgspec.structs.replace(case(spec, ["x"], []), status="failed")
-    fine = case(spec, ["y"], [1.0])
-    for before, now in ((failed, fine), (fine, failed)):
-        (merged,) = with_earlier_launches(
-            ScoreCases(sweep="s", sources=[], cases=[now]), ScoreCases(sweep="s", sources=[], cases=[before])
-        ).cases
-        assert (merged.status, merged.run_ids, merged.measured_step_times_s) == ("ok", ["y"], [1.0])
-
-
 def test_present_predictions_follow_from_the_committed_calibrations(bed: Testbed, tmp_path: Path) -> None:
     own = small_score(tmp_path)
     assert score.predict(bed, own) == 0
@@ -146,38 +98,3 @@ def test_present_predictions_follow_from_the_committed_calibrations(bed: Testbed
     for before, now in zip(registered_cases, cases.with_present_predictions(own, registered_cases), strict=True):
         assert now.said[ORACLE_NAME].step_time_s == before.said[ORACLE_NAME].step_time_s
         assert now.said[BLIND].step_time_s == before.said[BLIND].step_time_s
-
-
-def git(folder: Path, *arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True, text=True).stdout
-
-
-def test_predictions_and_cases_are_committed_alone(bed: Testbed, tmp_path: Path) -> None:
-    project = small_score(tmp_path)
-    own = project._replace(folder=bed.work)
-    with pytest.raises(HpcbenchError, match="git repository"):
-        registered.require_git(tmp_path)
-    git(tmp_path, "init", "--quiet")
-    git(tmp_path, "config", "user.name", "a")
-    git(tmp_path, "config", "user.email", "a@b")
-    registered.require_git(tmp_path)
-    assert score.predict(bed, own) == 0
-    (own.calibrations / "one.json.gz").write_text("{}")
-    project.calibrations.mkdir(parents=True)
-    (project.calibrations / "old.json.gz").write_text("{}")
-    git(tmp_path, "add", "small.toml")
-
-    files = registered.copy_files([own.predictions, own.calibrations], own, project)
-    assert registered.commit(project.predictions) is None
-    registered.commit_files(files, project.folder, "Register", "body")
-    found = registered.commit(project.predictions)
-    assert found is not None
-    committed = "box_predictions.json\ncalibrations/box/one.json.gz\n"
-    assert git(tmp_path, "show", "--format=", "--name-only") == committed
-    assert git(tmp_path, "diff", "--cached", "--name-only") == "small.toml\n"
-    registered.commit_files(files, project.folder, "Again", "nothing has changed")
-    assert registered.commit(project.predictions) == found
-    (tmp_path / ".git" / "index.lock").touch()
-    project.predictions.write_text("changed")
-    with pytest.raises(HpcbenchError, match=r"git add failed: .*index\.lock"):
-        registered.commit_files(files, project.folder, "Register", "body")
