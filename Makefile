@@ -85,7 +85,7 @@ test-slurm: horovod-if-possible ## tests on the SLURM box, which it starts
 
 # Outside of .venv: its torch is the build for CPUs. One process more than halves the time on two cores.
 test-cuda: $(VENV)/.test ## every strategy on fake GPUs: torch's CUDA build and a stub of CUDA (gcc; 6 GB in ~/.cache/hpcbench)
-	$(BIN)/python -m tests.cuda pytest tests/cuda tests/worker/test_private_names.py tests/worker/test_private_torch.py --numprocesses $(WORKERS) --maxprocesses 8 -rs
+	$(BIN)/python -m tests.cuda pytest tests/cuda tests/worker/test_private_torch.py --numprocesses $(WORKERS) --maxprocesses 8 -rs
 
 # In an environment of its own, made of PYTHON and kept in ~/.cache/hpcbench.
 test-torch: $(VENV)/.test ## hpcbench with another release of torch, such as VERSION=2.11.0 [PYTHON=python3.12] (5 GB in ~/.cache/hpcbench)

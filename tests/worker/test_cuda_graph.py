@@ -6,7 +6,7 @@ Like CUDA it refuses an operator that reads from the device within a capture, an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,23 +17,15 @@ from torch.utils._pytree import tree_leaves
 
 from hpcbench.config.run_spec import RunSpec, run_id
 from hpcbench.errors import WorkerError
-from hpcbench.results.schema import VerificationResult
 from hpcbench.strategies.catalog import STRATEGIES
 from hpcbench.strategies.data.train import SingleStrategy
 from hpcbench.strategies.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.worker import model_execution
-from hpcbench.worker.data.feed import DataSource
-from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
-from hpcbench.worker.model_execution import GraphedStep, graph_stream_context
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.shutdown import StopController
-from hpcbench.worker.verification.reference import REPLAYED_STEPS
-from hpcbench.worker.verification.verify import VerificationInputs, verify_run
 from tests.worker.helpers import make_spec
 
 CPU = torch.device("cpu")
-EAGER_STEPS = 3
 
 
 class FakeStream:
@@ -113,87 +105,6 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     model_execution._graph_stream.cache_clear()
     yield calls
     model_execution._graph_stream.cache_clear()
-
-
-def trained(spec: RunSpec, steps: int, *, graphed: bool) -> tuple[list[float], dict[str, Tensor]]:
-    strategy, feed = SingleStrategy(), make_feed(spec, CPU)
-    strategy.setup(build_model(spec), spec, RankContext(0, 1, CPU))
-    if graphed:
-        strategy._graphed = GraphedStep(strategy._train_static, EAGER_STEPS)
-    losses = [strategy.step(feed, step) for step in range(steps)]
-    state = {**strategy.weights(), **{f"gradient of {name}": value for name, value in strategy.gradients().items()}}
-    return [loss.item() for loss in losses], {name: tensor.clone() for name, tensor in state.items()}
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"model": "resnet18", "micro_batches": 2},
-        {"model": "vit", "optimizer": "adamw"},
-        {"model": "vit", "precision": "bf16_params"},
-        {"model": "vit", "precision": "bf16", "micro_batches": 2},
-    ],
-)
-def test_replays_train_as_eager_steps_do(
-    log: list[str], values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each replay reads its own samples, and nothing of a step happens on the host alone."""
-    # On cuda Adam is fused; as torch writes it for a cpu it reads the number of the step.
-    monkeypatch.setattr("hpcbench.worker.strategy.is_host", lambda _device: False)
-    steps = EAGER_STEPS + 3
-    spec = make_spec(**values, drop_last=True)
-    eager_losses, eager = trained(spec, steps, graphed=False)
-    assert not log
-    losses, state = trained(spec, steps, graphed=True)
-    assert losses == eager_losses
-    assert len(set(losses)) == steps
-    assert state.keys() == eager.keys()
-    assert all(torch.equal(state[name], eager[name]) for name in eager)
-    eager_step = ["side waits for current", "enter side", "leave side", "current waits for side"]
-    assert log == [*(eager_step * EAGER_STEPS), "capture on side, thread_local", "replay", "replay", "replay"]
-
-
-def verified(monkeypatch: pytest.MonkeyPatch, **values: Any) -> VerificationResult:
-    """The result of ``verify`` for a run with a graph; wrappers are made outside of the stand-in's streams."""
-    monkeypatch.setattr("hpcbench.worker.strategy.graph_stream_context", lambda _device: nullcontext())
-    monkeypatch.setattr("hpcbench.worker.strategy.is_host", lambda _device: False)
-    spec = make_spec(cuda_graph=True, drop_last=True, **values)
-    inputs = VerificationInputs(DataSource(None, 1), None)
-    result = verify_run(spec, RankContext(0, 1, CPU), inputs, StopController(), None, 60.0)
-    assert result is not None
-    return result
-
-
-def test_verify_compares_replays_with_the_reference(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    result = verified(monkeypatch, model="vit", precision="bf16")
-    assert result.passed, result
-    # Once in fp64 over three replays, once in the run's precision over one.
-    assert (log.count("capture on side, thread_local"), log.count("replay")) == (2, REPLAYED_STEPS + 1)
-
-
-def test_verify_finds_a_graph_that_replays_its_first_samples(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def replay(graphed: GraphedStep, inputs: Tensor, targets: Tensor) -> Tensor:
-        if graphed._graph is not None:
-            inputs, targets = graphed._inputs.clone(), graphed._targets.clone()
-        return as_it_is(graphed, inputs, targets)
-
-    as_it_is = GraphedStep.__call__
-    monkeypatch.setattr(GraphedStep, "__call__", replay)
-    assert not verified(monkeypatch, model="vit").passed
-    assert "replay" in log
-
-
-def test_a_step_that_reads_from_the_device_cannot_be_captured(log: list[str]) -> None:
-    step = GraphedStep(lambda inputs, _targets: inputs * inputs.sum().item(), 0)
-    with pytest.raises(AssertionError, match="not permitted when stream is capturing"):
-        step(torch.ones(3), torch.ones(3))
-    assert log == ["capture on side, thread_local"]
-
-
-def test_wrappers_are_made_on_the_capturing_stream(log: list[str]) -> None:
-    with graph_stream_context(torch.device("cuda", 0)):
-        log.append("wrapped")
-    assert log == ["enter side", "wrapped", "leave side"]
 
 
 def test_a_cpu_has_no_graphs() -> None:
