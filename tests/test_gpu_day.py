@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from benchmarks.gpu_day import preflight, status
@@ -19,12 +18,10 @@ from benchmarks.gpu_day.outputs import LOG, MACHINE, REPORT, RESULTS, DayFiles, 
 from benchmarks.gpu_day.parts import SHARED_RANKS, Size, day_parts, part_sweep
 from benchmarks.gpu_day.preflight import Gpu, Machine, is_hopeless
 from benchmarks.gpu_day.shards import shard_specs
-from hpcbench.config.run_spec import config_id, run_id
 from hpcbench.results.results_tree import ClusterTree
-from hpcbench.results.schema import FailureRecord, RunResult, VerificationResult
+from hpcbench.results.schema import RunResult
 from hpcbench.strategies.catalog import STRATEGIES
 from hpcbench.submit.plan import make_plan
-from tests.worker.helpers import make_spec
 
 ROOT = Path(__file__).parents[1]
 H100 = Gpu("NVIDIA H100 80GB HBM3", 80 * 2**30, 79 * 2**30, "580.159.04", (13, 0))
@@ -50,25 +47,6 @@ def test_every_run_of_the_day_is_feasible_on_one_device(size: Size, tmp_path: Pa
             plan = make_plan(part_sweep(part), profiles.of(part.is_shared), ClusterTree(tmp_path))
             assert plan.dropped == []
             assert len(plan.runs) == len(part.points)
-
-
-def test_the_day_covers_every_strategy_family_and_precision() -> None:
-    parts = {part.name: part for part in day_parts("full", large_memory=False)}
-    divided = {key for key, entry in STRATEGIES.items() if entry.own_degree is not None}
-    assert {point["strategy"] for point in parts["shared"].points} == divided
-    assert {point.get("tasks_per_node", 1) for point in parts["shared"].points} == {1, 2, SHARED_RANKS}
-    kernels = parts["kernels"].points
-    families = {point["model"] for point in kernels}
-    precisions = {"fp32", "tf32", "bf16", "fp16", "bf16_params"}
-    assert families >= {"resnet18", "vgg11", "mobilenetv2", "cosmoflow", "vit", "gpt", "llama"}
-    for family in families:
-        assert {point.get("precision") for point in kernels if point["model"] == family} >= precisions
-    assert sum(bool(point.get("cuda_graph")) for point in kernels) == 3
-    cnns = {point["model"] for point in kernels if point.get("channels_last")}
-    assert cnns == families - {"gpt", "llama"}
-    assert {point["model"] for point in parts["compiled"].points if point["compile"]} == families
-    assert len(parts["singles"].points) == 10
-    assert all(parts[name].fixed["verify"] for name in ("launcher", "kernels", "shared", "compiled"))
 
 
 @pytest.mark.parametrize(
@@ -98,16 +76,6 @@ def test_a_machine_that_lacks_something_says_so(changes: dict[str, Any], text: s
     assert is_hopeless(machine(**changes, problems=found), "cuda") == hopeless
 
 
-def test_this_machine_is_inspected_without_importing_torch() -> None:
-    code = (
-        "import sys; from benchmarks.gpu_day.preflight import inspect_machine\n"
-        "found = inspect_machine('cuda', 'full', None)\n"
-        "assert 'torch' not in sys.modules, 'torch takes half a minute on a cold node'\n"
-        "assert found.cores and found.packages['torch'], found\n"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-
-
 def test_a_day_without_a_gpu_ends_at_once(tmp_path: Path) -> None:
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     words = ["-m", "benchmarks.gpu_day", "run", "--out", str(tmp_path)]
@@ -121,38 +89,8 @@ def test_every_timed_configuration_and_shard_was_predicted() -> None:
     assert missing_predictions() == []
 
 
-def result(part: str, outcome: str = "ok", **values: Any) -> RunResult:
-    spec = make_spec(**{"verify": True, **values})
-    failure = (
-        None if outcome == "ok" else FailureRecord(type="RuntimeError", message="rank 1 on n7: bad <b>|`x`\n\x1b[2J")
-    )
-    verification = (
-        VerificationResult(passed=outcome == "ok", precision="fp64", tolerance=1e-9, steps=5) if spec.verify else None
-    )
-    return RunResult(
-        run_id=run_id(spec), config_id=config_id(spec), attempt=1, sweep=f"gpu-day-{part}", cluster="gpu-day-h100",
-        status=outcome, spec=spec, ranks=[{"rank": 0, "device": "cuda:0"}], verification=verification, error=failure,
-    )  # fmt: skip
-
-
 def day(*results: RunResult, **changes: Any) -> DayFiles:
     return DayFiles("2026-12-01-h100", machine(**changes), [*results], [], [], [])
-
-
-def state_of(part: str, *days: DayFiles) -> str:
-    (line,) = [line for line in status.status_lines(days) if f"`{part}`" in line.split("|")[1]]
-    return line.split("|")[4].strip()
-
-
-def test_rows_move_from_never_executed_by_results_alone() -> None:
-    good, bad = result("kernels", precision="tf32"), result("kernels", "failed", precision="tf32", seed=1)
-    assert state_of("tf32").startswith("never executed")
-    assert state_of("tf32", day(good)) == "executed on NVIDIA H100 80GB HBM3, 2026-12-01: 1 run right"
-    assert state_of("tf32", day(good, bad)) == "executed on NVIDIA H100 80GB HBM3, 2026-12-01: 1 of 2 runs right"
-    assert state_of("fp16", day(good)).startswith("never executed")
-    assert state_of("tf32", day(good, gpu=None)).startswith("never executed")
-    never_stepped = msgspec.structs.replace(bad, ranks=[])
-    assert state_of("tf32", day(never_stepped)).startswith("never executed")
 
 
 def test_the_status_page_is_that_of_the_committed_days() -> None:
@@ -207,3 +145,22 @@ def test_a_day_that_is_cut_keeps_what_came_before(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "no time is left for" in done.stdout
     assert {MACHINE, RESULTS, REPORT, LOG} <= {path.name for path in (tmp_path / "day").iterdir()}
+
+
+def test_the_day_covers_every_strategy_family_and_precision() -> None:
+    parts = {part.name: part for part in day_parts("full", large_memory=False)}
+    divided = {key for key, entry in STRATEGIES.items() if entry.own_degree is not None}
+    assert {point["strategy"] for point in parts["shared"].points} == divided
+    assert {point.get("tasks_per_node", 1) for point in parts["shared"].points} == {1, 2, SHARED_RANKS}
+    kernels = parts["kernels"].points
+    families = {point["model"] for point in kernels}
+    precisions = {"fp32", "tf32", "bf16", "fp16", "bf16_params"}
+    assert families >= {"resnet18", "vgg11", "mobilenetv2", "cosmoflow", "vit", "gpt", "llama"}
+    for family in families:
+        assert {point.get("precision") for point in kernels if point["model"] == family} >= precisions
+    assert sum(bool(point.get("cuda_graph")) for point in kernels) == 3
+    cnns = {point["model"] for point in kernels if point.get("channels_last")}
+    assert cnns == families - {"gpt", "llama"}
+    assert {point["model"] for point in parts["compiled"].points if point["compile"]} == families
+    assert len(parts["singles"].points) == 10
+    assert all(parts[name].fixed["verify"] for name in ("launcher", "kernels", "shared", "compiled"))

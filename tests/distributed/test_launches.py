@@ -16,8 +16,8 @@ from hpcbench.config.run_spec import RunSpec, run_id
 from hpcbench.results.attempts import Attempt
 from hpcbench.results.schema import RankTraffic, RunResult
 from hpcbench.strategies.data.cost import DdpCost
-from hpcbench.strategies.layer_table import read_shipped_table
 from tests.distributed.launching import HOOKED, Launch, wait_until, worker
+from tests.layer_tables import table_of_run
 from tests.worker.helpers import make_spec, tree_of, write_tasks
 
 pytestmark = pytest.mark.slow
@@ -106,8 +106,7 @@ def test_begin_ranks_end_as_a_job_script_does_it(tmp_path: Path, launch: Launch)
     assert "step_times_s" not in result.ranks[0]
     assert result.traffic is not None
     assert result.traffic == RankTraffic(rank=0, calls=files[0].traffic)
-    table = read_shipped_table(PROFILED.model, PROFILED.dataset)
-    assert table is not None
+    table = table_of_run(PROFILED)
     assert result.traffic.calls == DdpCost().traffic(PROFILED, table, 0)
 
 
@@ -147,7 +146,7 @@ def stop_at_step_4(launch: Launch, start: Any, number: signal.Signals, ranks: in
 
 @pytest.mark.parametrize(
     ("number", "status"),
-    [(signal.SIGTERM, "cancelled"), (signal.SIGINT, "cancelled"), (signal.SIGUSR2, "timeout")],
+    [(signal.SIGTERM, "cancelled"), (signal.SIGUSR2, "timeout")],
 )
 def test_a_signal_ends_a_single_process_with_its_measurements(
     tmp_path: Path, launch: Launch, number: signal.Signals, status: str
@@ -176,10 +175,9 @@ def test_a_signal_after_the_last_timed_step_takes_nothing_away(tmp_path: Path, l
     assert [warning for warning in result.warnings if "10000 profiled steps were made" in warning]
 
 
-@pytest.mark.parametrize("how", ["torchrun", "by_hand"])
-def test_a_signal_cancels_both_ranks_with_their_measurements(tmp_path: Path, launch: Launch, how: str) -> None:
+def test_a_signal_cancels_both_ranks_with_their_measurements(tmp_path: Path, launch: Launch) -> None:
     tasks = write_tasks(tmp_path, ENDLESS_PAIR)
-    stop_at_step_4(launch, lambda **more: getattr(launch, how)(2, tasks, **more), signal.SIGTERM, 2)
+    stop_at_step_4(launch, lambda **more: launch.torchrun(2, tasks, **more), signal.SIGTERM, 2)
     result = result_of(tmp_path, ENDLESS_PAIR)
     assert result.status == "cancelled", launch.logs()
     assert result.metrics.samples_per_s is not None
@@ -217,10 +215,9 @@ def test_the_time_limit_ends_a_run_by_itself(tmp_path: Path, launch: Launch) -> 
 # Ranks that die
 
 
-@pytest.mark.parametrize("how", ["torchrun", "by_hand"])
-def test_rank_1_is_killed(tmp_path: Path, launch: Launch, how: str) -> None:
+def test_rank_1_is_killed(tmp_path: Path, launch: Launch) -> None:
     tasks = write_tasks(tmp_path, ENDLESS_PAIR)
-    codes = getattr(launch, how)(2, tasks, program=HOOKED, ACCIDENT="1:4:kill").wait()
+    codes = launch.torchrun(2, tasks, program=HOOKED, ACCIDENT="1:4:kill").wait()
     assert codes[0] == 1
     result = result_of(tmp_path, ENDLESS_PAIR)
     assert result.status == "failed", launch.logs()
@@ -245,7 +242,7 @@ def test_end_records_how_rank_0_was_killed(tmp_path: Path, launch: Launch) -> No
 
 @pytest.mark.parametrize(
     ("how", "rank", "step"),
-    [("torchrun", 1, 4), ("torchrun", 0, 4), ("torchrun", 1, -1), ("by_hand", 1, 4), ("by_hand", 0, -1)],
+    [("torchrun", 1, 4), ("by_hand", 1, 4), ("by_hand", 0, -1)],
 )
 def test_an_exception_of_a_rank_is_the_runs_error(
     tmp_path: Path, launch: Launch, how: str, rank: int, step: int

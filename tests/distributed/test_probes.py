@@ -11,7 +11,6 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
 from hpcbench.results.probe_records import CollectiveProbe, ProbeResults
 from hpcbench.strategies.catalog import exclusion_reason
-from hpcbench.strategies.layer_table import read_shipped_table
 from hpcbench.strategies.probes.train import ProbeBlocksStrategy
 from hpcbench.strategies.traffic import OVERLAPPED_OPERATIONS, MessageShape, format_messages, parse_messages
 from hpcbench.worker.data.feeds import make_feed
@@ -20,6 +19,7 @@ from hpcbench.worker.microbench.block_probes import measure_blocks
 from hpcbench.worker.microbench.message_probes import measure_messages
 from hpcbench.worker.models.build import build_model
 from tests.distributed.pool import Pool
+from tests.layer_tables import table_of
 
 CPU = torch.device("cpu")
 
@@ -35,8 +35,7 @@ def test_every_block_is_measured_as_a_whole(model: str) -> None:
     strategy = ProbeBlocksStrategy()
     strategy.setup(build_model(spec), spec, RankContext(0, 1, CPU))
     found = strategy.measure(make_feed(spec, CPU), lambda: None)
-    table = read_shipped_table(model, "digits")
-    assert table is not None
+    table = table_of(model, "digits")
     assert [one.block for one in found.blocks] == list(range(table.blocks + 1))
     assert {row.block for row in table.layers} == set(range(table.blocks + 1))
     assert all(one.forward_s > 0 and (one.backward_s or 0) > 0 and one.samples == 4 for one in found.blocks)

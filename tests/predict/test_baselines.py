@@ -20,8 +20,9 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.predict.collective_formulas import HockneyLink
 from hpcbench.predict.machine import nominal_machine
 from hpcbench.strategies.catalog import STRATEGIES
-from hpcbench.strategies.layer_table import LayerTable, read_shipped_table
+from hpcbench.strategies.layer_table import LayerTable
 from hpcbench.strategies.pipeline.rank_cost import PipelineRank
+from tests.layer_tables import table_of
 
 ALPHA_S, BETA_S = 1e-4, 1e-9
 PLAIN = nominal_machine(load_cluster("slurmbox")[0])
@@ -34,12 +35,6 @@ MACHINE = msgspec.structs.replace(
 OWN = dict.fromkeys(STRATEGIES, "dp_degree") | {
     name: entry.own_degree for name, entry in STRATEGIES.items() if entry.own_degree
 }
-
-
-def table_of(model: str, dataset: str) -> LayerTable:
-    found = read_shipped_table(model, dataset)
-    assert found is not None
-    return found
 
 
 TABLE = table_of("resnet18", "cifar10")

@@ -16,16 +16,10 @@ from hpcbench.predict.prediction import peak_rank_memory, predict
 from hpcbench.predict.strategy_cost import resolve_cost
 from hpcbench.predict.tensor_sizes import parameter_bytes
 from hpcbench.strategies.gradient_buckets import MIB
-from hpcbench.strategies.layer_table import LayerTable, read_shipped_table
+from tests.layer_tables import table_of
 
 REPLICAS = ("ddp", "zero1", "fsdp", "fairscale_oss", "fairscale_sddp", "fairscale_fsdp", "horovod")
 PROFILE, _ = load_cluster("slurmbox")
-
-
-def table_of(model: str = "resnet18", dataset: str = "cifar10") -> LayerTable:
-    found = read_shipped_table(model, dataset)
-    assert found is not None
-    return found
 
 
 TABLE = table_of()

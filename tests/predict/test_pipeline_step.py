@@ -15,9 +15,10 @@ from hpcbench.predict.machine import Machine, nominal_machine
 from hpcbench.predict.placement import are_on_one_node, place_group, place_neighbour_pair
 from hpcbench.predict.prediction import predict
 from hpcbench.predict.strategy_cost import resolve_cost
-from hpcbench.strategies.layer_table import LayerTable, TensorShape, read_shipped_table
+from hpcbench.strategies.layer_table import LayerTable, TensorShape
 from hpcbench.strategies.pipeline.rank_cost import PipelineRank
 from hpcbench.strategies.pipeline.step_cost import PipelineStep, weight_gradient_fraction
+from tests.layer_tables import table_of
 
 SYNCHRONOUS = ("model", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 EVERY = (*SYNCHRONOUS, "pipedream")
@@ -27,12 +28,6 @@ FREE = msgspec.structs.replace(
     comm=msgspec.structs.replace(NOMINAL.comm, intra_node=HockneyLink(0.0, 0.0), inter_node=HockneyLink(0.0, 0.0)),
 )
 """A machine whose messages cost nothing."""
-
-
-def table_of(model: str, dataset: str) -> LayerTable:
-    found = read_shipped_table(model, dataset)
-    assert found is not None
-    return found
 
 
 TABLE = table_of("resnet18", "cifar10")
