@@ -19,7 +19,7 @@ SEED ?= 1
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart horovod horovod-if-possible test test-all test-rest test-strategy test-slurm test-cuda test-torch run-distributed run-others run-slurm run-elsewhere durations lint format docs \
+.PHONY: help quickstart horovod horovod-if-possible test test-all test-rest test-strategy test-slurm test-cuda test-torch run-distributed run-others run-slurm run-elsewhere lint format docs \
 	reference schemas layers check-layers golden pictures slurm-up slurm-down slurm-status soak faults chaos bench gpu-check gpu-kit gpu-day oracle-score rerun-ddlbench rerun-paradl clean
 
 help: ## list the targets
@@ -57,7 +57,7 @@ horovod-if-possible: $(VENV)/.dev
 	@[ -e $(VENV)/.horovod ] || $(BIN)/python -m tests.packages mpi || echo "MPI is left out: Adasum's test is skipped, or fails where HPCBENCH_REQUIRE names horovod-mpi"
 	@$(MAKE) --no-print-directory $(VENV)/.horovod || echo "Horovod is left out: its tests are skipped, or fail where HPCBENCH_REQUIRE names it"
 
-# Tests are marked by their cost (tests/durations.tsv), not by their place. hypothesis tries 20 examples in
+# Tests are marked by their cost, not by their place. hypothesis tries 20 examples in
 # `make test` and 100 in `make test-all` (EXAMPLES=repeatable).
 PYTEST := $(BIN)/python -m pytest
 EXAMPLES ?= fast
@@ -85,7 +85,7 @@ test-slurm: horovod-if-possible ## tests on the SLURM box, which it starts
 
 # Outside of .venv: its torch is the build for CPUs. One process more than halves the time on two cores.
 test-cuda: $(VENV)/.test ## every strategy on fake GPUs: torch's CUDA build and a stub of CUDA (gcc; 6 GB in ~/.cache/hpcbench)
-	$(BIN)/python -m tests.cuda pytest tests/cuda tests/worker/test_private_names.py tests/worker/test_private_torch.py --numprocesses $(WORKERS) --maxprocesses 8 -rs
+	$(BIN)/python -m tests.cuda pytest tests/cuda tests/worker/test_private_torch.py --numprocesses $(WORKERS) --maxprocesses 8 -rs
 
 # In an environment of its own, made of PYTHON and kept in ~/.cache/hpcbench.
 test-torch: $(VENV)/.test ## hpcbench with another release of torch, such as VERSION=2.11.0 [PYTHON=python3.12] (5 GB in ~/.cache/hpcbench)
@@ -105,11 +105,6 @@ run-others:
 
 run-elsewhere:
 	$(PYTEST) --ignore tests/distributed --ignore tests/slurm --durations 20 -m "$(SLOW)" -rs
-
-durations: $(VENV)/.dev ## measure every test of make test-all and write tests/durations.tsv
-	rm -rf build/durations && mkdir -p build/durations
-	-HPCBENCH_DURATIONS=$(CURDIR)/build/durations PYTEST_ADDOPTS="-p tests.durations" $(MAKE) --no-print-directory test-all
-	$(BIN)/python -m tests.durations build/durations/*.jsonl
 
 lint: $(VENV)/.dev ## formatting, style, types, layering, structure, vocabulary
 	$(BIN)/ruff format --check .

@@ -34,39 +34,6 @@ TWO = [
 ]
 
 
-def test_the_best_system_of_a_family_counts() -> None:
-    assert figures.families_on_two(TWO, figures.TIME).splitlines() == [
-        "| model | data | `model` | synchronous pipeline | `pipedream` |",
-        "| --- | --- | --- | --- | --- |",
-        "| vgg11 | 1.60 [1.40, 1.80] | 1.00 [0.90, 1.10] | 1.15 [1.00, 1.30] | 1.80 [1.60, 2.00] |",
-    ]
-    assert figures.families_on_two(TWO, figures.MEMORY).endswith("| vgg11 | 1.00 | 0.80 | 1.00 | 1.00 |")
-
-
-def test_scales_stand_beside_each_other() -> None:
-    rows = [*TWO, row("ddp", 30.0, 4), row("model", 8.0, 4), row("gpipe", 9.0, 4), row("pipedream", 25.0, 4)]
-    assert figures.families_at_scale(rows).splitlines()[2:] == [
-        "| vgg11, mnist | 1.80, 3.00 | 0.90, 0.80 | 1.30, 0.90 | 1.60, 2.50 |"
-    ]
-    assert figures.fastest(rows).splitlines()[2:] == ["| `ddp` | 1 | 1 |", "| `pipedream` | 1 | 0 |"]
-
-
-def test_a_matrix_that_is_not_complete_has_dashes() -> None:
-    rows = [row("single", 10.0), row("ddp", 18.0, 2), row("ddp", 30.0, 4), row("model", 8.0, 4)]
-    assert figures.families_on_two(rows, figures.TIME).splitlines()[2:] == ["| vgg11 | 1.80 [1.80, 1.80] | - | - | - |"]
-    assert figures.families_at_scale(rows).splitlines()[2:] == ["| vgg11, mnist | 1.80, 3.00 | -, 0.80 | -, - | -, - |"]
-    # Nothing to compare with.
-    assert figures.ratios(rows[1:], figures.TIME) == {}
-
-
-def test_hybrids_have_names_of_their_own() -> None:
-    rows = [row("single", 10.0), row("filter", 8.0, 2), row("filter", 6.0, 4), row("filter", 9.0, 4, dp_degree=2)]
-    assert figures.strategies_by_model(rows, figures.TIME).splitlines()[2:] == [
-        "| `data+filter` | -, 0.90 |",
-        "| `filter` | 0.80, 0.60 |",
-    ]
-
-
 def summary(mean: float, signed: float, count: int = 4) -> dict[str, Any]:
     return {"mean": mean, "signed": signed, "count": count}
 

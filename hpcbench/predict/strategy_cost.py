@@ -146,7 +146,7 @@ def count_operators(spec: RunSpec, table: LayerTable) -> int:
     for its bias; a norm is one, as on cuda. Beside the passes there are: sums of the gradients of micro-batches, copies
     of gradients into buckets and back (DDP's unless gradients are views), casts of bf16 and fp16, master weights,
     operators around communication calls by the factor of the strategy's cost, and a fused update.
-    ``tests/distributed/test_dry_run_operators.py`` compares it with dry runs.
+    ``tests/distributed/test_dry_run.py`` compares it with dry runs.
     """
     forward, backward, casts = _operators_of_table(table)
     operators = forward * (2 if spec.activation_checkpointing else 1) + backward

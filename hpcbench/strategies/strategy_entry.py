@@ -73,8 +73,7 @@ Parallelism = Literal[
 class StrategyEntry(NamedTuple):
     """Everything that the rest of hpcbench reads about a strategy.
 
-    All other behaviour that differs between strategies is a member of the class that trains or of the cost. A test
-    searches the package for names of strategies outside the families (``tests/test_seams.py``).
+    All other behaviour that differs between strategies is a member of the class that trains or of the cost.
     """
 
     own_degree: str | None

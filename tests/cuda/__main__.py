@@ -1,7 +1,4 @@
-"""``python -m tests.cuda``: step every strategy on fake GPUs and print a table; ``python -m tests.cuda pytest``: test.
-
-Both make the environment first (``environment.py``) and go on in it, under the stub of CUDA.
-"""
+"""``python -m tests.cuda pytest``: make the environment (``environment.py``), and test in it, under the stub of CUDA."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from tests.cuda.environment import is_under_stub, run_under_stub
+from tests.cuda.environment import run_under_stub
 from tests.cuda.stub import StubError
 from tests.environments import EnvironmentMissing
 
@@ -18,15 +15,9 @@ PART = "cuda-stub"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the table, or run pytest with the arguments that follow ``pytest``."""
-    if is_under_stub():
-        # Imports torch, which only that environment has with CUDA.
-        from tests.cuda.table import print_table
-
-        return print_table(arguments)
-    command = ["-m", "pytest", *arguments[1:]] if arguments[:1] == ["pytest"] else ["-m", "tests.cuda", *arguments]
+    """Run a module of Python with its arguments, such as pytest."""
     try:
-        return run_under_stub(command)
+        return run_under_stub(["-m", *arguments])
     except (EnvironmentMissing, StubError) as error:
         required = PART in os.environ.get("HPCBENCH_REQUIRE", "").split(",")
         answer = f"{PART} is required by HPCBENCH_REQUIRE, but" if required else "failed:"

@@ -20,6 +20,8 @@ MODELS = {
 }
 """A model and its data set by kind. Shapes of volumes are whole: fake tensors have no size."""
 WORLDS = (8, 64)
+STEPPED = [key for key in STRATEGIES if key != "horovod"]
+"""Horovod reduces in a thread of its own, which no recorder follows."""
 _STAGES, _PARTS = 4, 4
 
 

@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from functools import cache
-from itertools import combinations
-from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import torch
 
-from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.predict.machine import nominal_machine
 from hpcbench.predict.strategy_cost import resolve_cost
-from hpcbench.strategies.mesh import RankMesh
-from hpcbench.strategies.pipeline.exchange_order import Exchange, exchange_order
-from hpcbench.strategies.pipeline.rank_cost import PipelineRank
-from hpcbench.strategies.pipeline.schedules import FORWARD, UPDATE
-from hpcbench.strategies.traffic import Traffic, merge_calls
+from hpcbench.strategies.traffic import Traffic
 from tests.cuda.cases import table_of
 from tests.cuda.fake_gpu import GpuSteps
-from tests.cuda.gpu_recorder import differing_calls
-from tests.device_model.programs import pipeline_steps
-from tests.predict.heard import heard_in_order
 
 PRODUCT_TYPES = {
     "fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
@@ -40,20 +26,12 @@ OSS_WAIT = "fairscale's OSS waits for the device before it broadcasts the update
 ALLOWED_WAITS = {key: {"cudaDeviceSynchronize": (1, OSS_WAIT)} for key in ("fairscale_oss", "fairscale_sddp")}
 """Calls of CUDA's runtime in a step of a strategy, with the reason."""
 
-UNORDERED_CALLS = {
-    "horovod": "Horovod's thread fuses gradients by the time at which they are ready: only their sum is exact"
-}
-"""Strategies whose library does not define the order of its calls, with the reason."""
-
 HALF_MESSAGES = ("resnet18",)
 """Models whose blocks hand bf16 on under autocast; the oracle counts messages between stages as fp32. Blocks of
 transformers hand on a sum that is fp32."""
 
 MEMORY_TOLERANCE = 0.1
-"""Share of the oracle's peak; ``memory_ratios.tsv`` lists ratios that are further away, and as far a peak may be."""
-RATIO_TOLERANCE = 0.02
-"""Distance beyond a listed ratio."""
-MEMORY_RATIOS = Path(__file__).with_name("memory_ratios.tsv")
+"""Share of the oracle's peak."""
 
 
 def step_problems(spec: RunSpec, rank: int, steps: GpuSteps) -> list[str]:
@@ -101,120 +79,17 @@ def expected_traffic(spec: RunSpec, rank: int) -> list[Traffic]:
     ]
 
 
-def memory_ratio(spec: RunSpec, rank: int, steps: GpuSteps) -> float:
-    """Return the live bytes of ``rank`` at their peak over the oracle's."""
-    return steps.peak_bytes / resolve_cost(spec.strategy).memory(spec, table_of(spec), rank).total_bytes
-
-
 def memory_problems(spec: RunSpec, rank: int, steps: GpuSteps) -> list[str]:
     """Return whether the live bytes of ``rank`` at their peak are others than the oracle's, which are one device's."""
-    if spec.devices_per_task > 1:
+    ratio = steps.peak_bytes / resolve_cost(spec.strategy).memory(spec, table_of(spec), rank).total_bytes
+    if spec.devices_per_task > 1 or abs(ratio - 1.0) <= MEMORY_TOLERANCE:
         return []
-    ratio = memory_ratio(spec, rank, steps)
-    listed = known_ratios().get((spec.strategy, spec.model, spec.ranks, rank), 1.0)
-    low = min(1.0 - MEMORY_TOLERANCE, listed - RATIO_TOLERANCE)
-    high = max(1.0 + MEMORY_TOLERANCE, listed + RATIO_TOLERANCE)
-    if low <= ratio <= high:
-        return []
-    return [
-        f"peak of rank {rank} in {steps.peak_layer}: {steps.peak_bytes} bytes, {ratio:.2f} of the oracle's, "
-        f"not {low:.2f} to {high:.2f}"
-    ]
-
-
-@cache
-def known_ratios() -> dict[tuple[str, str, int, int], float]:
-    """Return the ratios that are not near 1, by strategy, model, ranks of the run and rank."""
-    lines = [line.split("\t") for line in MEMORY_RATIOS.read_text().splitlines() if not line.startswith("#")]
-    return {(key, model, int(ranks), int(rank)): float(ratio) for key, model, ranks, rank, ratio in lines[1:]}
-
-
-def order_problems(spec: RunSpec, by_rank: Mapping[int, GpuSteps]) -> list[str]:
-    """Return where ranks that communicate with each other call in different orders, or in another than is priced."""
-    problems = []
-    for pair in combinations(by_rank, 2):
-        problems += differing_calls(by_rank[pair[0]].order, by_rank[pair[1]].order, pair)
-    if is_pipeline_of_ranks(spec):
-        return problems + [
-            text for rank, steps in by_rank.items() for text in pipeline_order_problems(spec, rank, steps)
-        ]
-    return problems if spec.strategy in UNORDERED_CALLS else problems + priced_order_problems(spec, by_rank)
-
-
-def pipeline_order_problems(spec: RunSpec, rank: int, steps: GpuSteps) -> list[str]:
-    """Return where ``rank`` exchanges messages, or sums gradients, in another order than that of the pipeline."""
-    layers = tuple(sorted(RankMesh.of(spec).group(rank, "tp")))
-    # Ranks that share layers have calls of their own, each of which waits for its result.
-    calls = [call for call in steps.order if spec.tp_degree == 1 or call.ranks != layers]
-    messages = [
-        Message(call.operation.replace("allreduce_", "all_reduce"), None, call.payload_bytes)
-        if call.peer is None
-        else Message("send" if call.operation == "send" else "receive", call.peer, 0)
-        for call in calls
-    ]
-    expected = expected_messages(spec, rank)
-    if messages == expected:
-        return []
-    pairs = enumerate(zip(messages, expected, strict=False))
-    number = next((number for number, pair in pairs if pair[0] != pair[1]), min(len(messages), len(expected)))
-    own, right = (entries[number : number + 2] for entries in (messages, expected))
-    return [f"rank {rank} exchanges {own} from number {number} on, and the order of the pipeline is {right}"]
-
-
-def priced_order_problems(spec: RunSpec, by_rank: Mapping[int, GpuSteps]) -> list[str]:
-    """Return where the rank that the oracle prices calls in another order. It prices the one with the most calls."""
-    priced = heard_in_order(spec, table_of(spec), nominal_machine(load_cluster("slurmbox")[0]))
-    alike = [rank for rank, steps in by_rank.items() if steps.calls == merge_calls(priced)]
-    if not alike:
-        return [f"the oracle prices {len(priced)} calls in order, which no rank of {list(by_rank)} makes"]
-    recorded = by_rank[alike[0]].traffic
-    differing = [number for number, pair in enumerate(zip(priced, recorded, strict=True)) if pair[0] != pair[1]]
-    if not differing:
-        return []
-    return [
-        f"call {differing[0]} of rank {alike[0]} is {recorded[differing[0]]}, the oracle prices {priced[differing[0]]}"
-    ]
+    return [f"peak of rank {rank} in {steps.peak_layer}: {steps.peak_bytes} bytes, {ratio:.2f} of the oracle's"]
 
 
 def is_pipeline_of_ranks(spec: RunSpec) -> bool:
     """Return whether ranks of the run send messages to each other."""
     return spec.pp_degree > 1 and spec.devices_per_task == 1
-
-
-class Message(NamedTuple):
-    """One side of a message between stages, or a sum of gradients over replicas."""
-
-    operation: str
-    peer: int | None
-    """The other rank of a message."""
-    payload_bytes: int
-    """Of a sum; 0 for a message, whose bytes are in the traffic."""
-
-
-def expected_messages(spec: RunSpec, rank: int) -> list[Message]:
-    """Return the messages and sums of gradients of ``rank`` in a steady step.
-
-    Of an exchange the sends come first. The order is that for which ``tests/device_model`` finds no hang. A chunk's
-    gradients are sent with its last backward pass, and those of ``pipedream`` with each update.
-    """
-    members, pipeline = RankMesh.of(spec).group(rank, "pp"), PipelineRank(spec, table_of(spec), rank)
-    stage_rank = members.index(rank)
-    layout, steps = pipeline_steps(spec.strategy, spec.pp_degree, spec.micro_batches)
-    actions = steps[-1][stage_rank]
-    last_backward = {action.chunk: action for action in actions if action.kind not in (FORWARD, UPDATE)}
-    sums_after = set(last_backward.values())
-    if spec.strategy == "pipedream":
-        sums_after = {action for action in actions if action.kind == UPDATE}
-    expected: list[Message] = []
-    for entry in exchange_order(steps[-1], layout)[stage_rank]:
-        if isinstance(entry, Exchange):
-            for receives, message in sorted((message.target == stage_rank, message) for message in entry.messages):
-                peer = members[message.source if receives else message.target]
-                expected.append(Message("receive" if receives else "send", peer, 0))
-        elif entry in sums_after:
-            buckets = pipeline.bucket_traffic(pipeline.parameter_bytes(entry.chunk))
-            expected += [Message(call.operation, None, call.payload_bytes) for call in buckets]
-    return expected
 
 
 def _difference(calls: list[Traffic], others: list[Traffic]) -> list[str]:

@@ -24,10 +24,10 @@ from hpcbench.worker.measure.step_profiler import MARK_PREFIX
 from hpcbench.worker.shutdown import StopController
 from hpcbench.worker.strategy import Strategy
 from hpcbench.worker.training_loop import LoopProgress, run_training_loop
-from tests.cuda.gpu_recorder import Call, GpuRecorder
+from tests.cuda.gpu_recorder import GpuRecorder
+from tests.cuda.library_stand_ins import library_stand_ins
 from tests.cuda.stub import WAITS, count_calls
 from tests.cuda.stub_answers import DEVICES
-from tests.library_stand_ins import library_stand_ins
 
 TIMED_STEPS = 1
 
@@ -38,7 +38,7 @@ class GpuSteps(NamedTuple):
     device: torch.device
     traffic: list[Traffic]
     """Calls that hand something over, in their order."""
-    order: list[Call]
+    communication: set[str]
     operators: int
     host_sync_sites: list[str]
     runtime_waits: dict[str, int]
@@ -116,7 +116,7 @@ def step_on_gpu(spec: RunSpec, rank: int) -> GpuSteps:
                 GpuSteps(
                     device=recorder.device,
                     traffic=list(recorder.calls),
-                    order=list(recorder.order),
+                    communication=set(recorder.communication),
                     operators=recorder.operators,
                     host_sync_sites=list(recorder.host_sync_sites),
                     runtime_waits={

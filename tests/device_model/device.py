@@ -66,15 +66,6 @@ class RankState(NamedTuple):
 State = tuple[RankState, ...]
 
 
-class Step(NamedTuple):
-    """One transition, for a timeline."""
-
-    rank: int
-    where: str
-    """``host`` or ``device``."""
-    text: str
-
-
 @dataclass
 class _RankTables:
     """What the transitions of a rank need at once."""
@@ -127,17 +118,6 @@ class Machine:
         rest = self._tables[rank].queued[state[rank].position] & ~state[rank].done
         return _bits(rest)
 
-    def part(self, rank: int, number: int) -> Part:
-        return self._tables[rank].parts[number]
-
-    def counterparts(self, rank: int, number: int) -> tuple[tuple[int, int], ...]:
-        """Return rank and number of all parts that end together with a part, itself included."""
-        return self._counterparts[rank][number]
-
-    def is_queued(self, state: State, rank: int, number: int) -> bool:
-        """Whether the host of ``rank`` has enqueued the part."""
-        return bool(self._tables[rank].queued[state[rank].position] >> number & 1)
-
     def is_running(self, state: State, rank: int, number: int) -> bool:
         """Whether the part is enqueued, not done, and waits for nothing on its own device."""
         tables, done = self._tables[rank], state[rank].done
@@ -158,25 +138,6 @@ class Machine:
         position, _, done = state[rank]
         return _replaced(state, rank, RankState(position if syncs else position + 1, syncs, done))
 
-    def certain_transitions(self, state: State) -> list[tuple[Step, State]]:
-        """Return every enabled transition that is no choice, with the state after it.
-
-        No transition ever disables one of these: hosts only add kernels behind the queued ones, kernels that run go on
-        running, and whoever waits is waited for no longer. So they may be taken in any order.
-        """
-        steps: list[tuple[Step, State]] = []
-        for rank in range(len(state)):
-            if self._can_go_on(state, rank):
-                position, _, done = state[rank]
-                step = Step(rank, "host", self._step_text(state, rank))
-                steps.append((step, _replaced(state, rank, RankState(position + 1, False, done))))
-            for number in self.pending(state, rank):
-                counterparts = self._counterparts[rank][number]
-                if counterparts[0] == (rank, number) and all(self.is_running(state, *each) for each in counterparts):
-                    step = Step(rank, "device", self.part(rank, number).label)
-                    steps.append((step, _with_done(state, counterparts)))
-        return steps
-
     def _can_go_on(self, state: State, rank: int) -> bool:
         """Whether the host takes its next step without a choice."""
         position, _, done = state[rank]
@@ -191,16 +152,12 @@ class Machine:
         enters = (self._tables[member].enters[instruction.communicator] for member in instruction.members)
         return all(state[member].position >= enter for member, enter in zip(instruction.members, enters, strict=True))
 
-    def _step_text(self, state: State, rank: int) -> str:
-        instruction = self.programs[rank][state[rank].position]
-        if isinstance(instruction, Kernel):
-            return " and ".join(part.label for part in instruction.parts)
-        if isinstance(instruction, SyncPoint):
-            return f"its device is idle at {instruction.reason}" if state[rank].is_syncing else ""
-        return f"creates communicator {instruction.communicator}"
-
     def settle(self, state: State) -> State:
-        """Take certain transitions until only choices are left: any order of them leads to the same state."""
+        """Take all transitions that are no choices until only choices are left.
+
+        No transition ever disables one of these: hosts only add kernels behind the queued ones, kernels that run go on
+        running, and whoever waits is waited for no longer. So any order of them leads to the same state.
+        """
         while True:
             after = self.run_devices(self.run_hosts(state))
             if after == state:

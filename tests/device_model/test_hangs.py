@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.device_model.device import Enter, Kernel, Machine, Part, Program, SyncPoint
+from tests.device_model.device import Enter, Kernel, Machine
 from tests.device_model.programs import SHIPPED, pipeline_programs, pipeline_steps
 from tests.device_model.search import (
-    all_ends,
     hangs_with_all_syncs,
-    reduced_ends,
     search_hang,
 )
 
@@ -29,34 +27,6 @@ def test_paired_exchanges_never_hang(schedule: str, stages: int) -> None:
         assert search_hang(Machine(pipeline_programs(*pipeline))).hang is None, f"{micro_batches} micro-batches"
         for queues in (None, 1):
             assert not hangs_with_all_syncs(Machine(pipeline_programs(*pipeline, every_action=True), queues))
-
-
-@pytest.mark.parametrize(
-    ("schedule", "stages", "counts"),
-    [
-        *((schedule, stages, MICRO_BATCHES) for schedule, stages in PIPELINES if stages < STAGES[-1]),
-        *(
-            pytest.param(schedule, stages, counts, marks=pytest.mark.slow)
-            for schedule, stages in PIPELINES
-            if stages == STAGES[-1]
-            for counts in ([[one] for one in MICRO_BATCHES] if schedule == "interleaved_1f1b" else [MICRO_BATCHES])
-        ),
-    ],
-)
-def test_paired_exchanges_never_hang_whatever_hosts_choose(schedule: str, stages: int, counts: list[int]) -> None:
-    """The same search with all choices, not only those that make a difference at the end."""
-    for micro_batches in counts:
-        machine = Machine(pipeline_programs(*pipeline_steps(schedule, stages, micro_batches)))
-        assert search_hang(machine, are_choices_early=True).hang is None, f"{micro_batches} micro-batches"
-
-
-@pytest.mark.parametrize(("schedule", "micro_batches"), [("gpipe", 2), ("1f1b", 1), ("1f1b", 2), ("zero_bubble", 1)])
-def test_the_reduced_search_finds_every_final_state(schedule: str, micro_batches: int) -> None:
-    """Every interleaving, thousands of states, has the ends of the reduced search."""
-    machine = Machine(pipeline_programs(*pipeline_steps(schedule, 2, micro_batches)))
-    ends, states = all_ends(machine)
-    assert states > 400
-    assert ends == reduced_ends(machine)
 
 
 @pytest.mark.parametrize("stages", STAGES[:2])
@@ -86,20 +56,6 @@ def test_tied_weights(schedule: str, stages: int, replicas: int) -> None:
     assert not hangs_with_all_syncs(Machine(every, hardware_queues=1))
 
 
-def test_tied_ranks_that_both_receive_first_are_found() -> None:
-    programs = pipeline_programs(*pipeline_steps("1f1b", 3, 3), tied_ranks=(0, 2))
-    send, receive = (
-        next(index for index, entry in enumerate(programs[2]) if _is_labelled(entry, f"{verb} a tied gradient"))
-        for verb in ("sends", "receives")
-    )
-    assert receive == send + 1
-    first, second = programs[2][send], programs[2][receive]
-    assert isinstance(first, Kernel)
-    assert isinstance(second, Kernel)
-    programs[2][send : receive + 1] = [Kernel(second.stream, second.parts, first.waits_for), first]
-    assert search_hang(Machine(programs)).hang is not None
-
-
 def test_a_planted_receive_ahead_is_found() -> None:
     programs = pipeline_programs(*pipeline_steps("1f1b", 2, 3))
     first = next(index for index, entry in enumerate(programs[0]) if _computes(entry))
@@ -109,7 +65,6 @@ def test_a_planted_receive_ahead_is_found() -> None:
     # Before the first point at which the host may wait, of which the first computation has one.
     programs[0].insert(first - 1, Kernel(entry.stream, entry.parts))
     assert search_hang(Machine(programs)).hang is not None
-    assert search_hang(Machine(programs), are_choices_early=True).hang is not None
 
 
 def test_links_opened_in_another_order_are_found() -> None:
@@ -119,12 +74,6 @@ def test_links_opened_in_another_order_are_found() -> None:
     opening = [Kernel(one.stream, one.parts) if isinstance(one, Kernel) else one for one in programs[1][:6]]
     programs[1][:6] = [*opening[3:], *opening[:3]]
     assert search_hang(Machine(programs)).hang is not None
-
-
-def test_a_call_without_a_counterpart_is_an_error() -> None:
-    programs: list[Program] = [[Kernel("link", (Part("sends", "message"),))], [SyncPoint("nothing")]]
-    with pytest.raises(AssertionError, match="calls without a counterpart"):
-        Machine(programs)
 
 
 def _computes(entry: object) -> bool:

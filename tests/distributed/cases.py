@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -23,7 +23,7 @@ from hpcbench.worker.measure.step_profiler import run_profiled_steps
 from hpcbench.worker.model_execution import MixedPrecision, summed_loss, wrap_blocks
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.shutdown import StopController
-from hpcbench.worker.strategy import DataParallelStrategy, Strategy, make_optimizer, resolve_runtime
+from hpcbench.worker.strategy import Strategy, make_optimizer, resolve_runtime
 from hpcbench.worker.verification.reference import (
     TrainingRecord,
     VerificationCheck,
@@ -49,7 +49,6 @@ BATCH = 8
 class Case:
     """``samples`` makes the epoch so short that it ends within the steps.
 
-    ``in_rank_order``: gradients are summed from rank 0 on, as the reference sums its shares, not as gloo's ring does.
     ``narrow``: networks with an eighth of their channels, and few words, where what is proved is not about their size.
     ``late_s``: after the steps others are profiled, in which rank 1 comes so much later to every all_reduce.
     ``replicated``: every rank holds all parameters, so they must be alike; not so where the state is sharded.
@@ -58,11 +57,17 @@ class Case:
     spec: RunSpec
     samples: int
     steps: int = 5
-    in_rank_order: bool = False
     source: DataSource = NO_FILES
     late_s: float | None = None
     replicated: bool = True
     narrow: bool = False
+
+
+def case_id(case: Case) -> str:
+    """The words of a case in the name of its test."""
+    spec = case.spec
+    options = "-".join(f"{name}={value}" for name, value in spec.options.items())
+    return f"{spec.strategy}-{spec.ranks}-{spec.model}-{spec.precision}-{options}".rstrip("-")
 
 
 @dataclass
@@ -127,6 +132,15 @@ def check_rounding(
     raise AssertionError(f"with {MAX_SEEDS} seeds, of the last one: {excess[:5]}")
 
 
+def check_training(run: Callable[[Case], list[OfRank]], case: Case) -> list[OfRank]:
+    """Whether ranks train ``case`` as one device does: to ``EXACT`` in fp64, else within rounding; return what they trained."""
+    if case.spec.precision != "fp64":
+        return check_rounding(run, case)
+    found = run(case)
+    check(found, run_reference(case), EXACT)
+    return found
+
+
 def _excess(case: Case, ours: TrainingRecord, reference: Callable[[Case], OneDevice]) -> list[Excess]:
     shares_layers = case.spec.tp_degree > 1 or case.spec.sp_degree > 1
     with short_epoch(case.spec.dataset, case.samples, case.narrow):
@@ -175,9 +189,6 @@ def run_parallel(case: Case, group: dist.ProcessGroup | None) -> OfRank:
         feed = make_feed(case.spec, CPU, case.source)
         strategy = resolve_runtime(case.spec.strategy)()
         strategy.setup(wrap_blocks(build(case), case.spec), case.spec, place)
-        if case.in_rank_order:
-            runner: Any = cast(DataParallelStrategy, strategy).runner
-            runner.register_comm_hook(group, sum_in_rank_order)
         trained = train_strategy(strategy, feed, tuple(range(case.steps)), place)
         counts = [feed.replica_count(step, strategy.replica) for step in range(case.steps)]
         profiled = None if case.late_s is None or group is None else profile_late(case, strategy, group, case.late_s)
@@ -219,18 +230,6 @@ def profile_late(
     return profiled.phases, warnings
 
 
-def sum_in_rank_order(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are strings
-    """DDP's average of a bucket, with the replicas added one after another."""
-    parts = [torch.empty_like(bucket.buffer()) for _ in range(dist.get_world_size(state))]
-    dist.all_gather(parts, bucket.buffer(), group=state)
-    total = torch.zeros_like(parts[0])
-    for part in parts:
-        total.add_(part)
-    done: torch.futures.Future[Tensor] = torch.futures.Future()
-    done.set_result(total / len(parts))
-    return done
-
-
 class OneDevice(NamedTuple):
     """A training in one process; whatever a test may have patched is a field of it."""
 
@@ -247,20 +246,20 @@ class OneDevice(NamedTuple):
         return msgspec.json.decode(self.spec, type=RunSpec)
 
 
-def run_reference(case: Case, backwards: bool = False) -> TrainingRecord:
-    """The same training in this process, each replica's share by itself; ``backwards`` sums the last replica first.
+def run_reference(case: Case) -> TrainingRecord:
+    """The same training in this process, each replica's share by itself.
 
     Data-parallel strategies are compared with one and the same, which knows nothing of theirs.
     """
     with short_epoch(case.spec.dataset, case.samples, case.narrow):
-        return _trained(one_device(case, backwards))
+        return _trained(one_device(case))
 
 
-def one_device(case: Case, backwards: bool = False) -> OneDevice:
-    """The reference of the case's strategy; ``backwards`` sums the last replica first."""
+def one_device(case: Case) -> OneDevice:
+    """The reference of the case's strategy."""
     train: Callable[..., TrainingRecord] = resolve_reference_trainer(case.spec.strategy)
     if train is train_reference:
-        return _one_device(_alone(case), _backwards if backwards else train)
+        return _one_device(_alone(case), train)
     return _one_device(case, train)
 
 

@@ -3,39 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from hpcbench.config.run_spec import RunSpec
 from hpcbench.strategies.tensor.train import (
     VocabularyParallelEmbedding,
     VocabularyParallelHead,
     vocabulary_parallel_losses,
 )
 from hpcbench.strategies.tensor.train.layers import TensorParallelAttention, TensorParallelComm, TensorParallelMlp
-from hpcbench.worker.data.feeds import make_feed
-from hpcbench.worker.distributed.process_groups import RankContext, RankGroup
-from hpcbench.worker.model_execution import summed_loss, wrap_blocks
+from hpcbench.worker.distributed.process_groups import RankGroup
+from hpcbench.worker.model_execution import summed_loss
 from hpcbench.worker.model_parallel_layers import gather_shards
-from hpcbench.worker.models.build import build_model
 from hpcbench.worker.models.decoder import Embedding, TokenHead
 from hpcbench.worker.models.transformer import Attention, Mlp
-from hpcbench.worker.strategy import DataParallelStrategy, resolve_runtime
 from hpcbench.worker.verification.reference import TrainingRecord
 from hpcbench.workloads.datasets import DATASETS
-from tests.distributed.cases import CPU, Case, OfRank, check_rounding, make_case, run_parallel, run_reference
-from tests.distributed.memory import storages
+from tests.distributed.cases import Case, OfRank, check_rounding, make_case, run_parallel, run_reference
 from tests.distributed.narrow import WORDS
 from tests.distributed.pool import Pool
 
@@ -82,72 +71,6 @@ def check_small(pool: Pool, case: Case) -> None:
     """``check_rounding`` with the small vocabulary."""
     with small_vocabulary():
         check_rounding(lambda one: pool.call(one.spec.ranks, _run, one), case)
-
-
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of the tensors that are made within it and still live, whoever holds them: autograd, too."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._sizes: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._note((args, kwargs), is_new=False)
-        out = func(*args, **(kwargs or {}))
-        self._note(out, is_new=True)
-        return out
-
-    def _note(self, values: Any, is_new: bool) -> None:
-        """Note tensors that first appear as arguments as older than the call."""
-        for tensor in tree_leaves(values):
-            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self._sizes:
-                self._sizes[storage._cdata] = storage.nbytes() if is_new else 0
-                weakref.finalize(storage, self._sizes.pop, storage._cdata, None)
-
-    def now(self) -> int:
-        """Right now."""
-        gc.collect()
-        return sum(self._sizes.values())
-
-
-@dataclass(frozen=True)
-class Held:
-    """Bytes of one rank."""
-
-    parameters: int
-    optimizer: int
-    activations: int
-    """Made in the forward pass of a step and there when its backward pass begins."""
-    gradients: int
-    """Made in the step and there when the update begins: of hybrids, buckets are gone by then."""
-
-
-def measure_held(spec: RunSpec, group: dist.ProcessGroup | None) -> Held:
-    """Around the second step."""
-    place = RankContext(dist.get_rank(group), spec.ranks, CPU, group)
-    with small_vocabulary():
-        strategy = resolve_runtime(spec.strategy)()
-        strategy.setup(wrap_blocks(build_model(spec), spec), spec, place)
-        feed = make_feed(spec, CPU)
-        strategy.step(feed, 0)
-        feed.prepare(strategy.replica)
-        assert isinstance(strategy, DataParallelStrategy)
-        live, found = LiveBytes(), list[int]()
-        backward, update = strategy.arithmetic.backward, strategy.update
-
-        def look(then: Any, *arguments: Any) -> None:
-            found.append(live.now())
-            then(*arguments)
-
-        with (
-            live,
-            mock.patch.object(strategy.arithmetic, "backward", partial(look, backward)),
-            mock.patch.object(strategy, "update", partial(look, update)),
-        ):
-            strategy.step(feed, 1)
-    state = [one for values in strategy.optimizer.state.values() for one in values.values()]
-    activations, gradients = found
-    return Held(storages(strategy.module.parameters()), storages(state), activations, gradients)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from tests.distributed.cases import (
     Case,
     OfRank,
     build,
+    case_id,
     check,
     check_exactly,
     check_rounding,
@@ -110,40 +111,31 @@ def check_stranger(pool: Pool, case: Case, tolerance: float = EXACT) -> list[OfR
     return found
 
 
-@pytest.mark.parametrize(("strategy", "form"), SHARDED)
-@pytest.mark.parametrize("model", ["resnet50", "vgg16"])
-def test_large_models_split_by_channels_equal_one_device(pool: Pool, model: str, strategy: str, form: str) -> None:
-    case = one_step(strategy, form, 2, model)
-    check_exactly(pool.run(case), run_reference(case), WHOLE_MODEL)
-
-
-@pytest.mark.parametrize(("strategy", "form"), ALL)
 @pytest.mark.parametrize(
-    ("model", "dataset", "size", "tp", "narrow"),
+    "case",
     [
-        pytest.param("mobilenetv2", "cifar10", 16, 3, False, id="mobilenetv2-uneven"),
-        pytest.param("cosmoflow", "cosmoflow", 8, 4, True, id="cosmoflow"),
-        pytest.param("resnet50", "digits", None, 4, False, id="resnet50", marks=pytest.mark.soak),
-        pytest.param("vgg16", "digits", None, 4, False, id="vgg16", marks=pytest.mark.soak),
-        pytest.param("resnet50", "imagenet", 64, 3, False, id="resnet50-large-uneven", marks=pytest.mark.soak),
-        pytest.param("vgg16", "imagenet", 64, 2, False, id="vgg16-large", marks=pytest.mark.soak),
-        pytest.param("mobilenetv2", "imagenet", 64, 4, False, id="mobilenetv2-large", marks=pytest.mark.soak),
-        pytest.param("cosmoflow", "cosmoflow", 32, 3, False, id="cosmoflow-uneven", marks=pytest.mark.soak),
+        *(one_step(*form, 3, "mobilenetv2", "cifar10", input_size=16, narrow=False) for form in ALL),
+        *(one_step(*form, 4, "cosmoflow", "cosmoflow", input_size=8) for form in ALL),
+        *(one_step(*form, 2, "resnet50") for form in SHARDED),
+        # Statistics are each replica's own; those of the first one count.
+        *(one_step(*form, 2, "resnet18", dp=2) for form in SHARDED),
     ],
+    ids=case_id,
 )
-def test_whole_models_split_by_channels_equal_one_device(
-    pool: Pool, model: str, dataset: str, size: int | None, tp: int, narrow: bool, strategy: str, form: str
-) -> None:
-    case = one_step(strategy, form, tp, model, dataset, input_size=size, narrow=narrow)
+def test_whole_models_split_by_channels_equal_one_device(pool: Pool, case: Case) -> None:
     check_exactly(pool.run(case), run_reference(case), WHOLE_MODEL)
 
 
-@pytest.mark.parametrize(("strategy", "form"), ALL)
-@pytest.mark.parametrize(("tp", "dp"), [(2, 1), (4, 1), (2, 2)])
-def test_channel_split_training_in_fp32_stays_within_rounding(
-    pool: Pool, strategy: str, form: str, tp: int, dp: int
-) -> None:
-    case = split_case(strategy, form, tp, dp=dp, model_options=PLAIN, narrow=True)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(split_case(*form, 2, dp=2, model_options=PLAIN, narrow=True) for form in ALL),
+        # Without BatchNorm over four samples, which makes much of the roundings of partial sums.
+        *(split_case(*form, 2, model_options=PLAIN, precision="bf16", steps=1, narrow=True) for form in ALL),
+    ],
+    ids=case_id,
+)
+def test_channel_split_training_stays_within_rounding(pool: Pool, case: Case) -> None:
     check_rounding(pool.run, case)
 
 
@@ -155,34 +147,20 @@ def test_channel_and_data_hybrids_equal_one_device_per_micro_batch(pool: Pool, s
     assert [one.counts for one in found] == [[8, 8, 8], [8, 8, 8], [8, 8, 7], [8, 8, 7]]
 
 
-@pytest.mark.parametrize(("strategy", "form"), SHARDED)
-def test_channel_hybrids_of_a_residual_network_equal_one_device(pool: Pool, strategy: str, form: str) -> None:
-    """Statistics are each replica's own; those of the first one count."""
-    case = one_step(strategy, form, 2, "resnet18", dp=2)
-    check_exactly(pool.run(case), run_reference(case), WHOLE_MODEL)
-
-
 @pytest.mark.parametrize(
-    ("strategy", "form", "more"),
+    "case",
     [
-        ("filter", "sharded", {"activation_checkpointing": True}),
-        ("channel", "gathered", {"activation_checkpointing": True}),
-        ("channel", "sharded", {"channels_last": True}),
-        ("filter", "gathered", {"channels_last": True}),
-        ("channel", "sharded", {"optimizer": "adam", "weight_decay": 1e-3}),
+        split_case("filter", "sharded", 3, precision="fp64", activation_checkpointing=True),
+        split_case("channel", "gathered", 3, precision="fp64", activation_checkpointing=True),
+        split_case("channel", "sharded", 3, precision="fp64", channels_last=True),
+        split_case("filter", "gathered", 3, precision="fp64", channels_last=True),
+        split_case("channel", "sharded", 3, precision="fp64", optimizer="adam", weight_decay=1e-3),
+        *(split_case(*form, 4, precision="fp64", options={"split_last": True}, batch_size=8) for form in ALL),
     ],
+    ids=case_id,
 )
-def test_checkpointing_and_buckets_change_no_channel_split_number(
-    pool: Pool, strategy: str, form: str, more: dict[str, Any]
-) -> None:
-    check_stranger(pool, split_case(strategy, form, 3, precision="fp64", **more))
-
-
-@pytest.mark.parametrize(("strategy", "form"), ALL)
-def test_channel_split_training_in_bf16_stays_within_rounding(pool: Pool, strategy: str, form: str) -> None:
-    """Without BatchNorm over four samples, which makes much of the roundings of partial sums."""
-    case = split_case(strategy, form, 2, model_options=PLAIN, precision="bf16", steps=1, narrow=True)
-    check_rounding(pool.run, case)
+def test_options_change_no_channel_split_number(pool: Pool, case: Case) -> None:
+    check_stranger(pool, case)
 
 
 def train_and_evaluate(case: Case, group: dist.ProcessGroup) -> tuple[float | None, dict[str, Tensor]]:
@@ -210,10 +188,3 @@ def test_every_rank_holds_the_same_model(pool: Pool, strategy: str, form: str) -
                 assert torch.equal(theirs[name], tensor), name
         if place == 1:
             assert accuracy_of_rank == accuracy_of_rank_0
-
-
-@pytest.mark.parametrize(("strategy", "form"), ALL)
-@pytest.mark.parametrize("split_last", [False, True])
-def test_a_model_with_odd_channels_equals_one_device(pool: Pool, strategy: str, form: str, split_last: bool) -> None:
-    case = split_case(strategy, form, 4, precision="fp64", options={"split_last": split_last}, batch_size=8)
-    check_stranger(pool, case)

@@ -24,17 +24,11 @@ from torch import nn
 def to_host(x):
     return x * x.detach().cpu().mean()
 
-def new_values(x):
-    return x * x.new_tensor([2.0])
-
 def values(x):
     return x * torch.tensor([2.0], device=x.device)
 
 def from_host(x):
     return x * torch.ones(1).to(x.device)
-
-def written(x):
-    return x * torch.empty_like(x).copy_(torch.ones(x.shape))
 
 def indexed(x):
     return x + x.detach()[torch.tensor([0])]
@@ -42,33 +36,17 @@ def indexed(x):
 def unpinned(x):
     return x * torch.ones(1).to(x.device, non_blocking=True)
 
-def written_unpinned(x):
-    return x * torch.empty_like(x).copy_(torch.ones(x.shape), non_blocking=True)
-
 def read_unpinned(x):
     torch.ones(x.shape).copy_(x.detach(), non_blocking=True)
     return x
-
-def asynchronous(x):
-    return x * torch.ones(1).pin_memory().to(x.device, non_blocking=True)
 
 def made_pinned(x):
     values = torch.ones(8, pin_memory=True)
     assert values.is_pinned() and not torch.ones(8).is_pinned()
     return x * values[:1].to(x.device, non_blocking=True)
 
-def to_host_asynchronous(x):
-    x.detach().to("cpu", non_blocking=True)
-    return x
-
 def scalar(x):
     return x * torch.tensor(2.0)
-
-def on_device(x):
-    return x * torch.ones(1, device=x.device)
-
-def like_host(x):
-    return x * torch.ones_like(torch.ones(1), device=x.device)
 
 def mixed(x):
     return x * torch.ones(1)
@@ -76,17 +54,11 @@ def mixed(x):
 def to_numpy(x):
     return x * float(x.detach().cpu().numpy().mean())
 
-def to_array(x):
-    return x * float(np.asarray(x.detach().cpu()).mean())
-
 def address(x):
     return x * (x.data_ptr() % 2)
 
 def numpy_of_device(x):
     return x * float(x.detach().numpy().mean())
-
-def numpy_of_graph(x):
-    return x * float(x.cpu().numpy().mean())
 
 def numpy_of_constant(x):
     return x * float(torch.tensor(2.0).numpy())
@@ -105,13 +77,10 @@ def model(in_shape, outputs, function=""):
 """
 COPIES = {
     "to_host": "a tensor is copied to the host",
-    "new_values": "new_tensor copies values from the host",
     "values": "tensor copies values from the host",
     "from_host": "a tensor is copied from the host",
-    "written": "a tensor is copied from the host",
     "indexed": "indices are copied from the host",
     "unpinned": "a tensor is copied from the host, whose memory is not pinned",
-    "written_unpinned": "a tensor is copied from the host, whose memory is not pinned",
     "read_unpinned": "a tensor is copied to the host, whose memory is not pinned",
 }
 
@@ -146,7 +115,7 @@ def test_a_copy_is_a_wait_of_the_host_with_its_line(folder: Path, function: str)
 
 @pytest.mark.parametrize("function",
     [
-        "asynchronous", "made_pinned", "to_host_asynchronous", "scalar", "on_device", "like_host", "numpy_of_constant",
+        "made_pinned", "scalar", "numpy_of_constant",
     ],
 )  # fmt: skip
 def test_copies_without_a_wait_of_the_host_are_not_counted(folder: Path, function: str) -> None:
@@ -165,7 +134,6 @@ def test_tensors_of_two_devices_end_the_run(folder: Path) -> None:
 
 NO_NUMBERS = {
     "to_numpy": "hands the values of a tensor to numpy",
-    "to_array": "hands the values of a tensor to numpy",
     "address": "asks for the address of a tensor",
 }
 
@@ -179,15 +147,10 @@ def test_what_needs_numbers_is_not_fakeable_at_its_line(folder: Path, function: 
     assert f"{site} {NO_NUMBERS[function]}" in str(found.reason)
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [("numpy_of_device", "can't convert cuda:0 device type tensor to numpy"), ("numpy_of_graph", "requires grad")],
-)
-def test_what_torch_refuses_is_unsupported(folder: Path, function: str, message: str) -> None:
-    found = answer(folder, function, "cuda")
+def test_what_torch_refuses_is_unsupported(folder: Path) -> None:
+    found = answer(folder, "numpy_of_device", "cuda")
     assert found.outcome == "unsupported"
-    assert message in str(found.reason)
-    assert str(found.reason).startswith(("TypeError: ", "RuntimeError: "))
+    assert str(found.reason).startswith("TypeError: can't convert cuda:0 device type tensor to numpy")
 
 
 @pytest.mark.parametrize(
@@ -210,7 +173,7 @@ def test_a_fault_of_the_dry_run_is_not_laid_on_the_run(
     assert torch.__version__ in str(found.reason)
 
 
-@pytest.mark.parametrize("function", [*COPIES, "mixed"])
+@pytest.mark.parametrize("function", ["values", "mixed"])
 def test_a_run_on_cpus_has_one_device(folder: Path, function: str) -> None:
     found = answer(folder, function, "cpu")
     assert (found.outcome, found.reason) == ("ok", None)

@@ -13,8 +13,7 @@ import pytest
 
 from hpcbench.config.run_spec import RunSpec, run_id
 from hpcbench.results.schema import RunResult
-from tests.conftest import absent
-from tests.distributed.launching import HOOKED, ROOT, Launch, wait_until
+from tests.distributed.launching import ROOT, Launch
 from tests.worker.helpers import make_spec, tree_of, write_tasks
 
 pytestmark = pytest.mark.slow
@@ -46,26 +45,6 @@ def on_core(core: int) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
-
-
-@pytest.fixture
-def cpu_group() -> Iterator[Path]:
-    """A control group whose quota this process may set."""
-    root = Path("/sys/fs/cgroup/cpu")
-    if not root.is_dir():
-        root = Path("/sys/fs/cgroup")
-    folder = root / f"hpcbench-test-{os.getpid()}"
-    try:
-        folder.mkdir()
-        if not any((folder / name).exists() for name in ("cpu.cfs_quota_us", "cpu.max")):
-            folder.rmdir()
-            absent("cgroup", f"{root} does not hand its cpu controller down")
-    except OSError as error:
-        absent("cgroup", f"{folder} cannot be made: {error.strerror}")
-    yield folder
-    for process in (folder / "cgroup.procs").read_text().split():
-        (root / "cgroup.procs").write_text(process)
-    folder.rmdir()
 
 
 def result_of(folder: Path, spec: RunSpec, launch: Launch) -> RunResult:
@@ -110,23 +89,6 @@ def test_a_busy_core_and_too_few_cores_give_warnings(tmp_path: Path, launch: Lau
     # Half of the core is the other's, by the scheduler's fairness, and less than that for the rank where more compete.
     assert 25 <= share <= 99
     assert "a rank may use 1 of the 2 cores per task that the profile promises" in result.warnings
-
-
-def test_a_cpu_quota_during_a_run_gives_a_warning(tmp_path: Path, launch: Launch, cpu_group: Path) -> None:
-    spec = make_spec(steps=10, batch_size=4)
-    reached = tmp_path / "reached"
-    launch.lone(write_tasks(tmp_path, spec), program=HOOKED, ACCIDENT="*:1:reach", REACHED=str(reached))
-    (cpu_group / "cgroup.procs").write_text(str(launch.processes[0].pid))
-    wait_until(Path(f"{reached}.0").exists, "the second step")
-    if (cpu_group / "cpu.max").exists():
-        (cpu_group / "cpu.max").write_text("10000 50000")
-    else:
-        (cpu_group / "cpu.cfs_period_us").write_text("50000")
-        (cpu_group / "cpu.cfs_quota_us").write_text("10000")
-    launch.wait()
-    result = result_of(tmp_path, spec, launch)
-    text = warning(result, "a control group's CPU quota held threads back")
-    assert text.endswith("on rank 0 on " + result.ranks[0]["host"] + ", quota 0.2 cores")
 
 
 def test_a_partial_batch_and_a_diverging_loss_give_warnings(tmp_path: Path, forked_launch: Launch) -> None:

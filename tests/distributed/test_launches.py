@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from hpcbench.config.run_spec import RunSpec, run_id
 from hpcbench.results.attempts import Attempt
 from hpcbench.results.schema import RankTraffic, RunResult
 from hpcbench.strategies.data.cost import DdpCost
-from hpcbench.strategies.layer_table import read_shipped_table
 from tests.distributed.launching import HOOKED, Launch, wait_until, worker
+from tests.layer_tables import table_of_run
 from tests.worker.helpers import make_spec, tree_of, write_tasks
 
 pytestmark = pytest.mark.slow
@@ -108,8 +106,7 @@ def test_begin_ranks_end_as_a_job_script_does_it(tmp_path: Path, launch: Launch)
     assert "step_times_s" not in result.ranks[0]
     assert result.traffic is not None
     assert result.traffic == RankTraffic(rank=0, calls=files[0].traffic)
-    table = read_shipped_table(PROFILED.model, PROFILED.dataset)
-    assert table is not None
+    table = table_of_run(PROFILED)
     assert result.traffic.calls == DdpCost().traffic(PROFILED, table, 0)
 
 
@@ -134,12 +131,6 @@ def test_two_launches_of_one_job_do_not_meet(tmp_path: Path, launch: Launch) -> 
     assert meetings[0]["port"] != meetings[1]["port"]
 
 
-def test_ranks_by_hand_find_rank_0s_attempt(tmp_path: Path, whole_launch: Launch) -> None:
-    assert whole_launch.by_hand(2, write_tasks(tmp_path, PAIR)).wait() == [0, 0], whole_launch.logs()
-    assert result_of(tmp_path, PAIR).status == "ok"
-    assert sorted(path.name for path in attempt_of(tmp_path, PAIR).folder.parent.iterdir()) == ["1"]
-
-
 # Told to stop
 
 
@@ -155,7 +146,7 @@ def stop_at_step_4(launch: Launch, start: Any, number: signal.Signals, ranks: in
 
 @pytest.mark.parametrize(
     ("number", "status"),
-    [(signal.SIGTERM, "cancelled"), (signal.SIGINT, "cancelled"), (signal.SIGUSR2, "timeout")],
+    [(signal.SIGTERM, "cancelled"), (signal.SIGUSR2, "timeout")],
 )
 def test_a_signal_ends_a_single_process_with_its_measurements(
     tmp_path: Path, launch: Launch, number: signal.Signals, status: str
@@ -184,10 +175,9 @@ def test_a_signal_after_the_last_timed_step_takes_nothing_away(tmp_path: Path, l
     assert [warning for warning in result.warnings if "10000 profiled steps were made" in warning]
 
 
-@pytest.mark.parametrize("how", ["torchrun", "by_hand"])
-def test_a_signal_cancels_both_ranks_with_their_measurements(tmp_path: Path, launch: Launch, how: str) -> None:
+def test_a_signal_cancels_both_ranks_with_their_measurements(tmp_path: Path, launch: Launch) -> None:
     tasks = write_tasks(tmp_path, ENDLESS_PAIR)
-    stop_at_step_4(launch, lambda **more: getattr(launch, how)(2, tasks, **more), signal.SIGTERM, 2)
+    stop_at_step_4(launch, lambda **more: launch.torchrun(2, tasks, **more), signal.SIGTERM, 2)
     result = result_of(tmp_path, ENDLESS_PAIR)
     assert result.status == "cancelled", launch.logs()
     assert result.metrics.samples_per_s is not None
@@ -225,10 +215,9 @@ def test_the_time_limit_ends_a_run_by_itself(tmp_path: Path, launch: Launch) -> 
 # Ranks that die
 
 
-@pytest.mark.parametrize("how", ["torchrun", "by_hand"])
-def test_rank_1_is_killed(tmp_path: Path, launch: Launch, how: str) -> None:
+def test_rank_1_is_killed(tmp_path: Path, launch: Launch) -> None:
     tasks = write_tasks(tmp_path, ENDLESS_PAIR)
-    codes = getattr(launch, how)(2, tasks, program=HOOKED, ACCIDENT="1:4:kill").wait()
+    codes = launch.torchrun(2, tasks, program=HOOKED, ACCIDENT="1:4:kill").wait()
     assert codes[0] == 1
     result = result_of(tmp_path, ENDLESS_PAIR)
     assert result.status == "failed", launch.logs()
@@ -253,7 +242,7 @@ def test_end_records_how_rank_0_was_killed(tmp_path: Path, launch: Launch) -> No
 
 @pytest.mark.parametrize(
     ("how", "rank", "step"),
-    [("torchrun", 1, 4), ("torchrun", 0, 4), ("torchrun", 1, -1), ("by_hand", 1, 4), ("by_hand", 0, -1)],
+    [("torchrun", 1, 4), ("by_hand", 1, 4), ("by_hand", 0, -1)],
 )
 def test_an_exception_of_a_rank_is_the_runs_error(
     tmp_path: Path, launch: Launch, how: str, rank: int, step: int
@@ -281,11 +270,6 @@ def test_out_of_memory_on_one_rank_makes_the_run_oom(tmp_path: Path, launch: Lau
 
 
 # Ranks that do not meet
-
-
-def test_a_launch_with_too_few_ranks_fails(tmp_path: Path, launch: Launch) -> None:
-    assert launch.lone(write_tasks(tmp_path, PAIR)).wait() == [1]
-    assert "wants 2 ranks" in message_of(result_of(tmp_path, PAIR))
 
 
 def test_a_peer_does_not_join_a_foreign_rendezvous(tmp_path: Path, launch: Launch) -> None:
@@ -324,15 +308,3 @@ def test_rank_0_names_the_ranks_that_did_not_come(tmp_path: Path, launch: Launch
     result = result_of(tmp_path, three)
     assert "ranks 1, 2 of 3" in message_of(result)
     assert str(attempt_of(tmp_path, three).rendezvous_path) in message_of(result)
-
-
-def test_a_run_leaves_no_temporary_files(tmp_path: Path, launch: Launch) -> None:
-    """No temporary or lock file stays in the tree after a run."""
-    launch.lone(write_tasks(tmp_path, LONE)).wait()
-    left = sorted(
-        str(path.relative_to(tree_of(tmp_path).root)) for path in tree_of(tmp_path).root.rglob("*") if path.is_file()
-    )
-    run = f"runs/{run_id(LONE)[:2]}/{run_id(LONE)}"
-    assert left == [f"{run}/attempts/1/attempt.json", f"{run}/attempts/1/rank-0.json", f"{run}/result.json"]
-    assert os.listdir(tmp_path)
-    assert msgspec.json.decode((tree_of(tmp_path).root / left[2]).read_bytes())["schema_version"] == 1

@@ -33,8 +33,8 @@ from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.strategy import resolve_runtime
 from tests.distributed.cases import CPU
-from tests.distributed.fake import fake_world
-from tests.distributed.test_traffic import at_once, spec_of, table_of
+from tests.distributed.fake import at_once, fake_world
+from tests.distributed.test_traffic import AGAIN, SEQUENCE, TOKENS, spec_of, split, table_of
 
 pytestmark = pytest.mark.slow
 
@@ -94,45 +94,57 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+ADAM: dict[str, Any] = {**LARGE, "optimizer": "adam"}
+VOLUMES: dict[str, Any] = {"model": "cosmoflow", "dataset": "cosmoflow", "input_size": 16, "batch_size": 8}
+CONTEXT: dict[str, Any] = {**TOKENS, "input_size": 16, "model_options": {"context": 16}, "micro_batches": 4}
+CASES = [
+    spec_of("single", 1, "vit", **LARGE),
+    RunSpec(strategy="single", **VOLUMES, precision="fp64"),
+    spec_of("ddp", 2, "vit", **ADAM, micro_batches=4),
+    spec_of("ddp", 2, "vgg11", **ADAM, options={"gradient_as_bucket_view": True}),
+    spec_of("ddp", 2, "vit", batch_size=256, optimizer="adam", **AGAIN),
+    spec_of("zero1", 2, "vit", optimizer="adam"),
+    spec_of("fairscale_oss", 4, "vgg11", batch_size=64, optimizer="adam"),
+    spec_of("fairscale_sddp", 2, "vit", optimizer="adam", options={"reduce_buffer_mb": 0.0}),
+    spec_of("fsdp", 4, "vit", **ADAM),
+    spec_of("fsdp", 8, "vgg11", **ADAM),
+    spec_of("fsdp", 4, "vit", optimizer="adam", options={"reshard_after_forward": False}),
+    spec_of("fsdp", 4, "vit", optimizer="adam", options={"shard_degree": 2}),
+    spec_of("fsdp", 4, "vit", optimizer="adam", options={"mixed_precision": True}),
+    spec_of("fairscale_fsdp", 8, "vgg11", **ADAM),
+    spec_of("fairscale_fsdp", 4, "vit", **ADAM, options={"reshard_after_forward": False}),
+    spec_of("fairscale_fsdp", 4, "vit", **ADAM, micro_batches=4),
+    split("filter", 4, 4, **VOLUMES),
+    split("filter", 2, 2, "vgg11", batch_size=64, options={"form": "gathered"}, optimizer="adam"),
+    split("channel", 3, 3, "mobilenetv2", "cifar10", batch_size=8),
+    split("channel", 4, 2, "vgg11", batch_size=64, options={"form": "gathered"}),
+    split("channel", 2, 2, "vgg11", batch_size=64, **AGAIN),
+    split("tensor", 4, 2, "vit", batch_size=64, options=SEQUENCE, optimizer="adam"),
+    split("tensor", 4, 4, "vit", batch_size=64, micro_batches=4, precision="fp64"),
+    split("tensor", 2, 2, "vit", batch_size=256, options=SEQUENCE, **AGAIN),
+    split("tensor", 2, 2, **{**TOKENS, "model_options": {}, "input_size": 16}, batch_size=2, optimizer="adam"),
+    split("spatial", 8, 4, batch_size=128, micro_batches=2, options={"grid": "2x2"}),
+    split("spatial", 2, 2, "vgg11", batch_size=256, **AGAIN),
+    split("spatial", 4, 4, **{**VOLUMES, "input_size": 32, "batch_size": 2}, precision="fp64"),
+]
+FIRST_STAGES = [
+    *(split(key, 4, 4, **CONTEXT, batch_size=16) for key in ("model", "gpipe", "1f1b", "pipedream")),
+    split("1f1b", 4, 2, **CONTEXT, batch_size=16, tp_degree=2),
+    split("pipedream", 4, 4, **CONTEXT, batch_size=16, options={"vertical_sync": True}),
+]
+
+
 @pytest.mark.parametrize(
-    ("key", "ranks", "model", "more"),
-    [
-        ("single", 1, "vgg11", {"batch_size": 64}),
-        ("single", 1, "vit", {**LARGE, "optimizer": "sgd"}),
-        ("ddp", 2, "vit", {}),
-        ("ddp", 2, "vit", {**LARGE, "micro_batches": 4}),
-        ("ddp", 2, "vgg11", {**LARGE, "options": {"gradient_as_bucket_view": True}}),
-        ("ddp", 2, "vit", {"batch_size": 256, "activation_checkpointing": True}),
-        ("ddp", 2, "vit", {**LARGE, "precision": "fp64"}),
-        ("zero1", 2, "vit", {}),
-        ("fairscale_oss", 4, "vgg11", {"batch_size": 64}),
-        ("fairscale_sddp", 2, "vit", {}),
-        ("fairscale_sddp", 2, "vit", {"options": {"reduce_buffer_mb": 0.0}}),
-        ("fsdp", 2, "vit", {}),
-        ("fsdp", 4, "vit", LARGE),
-        ("fsdp", 8, "vgg11", LARGE),
-        ("fsdp", 4, "vit", {"options": {"reshard_after_forward": False}}),
-        ("fsdp", 4, "vit", {"options": {"shard_degree": 2}}),
-        ("fsdp", 4, "vit", {"options": {"mixed_precision": True}}),
-        ("fsdp", 4, "vit", {**LARGE, "micro_batches": 4}),
-        ("fairscale_fsdp", 4, "vit", {}),
-        ("fairscale_fsdp", 8, "vgg11", LARGE),
-        ("fairscale_fsdp", 4, "vit", {**LARGE, "options": {"reshard_after_forward": False}}),
-        ("fairscale_fsdp", 4, "vit", {**LARGE, "micro_batches": 4}),
-    ],
+    ("spec", "rank"),
+    # The first stage keeps the most micro-batches and versions of weights.
+    [*((spec, spec.ranks - 1) for spec in CASES), *((spec, 0) for spec in FIRST_STAGES)],
+    ids=lambda one: f"{one.strategy}-{one.model}" if isinstance(one, RunSpec) else None,
 )
-def test_the_predicted_peak_is_that_of_the_allocator(key: str, ranks: int, model: str, more: dict[str, Any]) -> None:
-    spec = spec_of(key, ranks, model, **{"optimizer": "adam", **more})
-    found = resolve_cost(key).memory(spec, table_of(spec), ranks - 1)
-    measured, predicted = peak_bytes(spec, ranks - 1), bytes_beside_samples(found)
-    print(f"{predicted / measured:.3f}", key, model, more, found)
+def test_the_predicted_peak_is_that_of_the_allocator(spec: RunSpec, rank: int) -> None:
+    found = resolve_cost(spec.strategy).memory(spec, table_of(spec), rank)
+    measured, predicted = peak_bytes(spec, rank), bytes_beside_samples(found)
+    print(f"{predicted / measured:.3f}", found)
     assert predicted == pytest.approx(measured, rel=0.1)
-
-
-def shared(key: str, tp: int, model: str, dataset: str = "digits", dp: int = 1, **more: Any) -> RunSpec:
-    return RunSpec(
-        model=model, dataset=dataset, strategy=key, tasks_per_node=tp * dp, tp_degree=tp, dp_degree=dp, **more
-    )  # fmt: skip
 
 
 def headed(in_shape: tuple[int, ...], outputs: int) -> nn.Sequential:
@@ -158,36 +170,3 @@ def test_a_gradient_is_whole_before_it_is_added(key: str, ranks: int, more: dict
     measured, predicted = peak_bytes(spec, 0), bytes_beside_samples(found)
     print(f"{predicted / measured:.3f}", key, more, found)
     assert predicted == pytest.approx(measured, rel=0.05)
-
-
-VOLUMES: dict[str, Any] = {"model": "cosmoflow", "dataset": "cosmoflow", "input_size": 16, "batch_size": 8}
-GATHERED, SEQUENCE = {"form": "gathered"}, {"sequence_parallel": True}
-AGAIN: dict[str, Any] = {"batch_size": 256, "activation_checkpointing": True}
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        RunSpec(strategy="single", **VOLUMES),
-        RunSpec(strategy="single", **VOLUMES, precision="fp64"),
-        shared("filter", 4, **VOLUMES),
-        shared("filter", 4, **VOLUMES, precision="fp64"),
-        shared("channel", 3, "mobilenetv2", "cifar10", batch_size=8),
-        shared("filter", 3, "mobilenetv2", "cifar10", batch_size=8),
-        shared("channel", 2, "vgg11", dp=2, batch_size=64, options=GATHERED),
-        shared("filter", 2, "vgg11", batch_size=64, options=GATHERED, optimizer="adam"),
-        shared("channel", 2, "vgg11", batch_size=64, activation_checkpointing=True),
-        shared("tensor", 2, "vit", batch_size=64),
-        shared("tensor", 2, "vit", dp=2, batch_size=64, options=SEQUENCE, optimizer="adam"),
-        shared("tensor", 4, "vit", batch_size=64, micro_batches=4, precision="fp64"),
-        shared("tensor", 2, "vit", **AGAIN),
-        shared("tensor", 2, "vit", **AGAIN, options=SEQUENCE),
-        shared("tensor", 2, "gpt", "tokens", input_size=16, batch_size=2, optimizer="adam"),
-    ],
-    ids=lambda spec: f"{spec.strategy}-{spec.model}",
-)
-def test_the_predicted_peak_of_shared_layers_is_the_allocators(spec: RunSpec) -> None:
-    found = resolve_cost(spec.strategy).memory(spec, table_of(spec), spec.ranks - 1)
-    measured, predicted = peak_bytes(spec, spec.ranks - 1), bytes_beside_samples(found)
-    print(f"{predicted / measured:.3f}", found)
-    assert predicted == pytest.approx(measured, rel=0.1)

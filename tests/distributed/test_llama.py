@@ -26,16 +26,12 @@ def llama_case(ranks: int, strategy: str, *, tied: bool = False, **more: Any) ->
 
 
 CASES = [
-    (2, "ddp", {}),
     (2, "ddp", {"tied": True, "activation_checkpointing": True}),
-    (2, "fsdp", {}),
     (2, "fsdp", {"tied": True}),
     (2, "zero1", {"optimizer": "adam"}),
-    (2, "tensor", {"tp_degree": 2}),
     (2, "tensor", {"tp_degree": 2, **SEQUENCE}),
     (2, "tensor", {"tp_degree": 2, "tied": True, **SEQUENCE}),
     (4, "tensor", {"tp_degree": 2, **SEQUENCE}),
-    (2, "1f1b", {"pp_degree": 2, "micro_batches": 2}),
     (2, "1f1b", {"pp_degree": 2, "micro_batches": 2, "tied": True}),
     (2, "zero_bubble", {"pp_degree": 2, "micro_batches": 2}),
     (4, "1f1b", {"pp_degree": 2, "tp_degree": 2, "micro_batches": 2}),
@@ -50,9 +46,7 @@ def test_ranks_train_as_one_process(pool: Pool, ranks: int, strategy: str, more:
     check(found, expected, EXACT)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "more"), [("ddp", {}), ("fsdp", {}), ("tensor", {"tp_degree": 2}), ("1f1b", {"pp_degree": 2})]
-)
+@pytest.mark.parametrize(("strategy", "more"), [("fsdp", {}), ("tensor", {"tp_degree": 2}), ("1f1b", {"pp_degree": 2})])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_lower_precision_is_bounded_by_rounding(
     pool: Pool, strategy: str, more: dict[str, Any], precision: str

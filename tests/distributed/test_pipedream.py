@@ -28,8 +28,9 @@ from tests.distributed.cases import (
     EXACT,
     Case,
     OfRank,
+    case_id,
     check,
-    check_rounding,
+    check_training,
     make_case,
     run_parallel,
     run_reference,
@@ -92,45 +93,33 @@ def check_stack(pool: Pool, case: Case) -> list[OfRank]:
 VERSIONS: list[dict[str, Any]] = [{}, {"vertical_sync": True}, {"weight_versions": "2bw"}]
 
 
-@pytest.mark.parametrize("options", VERSIONS)
-@pytest.mark.parametrize("stages", [2, 4])
-def test_stages_equal_the_simulation(pool: Pool, stages: int, options: dict[str, Any]) -> None:
-    """Running statistics of BatchNorm too, which have seen the minibatches that a stage was ahead."""
-    check_stack(pool, stack_case(stages, options))
+STACKS = [
+    # Running statistics of BatchNorm too, which have seen the minibatches that a stage was ahead.
+    *(stack_case(stages, options) for stages in (2, 4) for options in VERSIONS),
+    # Stages are up to three steps ahead if a step is one minibatch.
+    *(stack_case(4, options, micro_batches=count) for count in (1, 4) for options in VERSIONS),
+    *(stack_case(2, options, replicas=2) for options in (VERSIONS[0], VERSIONS[-1])),
+    stack_case(4, {"recompute": "always"}),
+    stack_case(4, optimizer="adam"),
+]
 
 
-def test_pipedream_with_batch_norm_equals_its_simulation(pool: Pool) -> None:
-    case = pipedream_case(2, "resnet18", precision="fp64", steps=4)
-    check(pool.run(case), run_reference(case), EXACT)
+@pytest.mark.parametrize("case", STACKS, ids=case_id)
+def test_stages_equal_the_simulation(pool: Pool, case: Case) -> None:
+    check_stack(pool, case)
 
 
-def test_pipedream_in_fp32_stays_within_rounding(pool: Pool) -> None:
-    check_rounding(pool.run, pipedream_case(4, "vit", steps=4))
-
-
-@pytest.mark.parametrize("micro_batches", [1, 4])
-@pytest.mark.parametrize("options", VERSIONS)
-def test_pipedream_takes_any_number_of_minibatches_per_step(
-    pool: Pool, micro_batches: int, options: dict[str, Any]
-) -> None:
-    """Stages are up to three steps ahead if a step is one minibatch."""
-    check_stack(pool, stack_case(4, options, micro_batches=micro_batches))
-
-
-@pytest.mark.parametrize("options", [{}, {"weight_versions": "2bw"}])
-def test_pipedream_with_replicated_stages_equals_its_simulation(pool: Pool, options: dict[str, Any]) -> None:
-    found = check_stack(pool, stack_case(2, options, replicas=2))
-    assert [one.counts[2] for one in found] == [8, 8, 7, 7]
-
-
-@pytest.mark.parametrize("more", [{"options": {"recompute": "always"}}, {"optimizer": "adam"}])
-def test_supported_options_match_the_delayed_gradient_reference(pool: Pool, more: dict[str, Any]) -> None:
-    check_stack(pool, stack_case(4, **more))
-
-
-def test_pipedream_with_activation_checkpointing_equals_its_simulation(pool: Pool) -> None:
-    case = pipedream_case(2, activation_checkpointing=True, precision="fp64", steps=3)
-    check(pool.run(case), run_reference(case), EXACT)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pipedream_case(2, "resnet18", precision="fp64", steps=4),
+        pipedream_case(2, activation_checkpointing=True, precision="fp64", steps=3),
+        pipedream_case(4, steps=4),
+    ],
+    ids=case_id,
+)
+def test_shipped_models_equal_the_simulation(pool: Pool, case: Case) -> None:
+    check_training(pool.run, case)
 
 
 class OtherVersions(PipedreamStrategy):

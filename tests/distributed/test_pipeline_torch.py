@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.errors import WorkerError
 from hpcbench.strategies.pipeline.train.pipeline_strategy import PipelineStrategy
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
@@ -77,23 +76,3 @@ def test_gradients_equal_those_of_torchs_own_schedules(pool: Pool, spec: RunSpec
     found = pool.call(spec.ranks, differences, spec)
     assert sum(len(of_rank) for of_rank in found) == len(list(build_model(spec).parameters()))
     assert max(one for of_rank in found for one in of_rank.values()) <= 1e-12
-
-
-def only_the_first_steps(spec: RunSpec, group: dist.ProcessGroup) -> str:
-    strategy = set_up(spec, group, wait_s=1.0)
-    if dist.get_rank(group):
-        return strategy.progress_report()
-    with pytest.raises(WorkerError) as caught:
-        strategy.step(make_feed(spec, CPU), 0)
-    assert caught.value.status == "failed"
-    return str(caught.value)
-
-
-def test_a_blocked_pipeline_reports_the_action_that_it_waits_for() -> None:
-    """Ranks of their own: what was sent stays on its way."""
-    pool = Pool(2)
-    first, second = pool.call(2, only_the_first_steps, spec_of("1f1b", 2, "vgg11", "digits"))
-    pool.close()
-    assert "waited 1 s for the result of B(chunk 1, micro-batch 0) from rank 1" in first
-    assert "stage 0 of 2: waiting for what it needs before B(chunk 0, micro-batch 0)" in first
-    assert second == "stage 1 of 2: before its first action"

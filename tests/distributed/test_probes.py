@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from statistics import median
 from typing import Any
 
 import pytest
@@ -11,18 +10,16 @@ import torch
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
 from hpcbench.results.probe_records import CollectiveProbe, ProbeResults
-from hpcbench.results.timing_statistics import quantile
 from hpcbench.strategies.catalog import exclusion_reason
-from hpcbench.strategies.layer_table import read_shipped_table
 from hpcbench.strategies.probes.train import ProbeBlocksStrategy
 from hpcbench.strategies.traffic import OVERLAPPED_OPERATIONS, MessageShape, format_messages, parse_messages
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
-from hpcbench.worker.measure.clocks import relative_spread
 from hpcbench.worker.microbench.block_probes import measure_blocks
 from hpcbench.worker.microbench.message_probes import measure_messages
 from hpcbench.worker.models.build import build_model
 from tests.distributed.pool import Pool
+from tests.layer_tables import table_of
 
 CPU = torch.device("cpu")
 
@@ -38,8 +35,7 @@ def test_every_block_is_measured_as_a_whole(model: str) -> None:
     strategy = ProbeBlocksStrategy()
     strategy.setup(build_model(spec), spec, RankContext(0, 1, CPU))
     found = strategy.measure(make_feed(spec, CPU), lambda: None)
-    table = read_shipped_table(model, "digits")
-    assert table is not None
+    table = table_of(model, "digits")
     assert [one.block for one in found.blocks] == list(range(table.blocks + 1))
     assert {row.block for row in table.layers} == set(range(table.blocks + 1))
     assert all(one.forward_s > 0 and (one.backward_s or 0) > 0 and one.samples == 4 for one in found.blocks)
@@ -48,22 +44,6 @@ def test_every_block_is_measured_as_a_whole(model: str) -> None:
     assert found.pass_s > 0.3 * sum(one.forward_s + (one.backward_s or 0) for one in found.blocks)
     assert (found.base_memory_bytes or 0) > 2**26
     assert {one.parameter_bytes for one in found.updates} == {4 * one.numel() for one in strategy.module.parameters()}
-
-
-def test_a_round_leaves_no_gradient_for_the_next_one() -> None:
-    """Each round passes twice over the blocks; a gradient that stayed would be added to."""
-    spec = spec_of()
-    torch.manual_seed(1)
-    strategy = ProbeBlocksStrategy()
-    strategy.setup(build_model(spec), spec, RankContext(0, 1, CPU))
-    batch, norms = make_feed(spec, CPU).batch(0, 0), list[float]()
-
-    def check() -> None:
-        norms.append(sum(float(one.grad.norm()) for one in strategy.module.parameters() if one.grad is not None))
-
-    measure_blocks(strategy, batch, 0.0, check)
-    assert norms[0] == 0.0
-    assert norms[1:] == pytest.approx([norms[1]] * (len(norms) - 1), rel=1e-3)
 
 
 def test_blocks_that_write_over_their_input_are_measured() -> None:
@@ -143,14 +123,6 @@ def test_a_pass_is_timed_beside_collectives(pool: Pool) -> None:
         assert one.both_s >= one.compute_under_comm_s > 0
         assert one.comm_s >= one.issue_s > 0
         assert one.calls >= 1
-
-
-def test_quantiles_are_linear_and_spread_is_relative() -> None:
-    assert median([3.0, 1.0, 2.0]) == 2.0
-    assert median([1.0, 2.0]) == 1.5
-    assert quantile([0.0, 10.0], 0.84) == pytest.approx(8.4)
-    assert relative_spread([2.0, 2.0, 2.0]) == 0.0
-    assert relative_spread([float(one) for one in range(101)]) == pytest.approx(34 / 50)
 
 
 @pytest.mark.parametrize(

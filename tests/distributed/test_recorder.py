@@ -11,13 +11,12 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce as all_reduce_with_gradient
 
-from hpcbench.strategies.traffic import Traffic, merge_calls, total_payload_bytes
+from hpcbench.strategies.traffic import Traffic, merge_calls
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.measure.traffic_recorder import TrafficRecorder, run_recorded_step
 from hpcbench.worker.shutdown import StopController, Stopped
 from tests.distributed.cases import CPU
 from tests.distributed.pool import Pool
-from tests.distributed.test_traffic import expected, spec_of, started
 from tests.worker.helpers import make_spec
 
 pytestmark = pytest.mark.slow
@@ -83,27 +82,6 @@ def test_functional_operators_and_those_of_a_backward_pass(pool: Pool) -> None:
         )
 
 
-def test_an_unknown_collective_operator_raises() -> None:
-    recorder = TrafficRecorder()
-    recorder._note("scatter_", ())
-    with pytest.raises(AssertionError, match="scatter_"):
-        recorder.merged()
-
-
-def recorded_step(spec: Any, group: dist.ProcessGroup) -> tuple[list[Traffic], list[str]]:
-    strategy, feed = started(spec, group)
-    warnings: list[str] = []
-    return run_recorded_step(strategy, feed, spec, CPU, StopController(), bool, 3, warnings), warnings
-
-
-@pytest.mark.parametrize("key", ["zero1", "fsdp"])
-def test_a_runs_traffic_is_that_of_one_whole_step(pool: Pool, key: str) -> None:
-    spec = spec_of(key, 2, "vit", options={"bucket_cap_mb": 0.5} if key == "zero1" else {})
-    found = pool.call(2, recorded_step, spec)
-    assert found == [(expected(spec, rank), []) for rank in range(2)]
-    assert total_payload_bytes(found[0][0]) > 0
-
-
 class Counted:
     """A strategy that says which steps it was asked for, and passes nothing."""
 
@@ -143,22 +121,3 @@ def test_the_recorded_step_is_the_warm_up_step_or_an_extra_one(
     assert run_recorded_step(strategy, make_feed(spec, CPU), spec, CPU, stop, bool, 6, warnings) == []
     assert warnings == []
     assert strategy.steps == steps
-
-
-def test_a_partial_batch_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its step is made all the same: what a pipeline has begun across steps ends there."""
-    spec = make_spec(strategy="ddp", tasks_per_node=2, dp_degree=2, profile_steps=1)
-    feed, strategy = make_feed(spec, CPU), Counted()
-    made_before: list[int] = []
-
-    def recorder() -> TrafficRecorder:
-        made_before.extend(strategy.steps)
-        return TrafficRecorder()
-
-    monkeypatch.setattr("hpcbench.worker.measure.traffic_recorder.TrafficRecorder", recorder)
-    last = feed.steps_per_epoch - 1
-    assert feed.global_count(last) < feed.global_batch_size
-    stepped: Any = strategy
-    run_recorded_step(stepped, feed, spec, CPU, StopController(), bool, last, [])
-    assert made_before == [last]
-    assert strategy.steps == [last, last + 1]

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcbench.strategies.gradient_buckets import MIB, bucket_payload_bytes
-from hpcbench.strategies.mesh import RankMesh
 from hpcbench.strategies.traffic import Traffic
 from hpcbench.worker.distributed.gradient_reducer import GradientReducer
-from hpcbench.worker.distributed.process_groups import RankContext, make_axis_groups
 from hpcbench.worker.measure.traffic_recorder import TrafficRecorder
-from tests.distributed.cases import CPU
 from tests.distributed.pool import Pool
 
 pytestmark = pytest.mark.slow
@@ -116,97 +112,3 @@ def test_a_parameter_without_a_gradient_counts_as_zero(pool: Pool) -> None:
     for found in (one, other):
         torch.testing.assert_close(found.ours, found.expected, rtol=0, atol=1e-12)
     assert one.calls == other.calls
-
-
-def over_two_axes(group: dist.ProcessGroup) -> Found:
-    """The first layer has replicas along one axis, the others among all four ranks."""
-    rank, model = dist.get_rank(group), layers()
-    across = make_axis_groups(RankMesh(dp=2, tp=2), RankContext(rank, 4, CPU, group))["dp"]
-    first, rest = list(model[0].parameters()), list(model[1:].parameters())
-    reducers = [
-        GradientReducer(first, across.members(), bucket_cap_mb=1 / MIB),
-        GradientReducer(rest, group, bucket_cap_mb=60 / MIB),
-    ]
-    recorder = TrafficRecorder()
-    with recorder:
-        model(samples(rank, 0)).square().sum().backward()
-        for reducer in reducers:
-            reducer.finish()
-    parts = [alone(range(one, one + 1), range(1)) for one in range(4)]
-    shared = [sum(parts[one][place] for one in across.ranks) for place in range(2)]
-    everywhere = [sum(part[place] for part in parts) for place in range(2, len(SIZES))]
-    return Found(gradients(model), [torch.as_tensor(one) for one in [*shared, *everywhere]], recorder.calls)
-
-
-def test_two_groups_do_not_mix_up_their_sums(pool: Pool) -> None:
-    for found in pool.call(4, over_two_axes):
-        torch.testing.assert_close(found.ours, found.expected, rtol=0, atol=1e-12)
-        assert sorted(one.group_size for one in found.calls) == [2, 2, 4, 4]
-
-
-def strided_layers() -> nn.Sequential:
-    """Return layers whose weights lie in memory as channels_last, with a kernel of one point, and in two precisions."""
-    torch.manual_seed(2)
-    convolutions = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 5, 1), nn.Flatten())
-    model = nn.Sequential(*convolutions, nn.Linear(5, 2))
-    model[:3].to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    model[4].double()
-    return model
-
-
-def run_strided(model: nn.Sequential, rank: int) -> None:
-    images = torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(rank))
-    features = model[:4](images.to(memory_format=torch.channels_last))
-    model[4](features.double()).square().sum().backward()
-
-
-class OperatorNames(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Names of the operators that run in here."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-class Views(NamedTuple):
-    found: Found
-    copies: list[str]
-    storages: int
-    buckets: int
-    strides_are_equal: bool
-
-
-def reduce_strided(cap_bytes: int, group: dist.ProcessGroup) -> Views:
-    """Record the operators of a reduction beside those of the same backward pass without one."""
-    rank, model = dist.get_rank(group), strided_layers()
-    parameters = list(model.parameters())
-    reducer = GradientReducer(parameters, group, bucket_cap_mb=cap_bytes / MIB)
-    recorder = TrafficRecorder()
-    with reducer.paused():
-        run_strided(model, rank)
-    with recorder, OperatorNames() as operators:
-        reducer.finish()
-    written = [name for name in operators.names if name in ("cat", "copy_", "clone", "empty_like", "_to_copy")]
-    expected = []
-    for one in range(2):
-        single = strided_layers()
-        run_strided(single, one)
-        expected.append(gradients(single))
-    sums = [mine + other for mine, other in zip(*expected, strict=True)]
-    storages = {one.grad.untyped_storage().data_ptr() for one in parameters if one.grad is not None}
-    are_equal = all(one.grad is not None and one.grad.stride() == one.stride() for one in parameters)
-    return Views(Found(gradients(model), sums, recorder.calls), written, len(storages), len(recorder.calls), are_equal)
-
-
-@pytest.mark.parametrize("cap_bytes", [1, 10**6])
-def test_reduced_gradients_are_views_of_their_buckets(pool: Pool, cap_bytes: int) -> None:
-    """One operator copies a bucket's gradients, none copies sums back; views lie in memory as their parameters."""
-    for found, written, storages, buckets, strides_are_equal in pool.call(2, reduce_strided, cap_bytes):
-        torch.testing.assert_close(found.ours, found.expected, rtol=1e-6, atol=1e-6)
-        assert buckets == storages == (8 if cap_bytes == 1 else 2)
-        assert written == ["cat"] * buckets
-        assert strides_are_equal

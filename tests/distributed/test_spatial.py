@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hpcbench.worker.models.torchvision_models import SMALL_IMAGE_EDGE
 from hpcbench.worker.verification.reference import TrainingRecord, lossy_tolerance
-from tests.distributed.cases import EXACT, Case, check, check_rounding, make_case, run_reference
+from tests.distributed.cases import EXACT, Case, case_id, check, check_rounding, make_case, run_reference
 from tests.distributed.pool import Pool
 
 pytestmark = [pytest.mark.slow, pytest.mark.strategy("spatial")]
@@ -53,47 +53,28 @@ def check_first_step(pool: Pool, case: Case) -> TrainingRecord:
 
 
 SMALL_VOLUME: dict[str, Any] = {"model": "cosmoflow", "dataset": "cosmoflow", "input_size": 10, "batch_size": 2}
+STILL_VOLUME: dict[str, Any] = {**SMALL_VOLUME, "model_options": {"dropout": 0.0}}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "model", "more"),
-    [
-        (2, "resnet50", {"dataset": "imagenet", "input_size": 48, "batch_size": 2}),
-        pytest.param(4, "resnet50", {"dataset": "imagenet", "input_size": 64, "batch_size": 2, "options": grid("2x2")},
-                     marks=pytest.mark.soak),
-        (2, "vgg16", {"dataset": "cifar10", "batch_size": 2}),
-        (2, "mobilenetv2", {}),
-        (4, "mobilenetv2", {"dataset": "imagenet", "input_size": 40, "batch_size": 2, "options": grid("1x4"),
-                            "model_options": {"dropout": 0.0}}),
-        (4, "cosmoflow", {**SMALL_VOLUME, "options": grid("1x2x2"), "model_options": {"dropout": 0.0}}),
-        (2, "cosmoflow", {**SMALL_VOLUME, "options": grid("1x1x2"), "model_options": {"dropout": 0.0}}),
-    ],
-)  # fmt: skip
-def test_models_equal_the_single_device(pool: Pool, ranks: int, model: str, more: dict[str, Any]) -> None:
-    check_first_step(pool, spatial_case(ranks, **{"model": model, **more}))
+CASES = [
+    spatial_case(2, "resnet50", "imagenet", input_size=48, batch_size=2),
+    spatial_case(2, "vgg16", "cifar10", batch_size=2),
+    spatial_case(4, "mobilenetv2", "imagenet", input_size=40, batch_size=2, options=grid("1x4"),
+                 model_options={"dropout": 0.0}),
+    spatial_case(4, **STILL_VOLUME, options=grid("1x2x2")),
+    spatial_case(2, "resnet18", dp=2, options=grid("1x2"), micro_batches=2, batch_size=8),
+    spatial_case(2, "vgg11", dp=2, options={"bucket_cap_mb": 0.05}),
+    spatial_case(2, dp=2, **STILL_VOLUME),
+    spatial_case(4, "resnet18", "mnist", batch_size=2, options={"overlap": False, "global_pool": "gather"}),
+    spatial_case(4, "resnet18", "mnist", batch_size=2, options={"until": 4, "grid": "1x4", "bucket_cap_mb": 0.05}),
+    # Halos are exchanged once more when a block is computed again; running statistics move once.
+    spatial_case(2, "resnet18", activation_checkpointing=True, options=grid("1x2")),
+    spatial_case(4, "resnet18", options=grid("2x2"), channels_last=True),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("model", "more"),
-    [
-        ("resnet18", {"options": grid("1x2"), "micro_batches": 2, "batch_size": 8}),
-        ("vgg11", {"options": {"bucket_cap_mb": 0.05}}),
-        ("cosmoflow", {**SMALL_VOLUME, "model_options": {"dropout": 0.0}}),
-    ],
-)
-def test_hybrids_equal_the_reference_of_two_replicas(pool: Pool, model: str, more: dict[str, Any]) -> None:
-    check_first_step(pool, spatial_case(2, dp=2, **{"model": model, **more}))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"overlap": False, "global_pool": "gather"},
-        {"until": 4, "grid": "1x4", "bucket_cap_mb": 0.05},
-    ],
-)
-def test_overlap_pooling_and_grid_change_no_spatial_number(pool: Pool, options: dict[str, Any]) -> None:
-    case = spatial_case(4, "resnet18", "mnist", batch_size=2, options=options)
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_models_equal_the_single_device(pool: Pool, case: Case) -> None:
     check_first_step(pool, case)
 
 
@@ -104,35 +85,19 @@ def test_statistics_of_a_part_are_another_function(pool: Pool) -> None:
     assert found.worst_rel > EXACT, "the same as over the group: was the option heeded?"
 
 
-def test_spatial_activation_checkpointing_equals_the_reference(pool: Pool) -> None:
-    """Halos are exchanged once more when a block is computed again; running statistics move once."""
-    check_first_step(pool, spatial_case(2, "resnet18", activation_checkpointing=True, options=grid("1x2")))
-
-
 @pytest.mark.parametrize(
-    ("ranks", "dp", "model", "more"),
+    "case",
     [
-        (4, 1, "vgg11", {"model_options": PLAIN}),
-        (2, 2, "cosmoflow", {**SMALL_VOLUME, "model_options": {"dropout": 0.0}}),
-        (2, 1, "resnet18", {"dataset": "mnist", "steps": 3}),
+        spatial_case(4, "vgg11", model_options=PLAIN, precision="fp32", steps=5),
+        spatial_case(2, dp=2, **STILL_VOLUME, precision="fp32", steps=5),
+        spatial_case(2, "resnet18", "mnist", precision="fp32", steps=3),
+        # Without BatchNorm, which makes too much of what is rounded: sums of parts are, where the whole is not.
+        spatial_case(2, "vgg11", model_options=PLAIN, precision="bf16"),
     ],
+    ids=case_id,
 )
-def test_spatial_training_in_fp32_stays_within_rounding(
-    pool: Pool, ranks: int, dp: int, model: str, more: dict[str, Any]
-) -> None:
-    """Five steps, the last batch of an epoch among them."""
-    case = spatial_case(ranks, dp=dp, **{"model": model, "precision": "fp32", "steps": 5, **more})
+def test_spatial_training_stays_within_rounding(pool: Pool, case: Case) -> None:
     check_rounding(pool.run, case)
-
-
-def test_spatial_training_in_bf16_stays_within_rounding(pool: Pool) -> None:
-    """One step without BatchNorm, which makes too much of what is rounded: sums of parts are, where the whole is not."""
-    case = spatial_case(2, "vgg11", model_options=PLAIN, precision="bf16")
-    check_rounding(pool.run, case)
-
-
-def test_spatial_channels_last_equals_the_reference(pool: Pool) -> None:
-    check_first_step(pool, spatial_case(4, "resnet18", options=grid("2x2"), channels_last=True))
 
 
 def test_dropout_after_the_gather_point_is_equal_on_all_ranks(pool: Pool) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from hpcbench.worker.distributed.point_to_point import stage_messages
-from tests.distributed.cases import EXACT, Case, OfRank, check, run_parallel, run_reference
+from tests.distributed.cases import EXACT, Case, OfRank, case_id, check, run_parallel, run_reference
 from tests.distributed.pool import Pool
 from tests.distributed.test_pipedream import run_stack, small_stack, stack_case
 from tests.distributed.test_pipeline import TIED, pipeline_case
@@ -29,18 +29,22 @@ def run_staged(run: Callable[[Case, dist.ProcessGroup], OfRank], case: Case, gro
         stage_messages(False)
 
 
-def check_staged(pool: Pool, case: Case) -> None:
+GPT: dict[str, Any] = {"model": "gpt", "dataset": "tokens", "input_size": 4, "precision": "fp64", "steps": 2}
+CASES = [
+    *(pipeline_case(schedule, 4, precision="fp64", steps=1) for schedule in SYNCHRONOUS),
+    # The sums over replicas and between both copies have communicators of their own.
+    pipeline_case("interleaved_1f1b", 2, replicas=2, micro_batches=2, batch_size=4, model_options=TIED, **GPT),
+    # Running statistics are those of a stage's first replica, without the zeros that its chunk ran on before.
+    pipeline_case("gpipe", 3, precision="fp64", steps=1,
+                  options={"stage_replicas": "2-1", "recompute": "except_last"}),
+    # Ranks of a stage run their chunk together before the links are opened.
+    pipeline_case("zero_bubble", 2, tp_degree=2, tasks_per_node=4, model_options={"tied": True}, **GPT),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_staged_pipelines_equal_the_reference(pool: Pool, case: Case) -> None:
     check(pool.call(case.spec.ranks, run_staged, run_parallel, case), run_reference(case), EXACT)
-
-
-@pytest.mark.parametrize("schedule", SYNCHRONOUS)
-def test_staged_pipelines_of_two_stages_equal_the_reference(pool: Pool, schedule: str) -> None:
-    check_staged(pool, pipeline_case(schedule, 2, precision="fp64", steps=2, narrow=True))
-
-
-@pytest.mark.parametrize("schedule", SYNCHRONOUS)
-def test_staged_pipelines_of_four_stages_equal_the_reference(pool: Pool, schedule: str) -> None:
-    check_staged(pool, pipeline_case(schedule, 4, precision="fp64", steps=1, narrow=True))
 
 
 @pytest.mark.parametrize("stages", [2, 4])
@@ -49,21 +53,3 @@ def test_staged_pipedream_equals_its_simulation(pool: Pool, stages: int) -> None
     with mock.patch("tests.distributed.cases.build_model", small_stack):
         expected = run_reference(case)
     check(pool.call(case.spec.ranks, run_staged, run_stack, case), expected, EXACT)
-
-
-def test_staged_pipelines_with_tied_weights_equal_the_reference(pool: Pool) -> None:
-    """The sums over replicas and between both copies have communicators of their own."""
-    more: dict[str, Any] = {"input_size": 4, "model_options": TIED, "precision": "fp64", "batch_size": 4}
-    check_staged(pool, pipeline_case("interleaved_1f1b", 2, "gpt", "tokens", 2, micro_batches=2, steps=2, **more))
-
-
-def test_staged_uneven_replicas_with_recomputation_equal_the_reference(pool: Pool) -> None:
-    """Running statistics are those of a stage's first replica, without the zeros that its chunk ran on before."""
-    options = {"stage_replicas": "2-1", "recompute": "except_last"}
-    check_staged(pool, pipeline_case("gpipe", 3, precision="fp64", options=options, steps=1, narrow=True))
-
-
-def test_staged_tensor_parallel_stages_equal_the_reference(pool: Pool) -> None:
-    """Ranks of a stage run their chunk together before the links are opened."""
-    more: dict[str, Any] = {"tp_degree": 2, "tasks_per_node": 4, "model_options": {"tied": True}, "precision": "fp64"}
-    check_staged(pool, pipeline_case("zero_bubble", 2, "gpt", "tokens", input_size=4, steps=2, **more))

@@ -9,10 +9,11 @@ import pytest
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.predict.machine import nominal_machine
-from hpcbench.strategies.layer_table import LayerTableRequest, read_shipped_table
+from hpcbench.strategies.layer_table import LayerTableRequest
 from hpcbench.worker.layers import make_layer_table
 from tests.distributed.fake import fake_calls
 from tests.distributed.tensor_cases import small_vocabulary, tensor_case
+from tests.layer_tables import table_of
 from tests.predict.heard import heard_in_order
 
 pytestmark = pytest.mark.slow
@@ -39,8 +40,7 @@ def test_priced_calls_are_in_the_order_of_a_rank(model: str, strategy: str, more
         model=model, dataset="digits", strategy=strategy, batch_size=4, micro_batches=2, nodes=2, tasks_per_node=2,
         dp_degree=2, **own, **more,
     )  # fmt: skip
-    table = read_shipped_table(model, "digits")
-    assert table is not None
+    table = table_of(model, "digits")
     assert heard_in_order(spec, table, MACHINE) == fake_calls(spec, 0).calls
 
 

@@ -78,16 +78,6 @@ def test_the_sample_of_report_in_the_readme_is_printed_for_planted_results(tmp_p
     assert sample[1].splitlines() == printed[2 : 2 + sample[1].count("\n")]
 
 
-def test_an_editor_sees_a_wrong_key(tmp_path: Path) -> None:
-    (tmp_path / "wrong.toml").write_text(
-        f'#:schema {ROOT}/docs/schemas/sweep.json\nname = "x"\n[fixed]\nbatch_sise = 3\n'
-    )
-    command = [str(Path(sys.executable).with_name("taplo")), "check", "wrong.toml"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    assert "batch_sise" in done.stderr
-
-
 def test_the_commands_of_the_readme_work_in_a_new_project(tmp_path: Path) -> None:
     """Those before anything is submitted, as they stand, with the profile's name set as the README says."""
     block = next(block for block in (ROOT / "README.md").read_text().split("\n\n") if "hpcbench init" in block)

@@ -18,16 +18,11 @@ from hpcbench.results.probe_records import (
     ProbeResults,
 )
 from hpcbench.results.schema import RunMetrics, RunResult, StepTimeStatistics
-from hpcbench.strategies.layer_table import LayerTable, read_shipped_table
+from hpcbench.strategies.layer_table import LayerTable
 from hpcbench.strategies.traffic import parse_messages
+from tests.layer_tables import table_of_run
 
 MESSAGE_S_PER_BYTE = 3e-9
-
-
-def table_of(spec: RunSpec) -> LayerTable:
-    table = read_shipped_table(spec.model, spec.dataset)
-    assert table is not None
-    return table
 
 
 def message_s(payload_bytes: float) -> float:
@@ -38,7 +33,7 @@ def blocks_probe(
     profile: ClusterProfile, spec: RunSpec, slower: float, wall: float = 1.0, table: LayerTable | None = None
 ) -> ProbeResults:
     """What ``probe_blocks`` finds; ``wall``: passing time over the processors' own."""
-    compute, table = nominal_machine(profile).compute, table or table_of(spec)
+    compute, table = nominal_machine(profile).compute, table or table_of_run(spec)
     own: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for row in table.layers:
         for direction, kernel in enumerate(row_kernels(spec, row, spec.batch_size)):
@@ -84,7 +79,7 @@ def probe_run(
     profile: ClusterProfile, spec: RunSpec, slower: float = 3.0, table: LayerTable | None = None, **more: Any
 ) -> CalibrationRun:
     """A finished run of either probe; ``table`` is that of a model that is not shipped."""
-    table = table or table_of(spec)
+    table = table or table_of_run(spec)
     times = StepTimeStatistics(
         median=0.1, mean=0.1, std=0.0, p10=0.1, p90=0.1, min=0.1, max=0.1, ci95_low=0.1, ci95_high=0.1
     )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -11,28 +10,19 @@ import pytest
 
 from benchmarks.oracle.baselines import (
     BASELINES,
-    DDLBENCH_PIPELINES,
-    FUSION_OPTIONS,
-    PARADL_ROWS,
     BaselineEstimate,
     BaselineRequest,
     MeasuredRun,
-    baseline_predictor,
-    ddlbench_baseline,
-    halo_items,
     single_device_step,
 )
-from benchmarks.oracle.scoring import PredictorResult, ScoredConfiguration
 from hpcbench.config.cluster_profile import load_cluster
-from hpcbench.config.run_spec import RunSpec, config_id
-from hpcbench.errors import ConfigError
-from hpcbench.predict.cluster_forecasts import ClusterForecasts
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.predict.collective_formulas import HockneyLink
 from hpcbench.predict.machine import nominal_machine
-from hpcbench.results.results_tree import ResultsTree
 from hpcbench.strategies.catalog import STRATEGIES
-from hpcbench.strategies.layer_table import LayerTable, read_shipped_table
+from hpcbench.strategies.layer_table import LayerTable
 from hpcbench.strategies.pipeline.rank_cost import PipelineRank
+from tests.layer_tables import table_of
 
 ALPHA_S, BETA_S = 1e-4, 1e-9
 PLAIN = nominal_machine(load_cluster("slurmbox")[0])
@@ -47,12 +37,6 @@ OWN = dict.fromkeys(STRATEGIES, "dp_degree") | {
 }
 
 
-def table_of(model: str, dataset: str) -> LayerTable:
-    found = read_shipped_table(model, dataset)
-    assert found is not None
-    return found
-
-
 TABLE = table_of("resnet18", "cifar10")
 
 
@@ -65,19 +49,6 @@ def spec_of(strategy: str, degree: int, **more: Any) -> RunSpec:
 
 def said(name: str, spec: RunSpec, known: Sequence[MeasuredRun] = (), table: LayerTable = TABLE) -> BaselineEstimate:
     return BASELINES[name](BaselineRequest(spec, table, MACHINE, known))
-
-
-@pytest.mark.parametrize(
-    "strategy", ["single", "ddp", "horovod", "filter", "channel", "spatial", "model", "gpipe", "1f1b"]
-)
-def test_published_formulas_on_one_device_equal_the_serial_cost(strategy: str) -> None:
-    """But for the step's overhead, which no paper knows: the calibration's is not in a nominal machine."""
-    alone_s = single_device_step(BaselineRequest(spec_of("single", 1), TABLE, MACHINE)).step_time_s
-    found = said("paradl", spec_of(strategy, 1))
-    assert found.step_time_s == pytest.approx(alone_s, rel=0.02)
-    assert found.comm_s == 0
-    other = said("ddlbench", spec_of(strategy, 1))
-    assert other.step_time_s == pytest.approx(alone_s) if other.step_time_s is not None else other.reason
 
 
 @pytest.mark.parametrize("name", BASELINES)
@@ -122,41 +93,6 @@ def test_paradl_prices_pipelines_by_its_formula() -> None:
     assert said("paradl", hybrid).reason == "ParaDL has no formula for pipelines with replicas or split layers"
 
 
-def test_paradl_prices_halos_of_convolutions_only() -> None:
-    """A 3 x 3 convolution of 64 channels on 32 x 32: a column of the input, and one of the output's gradient."""
-    row = next(row for row in TABLE.layers if row.kind == "Conv2d" and row.input_shape == row.output_shape)
-    assert (row.input_shape, halo_items(row)) == ([64, 32, 32], 2 * 64 * 32)
-    assert {halo_items(row) for row in TABLE.layers if row.kind == "Linear"} == {0}
-    found = said("paradl", spec_of("spatial", 2))
-    assert found.comm_s is not None
-    assert 0.01 < found.comm_s < 0.2
-
-
-@pytest.mark.parametrize(("micro_batches", "factor"), [(12, 0.3125), (20, 0.2875), (28, 0.276785714), (30, 0.275)])
-def test_ddlbench_prices_gpipe_as_in_its_table(micro_batches: int, factor: float) -> None:
-    """Table 6.1 for four workers."""
-    spec = spec_of("gpipe", 4, micro_batches=micro_batches, batch_size=16 * micro_batches)
-    alone_s = single_device_step(BaselineRequest(spec, TABLE, MACHINE)).step_time_s
-    assert said("ddlbench", spec).compute_s == pytest.approx(factor * alone_s, rel=1e-8)
-
-
-def test_ddlbench_of_layers_over_ranks_is_sequential() -> None:
-    spec = spec_of("model", 2, micro_batches=4)
-    run, found = PipelineRank(spec, TABLE, 0), said("ddlbench", spec)
-    transfer_s = ALPHA_S + 4 * run.boundary_bytes(0) * BETA_S
-    assert found.compute_s == pytest.approx(single_device_step(BaselineRequest(spec, TABLE, MACHINE)).step_time_s)
-    assert found.comm_s == pytest.approx(8 * transfer_s)
-
-
-def test_ddlbench_prices_horovod_with_a_fusion_threshold() -> None:
-    """2 (W - 1)(L + min(G, th) / (W BW)): of 45 MB the last 16 MiB are not hidden."""
-    found = said("ddlbench", spec_of("horovod", 4, options={"fusion_threshold_mb": 16.0}))
-    assert found.comm_s == pytest.approx(6 * (ALPHA_S + 16 * 2**20 * BETA_S / 4))
-    assert found.compute_s == pytest.approx(
-        single_device_step(BaselineRequest(spec_of("single", 1), TABLE, MACHINE)).step_time_s
-    )
-
-
 def test_the_compute_only_baseline_divides_computation_evenly() -> None:
     alone_s = single_device_step(BaselineRequest(spec_of("single", 1), TABLE, MACHINE)).compute_s
     assert said("compute_only", spec_of("ddp", 8)).step_time_s == pytest.approx(alone_s)
@@ -183,13 +119,6 @@ def test_baselines_extrapolate_from_smaller_runs_of_the_strategy() -> None:
     assert said("log_p", spec, KNOWN).step_time_s == pytest.approx(0.17)
 
 
-def test_perfect_scaling_of_one_batch() -> None:
-    """Eight ranks of filter take a quarter of the time of two."""
-    assert said("perfect", spec_of("filter", 8), [MeasuredRun(spec_of("filter", 2), 0.4)]).step_time_s == pytest.approx(
-        0.1
-    )
-
-
 @pytest.mark.parametrize(
     ("name", "known", "reason"),
     [
@@ -205,35 +134,3 @@ def test_perfect_scaling_of_one_batch() -> None:
 )
 def test_baselines_without_smaller_runs_give_a_reason(name: str, known: list[MeasuredRun], reason: str) -> None:
     assert said(name, spec_of("ddp", 8), known) == BaselineEstimate(reason=reason)
-
-
-def test_the_tables_of_strategies_name_strategies_and_options() -> None:
-    assert {*PARADL_ROWS, *FUSION_OPTIONS, *DDLBENCH_PIPELINES} <= STRATEGIES.keys()
-    assert all(option in STRATEGIES[name].options for name, option in FUSION_OPTIONS.items())
-
-
-Baseline = Callable[[BaselineRequest], BaselineEstimate]
-
-
-def predicted_by(baseline: Baseline, folder: Path) -> PredictorResult:
-    """The prediction for a measured run on a shipped cluster."""
-    spec = spec_of("ddp", 2)
-    measured = ScoredConfiguration(cluster="abci-v100", config_id=config_id(spec), spec=spec, launches_s=[1.0])
-    return baseline_predictor(ClusterForecasts(ResultsTree(folder)), baseline, [measured])(measured)
-
-
-@pytest.mark.parametrize("error", [KeyError("bandwidth"), ZeroDivisionError("division by zero"), AssertionError("bug")])
-def test_a_bug_in_a_baseline_keeps_its_traceback(error: Exception, tmp_path: Path) -> None:
-    def broken(request: BaselineRequest) -> BaselineEstimate:
-        raise error
-
-    with pytest.raises(type(error)):
-        predicted_by(broken, tmp_path)
-
-
-def test_a_run_that_a_baseline_refuses_has_a_reason(tmp_path: Path) -> None:
-    def refusing(request: BaselineRequest) -> BaselineEstimate:
-        raise ConfigError("no row for this strategy", hint="choose another")
-
-    assert predicted_by(refusing, tmp_path).reason == "no row for this strategy"
-    assert predicted_by(ddlbench_baseline, tmp_path).step_time_s

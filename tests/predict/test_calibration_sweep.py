@@ -13,14 +13,11 @@ from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec, run_id
 from hpcbench.config.sweep_loader import Sweep
 from hpcbench.predict.calibration.calibration_sweep import (
-    MAX_SIZES_PER_GROUP,
     CalibrationScale,
     SweepProbe,
     calibration_sweep_toml,
     cluster_size,
-    message_scales,
     price_run,
-    strategy_scales,
     sweep_probes,
 )
 from hpcbench.predict.calibration.fit_calibration import fit_calibration
@@ -30,7 +27,8 @@ from hpcbench.results.results_tree import ClusterTree
 from hpcbench.strategies.resolve import PartitionLimits, resolve_point
 from hpcbench.strategies.traffic import MessageShape, format_messages, parse_messages
 from hpcbench.submit.plan import make_plan
-from tests.predict.planted_probes import COMM_SLOWDOWN, SLOWDOWN, probe_run, table_of
+from tests.layer_tables import table_of_run
+from tests.predict.planted_probes import COMM_SLOWDOWN, SLOWDOWN, probe_run
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "calibration-local.toml"
 
@@ -64,52 +62,6 @@ def test_ranks_of_this_machine_have_a_gpu_each(devices: int | None, ranks: int) 
     text = calibration_sweep_toml(profile, None, 16, 0)
     assert ("tasks_per_node = 2" in text) == (ranks > 1)
     assert "tasks_per_node = 4" not in text
-
-
-@pytest.mark.parametrize(
-    ("size", "expected"),
-    [
-        (CalibrationScale(1, 1), []),
-        (CalibrationScale(1, 2), [CalibrationScale(1, 2)]),
-        (CalibrationScale(2, 1), [CalibrationScale(2, 1)]),
-        (
-            CalibrationScale(4, 4),
-            [
-                CalibrationScale(1, 2),
-                CalibrationScale(1, 4),
-                CalibrationScale(2, 1),
-                CalibrationScale(4, 1),
-                CalibrationScale(2, 4),
-            ],
-        ),
-        (
-            CalibrationScale(2, 64),
-            [CalibrationScale(1, 2), CalibrationScale(1, 4), CalibrationScale(2, 1), CalibrationScale(2, 4)],
-        ),
-    ],
-)
-def test_collectives_are_probed_inside_and_between_nodes(
-    size: CalibrationScale, expected: list[CalibrationScale]
-) -> None:
-    assert message_scales(size) == expected
-
-
-@pytest.mark.parametrize(
-    ("size", "device", "expected"),
-    [
-        (CalibrationScale(1, 2), "cpu", [CalibrationScale(1, 2)]),
-        (CalibrationScale(1, 4), "cpu", [CalibrationScale(1, 2), CalibrationScale(1, 4)]),
-        (CalibrationScale(4, 8), "cpu", [CalibrationScale(2, 1), CalibrationScale(4, 1)]),
-        (CalibrationScale(3, 8), "cpu", [CalibrationScale(2, 1)]),
-        (CalibrationScale(4, 4), "cuda", [CalibrationScale(1, 2), CalibrationScale(1, 4)]),
-        (CalibrationScale(4, 1), "cuda", [CalibrationScale(2, 1), CalibrationScale(4, 1)]),
-        (CalibrationScale(1, 1), "cuda", []),
-    ],
-)
-def test_strategies_are_probed_inside_and_between_nodes(
-    size: CalibrationScale, device: str, expected: list[CalibrationScale]
-) -> None:
-    assert strategy_scales(size, device) == expected
 
 
 @pytest.mark.parametrize("cluster", ["local", "slurmbox", "perlmutter", "frontier"])
@@ -147,7 +99,7 @@ def spec_of(strategy: str, **more: Any) -> RunSpec:
 
 
 def probes_for(specs: list[RunSpec], machine: Machine = NOMINAL) -> list[SweepProbe]:
-    return sweep_probes([price_run(spec, table_of(spec), machine) for spec in specs], 1.0)
+    return sweep_probes([price_run(spec, table_of_run(spec), machine) for spec in specs], 1.0)
 
 
 def measured(specs: list[RunSpec]) -> Machine:
@@ -182,9 +134,9 @@ def test_a_sweep_is_probed_in_its_own_sizes_and_places() -> None:
     assert messages[2, 1].runs == 2
     machine = measured(specs)
     for spec in (specs[0], specs[1], specs[3]):
-        assert predict(spec, table_of(spec), machine).rests_on.kind == "calibrated for this sweep"
+        assert predict(spec, table_of_run(spec), machine).rests_on.kind == "calibrated for this sweep"
     # Parts of layers are priced by the whole ones; nothing is measured twice, whatever the sweep is called.
-    assert predict(specs[2], table_of(specs[2]), machine).rests_on.kind == "calibrated"
+    assert predict(specs[2], table_of_run(specs[2]), machine).rests_on.kind == "calibrated"
     assert probes_for([*specs, spec_of("1f1b", nodes=2, micro_batches=8)], machine) == []
 
 
@@ -203,18 +155,6 @@ def test_a_run_overlaps_as_its_own_blocks_and_collectives_did() -> None:
         assert len(of_kind(probes_for([other], machine), "probe_blocks", "overlaps")) == 1
     # Without computation beside collectives there is nothing to measure.
     assert of_kind(probes_for([spec_of("filter", nodes=2, tp_degree=2)]), "probe_blocks", "overlaps") == []
-
-
-def test_many_message_sizes_of_a_group_are_measured_at_some() -> None:
-    spec = spec_of("zero1", nodes=2, model="resnet18")
-    (probe,) = of_kind(probes_for([spec]), "probe_messages")
-    shapes = parse_messages(probe.point["options"]["messages"])
-    needed = price_run(spec, table_of(spec), NOMINAL).unmeasured.messages
-    for operation in {shape.operation for shape in shapes}:
-        sizes = [shape.payload_bytes for shape in shapes if shape.operation == operation]
-        wanted = sorted(shape.payload_bytes for shape in needed if shape.operation == operation)
-        assert (sizes[0], sizes[-1]) == (wanted[0], wanted[-1])
-        assert len(sizes) == min(len(wanted), MAX_SIZES_PER_GROUP)
 
 
 @pytest.mark.parametrize(

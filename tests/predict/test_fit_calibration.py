@@ -11,26 +11,20 @@ import pytest
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec, config_id, run_id
 from hpcbench.predict.calibration.calibration_store import CalibrationRun
-from hpcbench.predict.calibration.fit_calibration import busy_notes, fit_calibration
+from hpcbench.predict.calibration.fit_calibration import fit_calibration
 from hpcbench.predict.cost_model import CostModel, expected_normal_maximum, row_kernels
 from hpcbench.predict.machine import Machine, StrategyOverhead, nominal_machine
 from hpcbench.predict.prediction import predict
 from hpcbench.predict.strategy_cost import resolve_cost
 from hpcbench.results.probe_records import ProbeResults
 from hpcbench.results.schema import RunMetrics, RunResult, StepTimeStatistics
-from hpcbench.strategies.layer_table import LayerTable, read_shipped_table
 from hpcbench.strategies.traffic import MessageShape, format_messages
+from tests.layer_tables import table_of
 from tests.predict.planted_probes import SLOWDOWN, blocks_probe, message_s, messages_probe, overlaps_probe
 
 PROFILE, _ = load_cluster("slurmbox")
 NOMINAL = nominal_machine(PROFILE)
 SLOWER = {"vit": 3.0, "vgg11": 3.0, "resnet18": 4.0}
-
-
-def table_of(model: str) -> LayerTable:
-    found = read_shipped_table(model, "cifar10")
-    assert found is not None
-    return found
 
 
 def spec_of(strategy: str, model: str = "vit", **more: Any) -> RunSpec:
@@ -154,14 +148,6 @@ def test_a_calibration_has_its_runs_and_what_it_lacks() -> None:
     ]
 
 
-def test_block_times_are_those_that_pass() -> None:
-    spec, held_back = spec_of("single"), blocks_run("vit", wall=4.0)
-    found = fit_calibration(PROFILE, None, [held_back])
-    assert compute_s(spec, found.machine) == pytest.approx(12.0 * compute_s(spec, NOMINAL), rel=1e-6)
-    assert "4.00 times" in busy_notes([held_back])[0]
-    assert busy_notes([blocks_run("vit")]) == []
-
-
 def test_a_later_calibration_extends_the_one_before() -> None:
     first = fit_calibration(PROFILE, None, everything())
     again = blocks_run("vit", slower=2.0)
@@ -178,48 +164,6 @@ def test_a_later_calibration_extends_the_one_before() -> None:
     assert other.machine.comm.messages == []
     assert other.made_at > first.made_at
     assert other.notes[0].endswith("is of another machine or software: nothing of it was kept")
-
-
-def test_what_is_not_measured_again_keeps_its_uncertainty_and_its_environment() -> None:
-    busy = ["other processes used the cores during the timed steps: 50% of the 2 cores"]
-    runs = [one._replace(result=msgspec.structs.replace(one.result, warnings=busy)) for one in everything()]
-    first = fit_calibration(PROFILE, None, runs, sweep="mine", environment="cpu", environment_key="k")
-    first = msgspec.structs.replace(first, notes=["8 of 8 runs are marked as disturbed"])
-    spec = spec_of("probe_messages", nodes=2, options={"messages": "all_reduce:2:1:1:4096"})
-    messages = fit_calibration(PROFILE, None, [run_of(spec, probe=messages_probe(spec))], first)
-    overlap = format_messages([MessageShape("all_reduce", 8, 1, 1, 2**20)])
-    spec = spec_of("probe_blocks", nodes=8, options={"overlaps": overlap})
-    overlaps = fit_calibration(PROFILE, None, [run_of(spec, 1.0, overlaps_probe(PROFILE, spec, 3.0))], first)
-    blocks = fit_calibration(PROFILE, None, [blocks_run("vit")], first)
-    before = first.machine
-    for extended in (messages, overlaps, blocks):
-        compute, comm = extended.machine.compute, extended.machine.comm
-        assert compute.measured_spread == before.compute.measured_spread
-        assert comm.measured_spread == before.comm.measured_spread
-        assert compute.spread >= compute.measured_spread
-        assert comm.spread >= comm.measured_spread
-        assert extended.notes == first.notes
-        assert (extended.environment, extended.environment_key) == ("cpu", "k")
-        assert {(one.part, one.what) for one in extended.residuals} == {(one.part, one.what) for one in first.residuals}
-    assert messages.machine.compute == overlaps.machine.compute == before.compute
-    assert overlaps.machine.comm.spread == before.comm.spread
-    # Where all of it was measured again, nothing of the disturbance is left.
-    again = fit_calibration(PROFILE, None, everything(), first)
-    assert again.machine.compute.measured_spread < before.compute.measured_spread
-    assert again.machine.comm.measured_spread < before.comm.measured_spread
-    assert again.notes == []
-
-
-def test_messages_of_a_link_that_the_profile_has_changed_are_dropped_with_the_next_ones() -> None:
-    first = fit_calibration(PROFILE, None, everything())
-    moved = first.machine.comm.intra_node._replace(latency_s=1.0)
-    links = (moved, first.machine.comm.inter_node)
-    comm = msgspec.structs.replace(first.machine.comm, measured_links=links)
-    first = msgspec.structs.replace(first, machine=msgspec.structs.replace(first.machine, comm=comm))
-    spec = spec_of("probe_messages", nodes=2, options={"messages": "all_reduce:2:1:1:4096"})
-    later = fit_calibration(PROFILE, None, [run_of(spec, probe=messages_probe(spec))], first).machine.comm
-    assert [one.shape.payload_bytes for one in later.messages] == [4096]
-    assert fit_calibration(PROFILE, None, [blocks_run("vit")], first).machine.comm.messages == comm.messages
 
 
 def trained(machine: Machine, added: Sequence[float], sizes: Sequence[int] = (8, 16)) -> list[CalibrationRun]:

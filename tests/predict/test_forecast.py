@@ -15,7 +15,8 @@ from hpcbench.predict.prediction import NotPredicted, Prediction, peak_rank_memo
 from hpcbench.predict.strategy_cost import count_operators
 from hpcbench.results.timing_statistics import OPERATOR_S
 from hpcbench.strategies.catalog import STRATEGIES
-from hpcbench.strategies.layer_table import LayerTable, read_shipped_table
+from hpcbench.strategies.layer_table import LayerTable
+from tests.layer_tables import table_of
 
 BOX, _ = load_cluster("slurmbox")
 ABCI, _ = load_cluster("abci-v100")
@@ -39,8 +40,7 @@ def predicted(prediction: Prediction | NotPredicted) -> Prediction:
 
 
 def test_devices_of_one_process_share_a_hosts_memory() -> None:
-    table = read_shipped_table("vgg11", "cifar10")
-    assert table is not None
+    table = table_of("vgg11", "cifar10")
     one = RunSpec(
         model="vgg11", dataset="cifar10", strategy="fairscale_pipe", batch_size=8, micro_batches=2, devices_per_task=2,
         pp_degree=2,

@@ -13,6 +13,7 @@ import pytest
 from hpcbench.errors import ConfigError, WorkerError
 from hpcbench.predict.layer_table_cache import load_layer_table
 from hpcbench.strategies.layer_table import LayerTable, LayerTableRequest, LayerTableResponse, read_shipped_table
+from tests.layer_tables import table_of
 
 ASKED = LayerTableRequest(model="vgg11", dataset="cifar10", input_size=40)
 
@@ -43,8 +44,7 @@ def python(tmp_path: Path) -> Python:
 
 
 def table() -> LayerTable:
-    found = read_shipped_table("vgg11", "cifar10")
-    assert found is not None
+    found = table_of("vgg11", "cifar10")
     return msgspec.structs.replace(found, input_size=40)
 
 

@@ -30,27 +30,6 @@ def test_layouts_are_ranked_by_their_predicted_time() -> None:
     assert all(one.step_time_low_s < one.step_time_s < one.step_time_high_s for one in found)
 
 
-@pytest.mark.parametrize("place", [0, 7, -1])
-def test_a_layout_has_the_price_of_the_machine(place: int) -> None:
-    found = ranking().layouts[place]
-    expected = predict_step(named_shape("llama_70b"), found.layout, H100)
-    assert found.step_time_s == pytest.approx(expected.step_time_s)
-    assert found.peak_memory_gib == pytest.approx(expected.peak_memory_gib)
-    assert expected.fits
-
-
-def test_all_five_axes_are_examined() -> None:
-    degrees = list(layout_degrees(named_shape("llama_70b"), 64, 8192, 8))
-    for axis in ("replicas", "shards", "tensor", "pipeline", "context"):
-        assert max(one[axis] for one in degrees) >= 8, axis
-    for one in degrees:
-        assert one["replicas"] * one["shards"] * one["tensor"] * one["pipeline"] * one["context"] == 64
-    assert any(
-        one["replicas"] > 1 and one["tensor"] > 1 and one["pipeline"] > 1 and one["context"] > 1 for one in degrees
-    )
-    assert len({tuple(one.values()) for one in degrees}) == len(degrees)
-
-
 def test_an_exhaustive_search_finds_nothing_faster() -> None:
     """Recomputation and larger micro-batches of split sequences, which the search leaves out, included."""
     shape, found = named_shape("llama_8b"), ranking("llama_8b", 8)
@@ -101,11 +80,6 @@ def test_too_large_a_model_leaves_the_reason() -> None:
     assert set(found.refused) <= {
         "it does not fit in memory", "interleaving needs a multiple of the stages in micro-batches",
     }  # fmt: skip
-
-
-def test_a_batch_that_cannot_be_shared_is_counted() -> None:
-    found = ranking("llama_8b", 8, global_batch=3)
-    assert found.refused["the global batch cannot be shared evenly by the replicas"] > 0
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.predict.machine import nominal_machine
 from hpcbench.predict.prediction import Prediction, predict
 from hpcbench.strategies.data.buckets import simulate_fusion
-from hpcbench.strategies.layer_table import read_shipped_table
+from tests.layer_tables import table_of
 
 MACHINE = nominal_machine(load_cluster("lisa")[0], None, 4)
 MODELS = ("resnet18", "resnet50", "resnet152", "vgg11", "vgg16", "mobilenetv2")
@@ -35,8 +35,7 @@ def predicted(model: str, dataset: str, strategy: str, gpus: int) -> Prediction:
         model=model, dataset=dataset, strategy=strategy, batch_size=size, nodes=nodes, tasks_per_node=gpus // nodes,
         **options.get(strategy, {}),
     )  # fmt: skip
-    table = read_shipped_table(model, dataset)
-    assert table is not None
+    table = table_of(model, dataset)
     return predict(spec, table, MACHINE)
 
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.oracle.megatron import amounts, left, summary, times
-from benchmarks.oracle.megatron_runs import machine, measured_all_reduces, plan_of, product_efficiency, published
+from benchmarks.oracle.megatron_runs import published
 from benchmarks.oracle.megatron_table import Gpt, kept_in_block, table_of
-from hpcbench.predict.cost_model import CostModel
-from hpcbench.predict.kernel_prices import BACKWARD, FORWARD, Kernel, wave_efficiency
-from hpcbench.predict.placement import place_group
 from hpcbench.strategies.layer_table import read_shipped_table
 
 GPT_175B = Gpt(layers=96, width=12288, heads=96)
@@ -80,51 +77,3 @@ def test_selective_recomputation_repeats_what_lies_between_the_linear_layers() -
     }
     inner = ("scores", "softmax", "dropout", "context")
     assert more == {f"1.attention.{one}": (more[f"1.attention.{one}"][1],) * 2 for one in inner}
-
-
-def test_flops_are_counted_as_published() -> None:
-    """Megatron-LM's README gives 56.3 % of the peak for the model's FLOPs of the trillion's 71.49 s."""
-    run = next(run for run in published() if run.source == "korthikanti" and run.name == "1T")
-    seconds = run.published_s("selective", 312e12)
-    assert seconds == 71.49
-    assert run.model_flops() / (seconds * run.devices * 312e12) == pytest.approx(0.563, abs=5e-4)
-
-
-def test_the_profile_has_what_measured_products_reach() -> None:
-    compute = machine().compute
-    measured = product_efficiency(compute.peak_flops_per_s["bf16"], compute.processors)
-    assert compute.processors == 108
-    assert compute.flops_efficiency == round(measured, 3) == 0.778
-
-
-def test_an_all_reduce_takes_what_one_did_on_such_a_node() -> None:
-    """Bandwidth and latency come from elsewhere; these measurements are not used."""
-    run = next(run for run in published() if run.name == "175B")
-    clock = CostModel(machine(), plan_of(run, "full").spec)
-    for size, seconds in measured_all_reduces():
-        assert clock.collective("all_reduce", size, place_group(clock.spec, "tp")).seconds == pytest.approx(
-            seconds, rel=0.03
-        )
-
-
-def product(rows: int, columns: int, inner: int, direction: str, kind: str = "Linear") -> Kernel:
-    return Kernel(
-        kind=kind, direction=direction, precision="bf16", flops=2.0 * rows * columns * inner, moved_bytes=0.0,
-        weight_bytes=4.0 * columns * inner, input_bytes=2.0 * rows * inner, output_bytes=2.0 * rows * columns,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(("kernel", "share"), [
-    # 27 x 128 tiles are 32 waves of 108.
-    (product(6912, 16384, 2048, FORWARD), 1.0),
-    # 8 x 36 tiles are 2 2/3 waves.
-    (product(2048, 4608, 12288, FORWARD), (8 / 3) / 3),
-    # Less than a wave is cut into smaller tiles.
-    (product(256, 128, 4096, FORWARD), 1.0),
-    # 2048 x 12288 numbers of the input are 7 1/9 waves, 4608 x 12288 of the weights exactly 16.
-    (product(2048, 4608, 12288, BACKWARD), 2 / (8 / (64 / 9) + 1)),
-    (product(2048, 4608, 12288, FORWARD, kind="LayerNorm"), 1.0),
-])  # fmt: skip
-def test_wave_efficiency_is_one_for_whole_waves(kernel: Kernel, share: float) -> None:
-    assert wave_efficiency(kernel, 108) == pytest.approx(share)
-    assert wave_efficiency(kernel, 0) == 1.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import msgspec
@@ -105,13 +104,6 @@ def test_times_per_byte_go_with_the_profiles_link_and_latencies_stay() -> None:
     assert now - now_latency_s == pytest.approx((then - then_latency_s) / 10, rel=1e-6)
     assert now_latency_s == pytest.approx(then_latency_s)
     assert not is_measured
-
-
-def test_noise_moves_prices_no_further_than_the_readings() -> None:
-    noise = random.Random(3)
-    known = comm([measured(shape(size), noise.lognormvariate(0, 0.03)) for size in SIZES])
-    for size in range(1024, SIZES[-1], 999_983):
-        assert MessagePrices(known).price(shape(size), 1).seconds == pytest.approx(true_s(shape(size)), rel=0.12)
 
 
 def spec(**more: Any) -> RunSpec:

@@ -1,10 +1,9 @@
-"""The terms of a rank's memory, one by one; ``tests/distributed/test_dry_run_peaks.py`` compares their sums."""
+"""The terms of a rank's memory, one by one; ``tests/distributed/test_live_memory.py`` and ``test_dry_run.py`` compare their sums."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
@@ -15,21 +14,15 @@ from hpcbench.predict.peak_memory import MemoryBreakdown
 from hpcbench.predict.prediction import MemoryFit, predict
 from hpcbench.predict.row_cost import unsharded_rows
 from hpcbench.predict.strategy_cost import resolve_cost
-from hpcbench.predict.tensor_sizes import held_sample_bytes, saved_sample_bytes
-from hpcbench.strategies.layer_table import LayerTable, read_shipped_table
+from hpcbench.predict.tensor_sizes import held_sample_bytes
+from tests.layer_tables import table_of_run
 
 VOLUME = 4 * 128**3 * 4
 """Bytes of a sample of CosmoFlow."""
 
 
-def table_of(spec: RunSpec) -> LayerTable:
-    table = read_shipped_table(spec.model, spec.dataset)
-    assert table is not None
-    return table
-
-
 def memory_of(spec: RunSpec, rank: int = 0) -> MemoryBreakdown:
-    return resolve_cost(spec.strategy).memory(spec, table_of(spec), rank)
+    return resolve_cost(spec.strategy).memory(spec, table_of_run(spec), rank)
 
 
 def volumes(strategy: str = "single", **more: Any) -> RunSpec:
@@ -55,25 +48,15 @@ def pipeline(strategy: str, model: str = "resnet18", dataset: str = "cifar10", *
 )
 def test_samples_are_held_as_the_feed_holds_them(dataset: str, model: str, data: Any, expected: int) -> None:
     spec = RunSpec(model=model, dataset=dataset, strategy="single", batch_size=8, data=data)
-    assert held_sample_bytes(spec, table_of(spec)) == memory_of(spec).samples_bytes == expected
+    assert held_sample_bytes(spec, table_of_run(spec)) == memory_of(spec).samples_bytes == expected
 
 
 def test_fp64_convolutions_hold_no_weights_in_the_layout_of_the_library() -> None:
-    table = table_of(volumes())
+    table = table_of_run(volumes())
     narrow, wide = (unsharded_rows(volumes(precision=precision), table) for precision in ("fp32", "fp64"))
     for layer, single, double in zip(table.layers, narrow, wide, strict=True):
         copies = 4 * layer.parameters * 4 if layer.kind == "Conv3d" else 0
         assert double.working_bytes == 2 * (single.working_bytes - copies), layer.name
-
-
-def test_the_first_layer_keeps_the_samples_themselves() -> None:
-    """Autocast keeps a copy, and a rank with a part of each volume one of the part."""
-    whole, cast = memory_of(volumes()), memory_of(volumes(precision="bf16"))
-    table = table_of(volumes())
-    assert [saved_sample_bytes(volumes(precision=name), table) for name in ("fp32", "bf16")] == [VOLUME, 0]
-    assert cast.samples_bytes == whole.samples_bytes
-    first, last = (memory_of(pipeline("gpipe", "cosmoflow", "cosmoflow"), rank) for rank in (0, 7))
-    assert first.samples_bytes == last.samples_bytes == whole.samples_bytes
 
 
 def test_samples_of_the_host_are_on_the_first_and_the_last_stage() -> None:
@@ -82,51 +65,12 @@ def test_samples_of_the_host_are_on_the_first_and_the_last_stage() -> None:
     assert [size > 0 for size in held] == [True, False, False, True]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16_params"])
-def test_the_loss_has_two_gradients_of_its_scores(precision: Any) -> None:
-    """That of the logarithms and that of the scores, in fp32, beside the logarithms themselves."""
-    spec = RunSpec(model="gpt", dataset="tokens", strategy="single", batch_size=8, precision=precision)
-    scores = 8 * 128 * 50_257 * 4
-    assert 3 * scores < memory_of(spec).activations_bytes < 3.2 * scores
-
-
-def test_gradients_of_a_last_stage_are_copied_into_their_buckets() -> None:
-    """Three of ResNet-18's last convolutions fill one bucket beside their gradients; one replica has none."""
-    alone = pipeline("zero_bubble", dp_degree=1, tasks_per_node=4)
-    replicated, single = memory_of(pipeline("zero_bubble"), 7), memory_of(alone, 3)
-    assert replicated.communication_bytes - single.communication_bytes > 2e7
-    assert replicated.total_bytes > single.total_bytes
-
-
-def test_a_pool_of_the_first_stage_has_the_gradient_of_its_input() -> None:
-    """A volume of 32 channels for every sample of a micro-batch, beside what waits for its backward pass."""
-    spec = pipeline("gpipe", "cosmoflow", "cosmoflow")
-    table = table_of(spec)
-    kept = sum(layer.activation_bytes for layer in table.layers[:3]) + table.layers[2].output_bytes
-    gradient = 8 * table.layers[2].output_bytes * 2
-    assert memory_of(spec).activations_bytes == 8 * (kept - VOLUME) + gradient
-
-
-def test_fairscale_copies_the_gradients_of_a_unit_into_one() -> None:
-    """Beside those of earlier micro-batches, if there are any."""
-    flat = RunSpec(
-        model="resnet18", dataset="cifar10", strategy="fairscale_fsdp", batch_size=8, micro_batches=2, dp_degree=8,
-        tasks_per_node=8,
-    )  # fmt: skip
-    apart = msgspec.structs.replace(flat, options={"flatten_parameters": False})
-    largest_unit = max(
-        sum(layer.parameters for layer in table_of(flat).layers if layer.block == block) for block in range(10)
-    )
-    difference = memory_of(flat).total_bytes - memory_of(apart).total_bytes
-    assert difference == pytest.approx(4 * largest_unit, rel=0.01)
-
-
 @pytest.mark.parametrize(("cluster", "workspace_bytes"), [("h100-80gb-ib", 32 * 2**20), ("a100-80gb-ib", 8_519_680)])
 def test_a_peak_on_a_gpu_has_workspaces_and_its_limit_no_context(cluster: str, workspace_bytes: int) -> None:
     """torch's allocator, whose peak is measured, gives workspaces to two cuBLAS handles and knows no context."""
     profile, _ = load_cluster(cluster)
     spec = RunSpec(model="resnet18", dataset="cifar10", strategy="single", batch_size=64)
-    found = predict(spec, table_of(spec), nominal_machine(profile))
+    found = predict(spec, table_of_run(spec), nominal_machine(profile))
     assert found.peak_memory_bytes == memory_of(spec).on("cuda").total_bytes + 2 * workspace_bytes
     assert found.memory_limit_bytes == 80e9 - 600 * 2**20
 
@@ -135,10 +79,10 @@ def test_a_peak_on_a_gpu_has_workspaces_and_its_limit_no_context(cluster: str, w
 def test_a_run_fits_beside_the_context_of_its_process(room_bytes: int) -> None:
     profile, _ = load_cluster("h100-80gb-ib")
     spec = RunSpec(model="resnet18", dataset="cifar10", strategy="single", batch_size=64)
-    needed = predict(spec, table_of(spec), nominal_machine(profile)).peak_memory_bytes + 600 * 2**20
+    needed = predict(spec, table_of_run(spec), nominal_machine(profile)).peak_memory_bytes + 600 * 2**20
     device = profile.devices["h100"].model_copy(update={"memory_bytes": needed + room_bytes})
     small = profile.model_copy(update={"devices": {"h100": device}})
-    assert predict(spec, table_of(spec), nominal_machine(small)).fits is (room_bytes == 0)
+    assert predict(spec, table_of_run(spec), nominal_machine(small)).fits is (room_bytes == 0)
     assert memory_fit(small, spec).is_enough is (room_bytes == 0)
 
 

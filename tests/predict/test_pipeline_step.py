@@ -12,14 +12,13 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.predict.collective_formulas import HockneyLink
 from hpcbench.predict.cost_model import CostModel, StepBreakdown
 from hpcbench.predict.machine import Machine, nominal_machine
-from hpcbench.predict.message_prices import MeasuredOverlap
 from hpcbench.predict.placement import are_on_one_node, place_group, place_neighbour_pair
 from hpcbench.predict.prediction import predict
-from hpcbench.predict.row_cost import copy_op
 from hpcbench.predict.strategy_cost import resolve_cost
-from hpcbench.strategies.layer_table import LayerTable, TensorShape, read_shipped_table
+from hpcbench.strategies.layer_table import LayerTable, TensorShape
 from hpcbench.strategies.pipeline.rank_cost import PipelineRank
 from hpcbench.strategies.pipeline.step_cost import PipelineStep, weight_gradient_fraction
+from tests.layer_tables import table_of
 
 SYNCHRONOUS = ("model", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 EVERY = (*SYNCHRONOUS, "pipedream")
@@ -29,12 +28,6 @@ FREE = msgspec.structs.replace(
     comm=msgspec.structs.replace(NOMINAL.comm, intra_node=HockneyLink(0.0, 0.0), inter_node=HockneyLink(0.0, 0.0)),
 )
 """A machine whose messages cost nothing."""
-
-
-def table_of(model: str, dataset: str) -> LayerTable:
-    found = read_shipped_table(model, dataset)
-    assert found is not None
-    return found
 
 
 TABLE = table_of("resnet18", "cifar10")
@@ -68,20 +61,6 @@ def test_a_pipeline_of_one_stage_takes_the_time_of_one_device(strategy: str) -> 
     assert one.bubble_s == pytest.approx(0, abs=1e-9)
 
 
-def test_one_stage_of_pipedream_updates_after_every_minibatch() -> None:
-    often, once = (
-        step(spec_of("pipedream", 1, options={"weight_versions": versions})) for versions in ("stash", "2bw")
-    )
-    alone, spec = step(spec_of("single", 1)), spec_of("pipedream", 1)
-    times = PipelineStep(PipelineRank(spec, TABLE, 0), CostModel(NOMINAL, spec))
-    copies = [copy_op(spec, size).kernel for size in times.pipeline.parameter_bytes(0)]
-    copy_s = sum(map(times.cost_model.kernel_s, copies))
-    # Two versions of the weights, even where one would do.
-    assert once.step_time_s == pytest.approx(alone.step_time_s + copy_s)
-    # Each minibatch has an update of its own.
-    assert often.step_time_s == pytest.approx(alone.step_time_s + 7 * times.update_s(0))
-
-
 @pytest.mark.parametrize(("stages", "count"), [(2, 4), (4, 8), (4, 128)])
 @pytest.mark.parametrize("strategy", ["gpipe", "1f1b", "interleaved_1f1b", "pipedream"])
 def test_equal_stages_with_free_messages_have_the_papers_bubble(strategy: str, stages: int, count: int) -> None:
@@ -111,13 +90,6 @@ def test_zero_bubble_fills_with_gradients_of_weights(count: int) -> None:
     bubble_s = (stages - 1) * (busy.forward_s + busy.backward_s - 2 * busy.weights_s)
     assert one.bubble_s == pytest.approx(bubble_s, rel=1e-6)
     assert plain.bubble_s == pytest.approx((stages - 1) * (busy.forward_s + busy.backward_s), rel=1e-6)
-
-
-def test_many_micro_batches_of_equal_stages_share_the_work() -> None:
-    table = equal_blocks(8)
-    one = step(spec_of("gpipe", 8, 2000, batch_size=2000), table, FREE)
-    alone = step(spec_of("single", 1, 2000, batch_size=2000), table, FREE)
-    assert one.step_time_s == pytest.approx(alone.step_time_s / 8, rel=0.01)
 
 
 @pytest.mark.parametrize("strategy", EVERY)
@@ -192,84 +164,12 @@ def test_every_call_of_pipedream_is_priced(versions: str) -> None:
     assert min(abs(found.comm_s / one - 1) for one in priced) < 1e-6
 
 
-@pytest.mark.parametrize("strategy", EVERY)
-def test_a_pipeline_step_halves_on_a_doubled_machine(strategy: str) -> None:
-    compute, comm = NOMINAL.compute, NOMINAL.comm
-    quick = msgspec.structs.replace(
-        NOMINAL,
-        compute=msgspec.structs.replace(
-            compute,
-            peak_flops_per_s={name: 2 * peak for name, peak in compute.peak_flops_per_s.items()},
-            memory_bandwidth_bytes_per_s=2 * compute.memory_bandwidth_bytes_per_s,
-            launch_s=compute.launch_s / 2,
-        ),
-        comm=msgspec.structs.replace(
-            comm,
-            intra_node=HockneyLink(*(part / 2 for part in comm.intra_node)),
-            inter_node=HockneyLink(*(part / 2 for part in comm.inter_node)),
-        ),
-    )
-    spec = spec_of(strategy, 4, dp_degree=2)
-    assert [2 * part for part in step(spec, machine=quick)] == pytest.approx(list(step(spec)))
-
-
-@pytest.mark.parametrize("strategy", EVERY)
-def test_slower_links_take_longer(strategy: str) -> None:
-    comms = [
-        msgspec.structs.replace(NOMINAL.comm, inter_node=HockneyLink(1e-4, beta_s))
-        for beta_s in (1e-10, 1e-9, 1e-8, 1e-7)
-    ]
-    steps = [step(spec_of(strategy, 4), machine=msgspec.structs.replace(NOMINAL, comm=comm)) for comm in comms]
-    assert [one.step_time_s for one in steps] == sorted(one.step_time_s for one in steps)
-    assert steps[0].step_time_s < steps[-1].step_time_s
-    assert len({round(one.compute_s, 12) for one in steps}) == 1
-
-
-@pytest.mark.parametrize("strategy", ["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"])
-def test_more_micro_batches_of_a_size_have_a_smaller_bubble(strategy: str) -> None:
-    steps = [step(spec_of(strategy, 4, count, batch_size=4 * count), machine=FREE) for count in (4, 8, 16, 64)]
-    shares = [one.bubble_s / one.step_time_s for one in steps]
-    assert shares == sorted(shares, reverse=True)
-    assert shares[-1] < shares[0] / 2
-
-
-@pytest.mark.parametrize("strategy", EVERY)
-def test_messages_slow_what_is_computed_beside_them(strategy: str) -> None:
-    """The slowdown is at most that of computing all of it beside them."""
-    overlap = MeasuredOverlap(workload="", samples=1, nodes=2, tasks_per_node=1, operation="send", slowdown=1.2,
-                             comm_slowdown=1.0)  # fmt: skip
-    comm = msgspec.structs.replace(NOMINAL.comm, overlaps=[overlap])
-    slowed = step(spec_of(strategy, 4), machine=msgspec.structs.replace(NOMINAL, comm=comm))
-    plain = step(spec_of(strategy, 4))
-    assert slowed.compute_s == pytest.approx(plain.compute_s)
-    assert plain.step_time_s < slowed.step_time_s < 1.2 * plain.step_time_s
-    assert slowed.bubble_s == pytest.approx(plain.bubble_s)
-
-
-def test_recomputation_is_a_forward_pass_more() -> None:
-    never, last, always = (
-        step(spec_of("gpipe", 2, options={"recompute": recompute})) for recompute in ("never", "except_last", "always")
-    )
-    assert never.compute_s < last.compute_s < always.compute_s
-    assert always.compute_s - last.compute_s == pytest.approx((last.compute_s - never.compute_s) / 7)
-
-
 def test_replicas_of_a_stage_share_its_micro_batches() -> None:
     """The first of two stages takes most of the time, and two ranks halve it."""
     cuts = {"cuts": "8"}
     two = step(spec_of("gpipe", 2, options=cuts), machine=FREE)
     three = step(spec_of("gpipe", 3, options={**cuts, "stage_replicas": "2-1"}), machine=FREE)
     assert three.step_time_s < 0.7 * two.step_time_s
-
-
-def test_ranks_that_share_a_stage_compute_less() -> None:
-    table, found = table_of("gpt", "tokens"), []
-    for degree in (1, 2, 4):
-        spec = spec_of("1f1b", 2, 2, tp_degree=degree, model="gpt", dataset="tokens", batch_size=8)
-        found.append(PipelineStep(PipelineRank(spec, table, 0), CostModel(NOMINAL, spec)).pass_times(0, 4, False))
-    one, two, four = found
-    assert four.backward_s < two.backward_s < one.backward_s < 2 * two.backward_s
-    assert [len(busy.forward_calls) + len(busy.backward_calls) for busy in found] == [0, 16, 16]
 
 
 def test_the_backward_pass_is_split_by_layer_kind() -> None:

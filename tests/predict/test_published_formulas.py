@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from benchmarks.oracle import published_formulas
-from benchmarks.oracle.published_formulas import ParadlEstimate, ParadlJob, ParadlLayer
+from benchmarks.oracle.published_formulas import ParadlJob, ParadlLayer
 from hpcbench.predict.collective_formulas import HockneyLink
 
 SAMPLES = 1_280_000
@@ -64,46 +60,6 @@ def test_data_filter_resnet50_has_paradls_printed_times(p: int, compute_s: float
     )
     assert found.compute_s == pytest.approx(compute_s, rel=1e-9)
     assert found.comm_s == pytest.approx(comm_s, rel=1e-9)
-
-
-LAYERS = [
-    ParadlLayer(12, 30, 108, 1e-3, 2e-3, 1e-4, 4),
-    ParadlLayer(30, 8, 240, 5e-4, 1e-3, 2e-4, 6),
-    ParadlLayer(8, 2, 16, 1e-4, 1e-4),
-]
-JOB = ParadlJob(1000, 20, LAYERS)
-ALONE: dict[str, Callable[[], ParadlEstimate]] = {
-    "data": lambda: published_formulas.paradl_data(JOB, 1, INTRA_NODE),
-    "pipeline": lambda: published_formulas.paradl_pipeline(JOB, [LAYERS], 4, INTRA_NODE),
-    "data_filter": lambda: published_formulas.paradl_data_filter(JOB, 1, 1, INTRA_NODE, INTRA_NODE),
-    "data_spatial": lambda: published_formulas.paradl_data_spatial(JOB, 1, 1, INTRA_NODE, INTRA_NODE),
-}
-
-
-@pytest.mark.parametrize("name", ALONE)
-def test_one_device_is_serial(name: str) -> None:
-    compute_s = JOB.samples * JOB.sample_s() + JOB.iterations * JOB.update_s()
-    assert ALONE[name]() == pytest.approx(ParadlEstimate(compute_s, 0.0, JOB.memory_bytes()))
-
-
-@pytest.mark.parametrize("p", [2, 4])
-def test_hybrids_are_made_of_their_parts(p: int) -> None:
-    replicas = published_formulas.paradl_data_filter(JOB, p, 1, INTRA_NODE, INTRA_NODE)
-    assert replicas == pytest.approx(published_formulas.paradl_data(JOB, p, INTRA_NODE))
-    assert published_formulas.paradl_data_spatial(JOB, p, 1, INTRA_NODE, INTRA_NODE) == pytest.approx(replicas)
-
-
-@given(st.integers(1, 64), st.floats(0, 1e9))
-def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(p: int, message_bytes: float) -> None:
-    both_s = 2 * published_formulas.paradl_all_gather_s(p, message_bytes / p, INTRA_NODE)
-    assert published_formulas.paradl_all_reduce_s(p, message_bytes, INTRA_NODE) == pytest.approx(both_s)
-
-
-def test_a_long_pipeline_of_equal_stages_is_perfect() -> None:
-    stage = [ParadlLayer(1, 1, 1, 1e-3, 2e-3)]
-    job = ParadlJob(1000, 100, stage * 4)
-    found = published_formulas.paradl_pipeline(job, [stage] * 4, 10**6, HockneyLink(0, 0))
-    assert found.compute_s == pytest.approx(job.samples * job.sample_s() / 4, rel=1e-5)
 
 
 @pytest.mark.parametrize(("micro_batches", "factor"), [(12, 0.3125), (20, 0.2875), (28, 0.276785714), (30, 0.275)])

@@ -18,7 +18,6 @@ from hpcbench.predict.candidate_points import (
     model_parallel_sizes,
     non_pipeline_points,
     other_schedule_points,
-    reduced_memory_points,
 )
 from hpcbench.predict.forecast import Forecast
 from hpcbench.predict.machine import Machine, nominal_machine
@@ -118,14 +117,6 @@ def test_degrees_stay_inside_a_node_before_they_leave_it() -> None:
     assert lengths == {(2, 1, 4), (2, 2, 2), (2, 4, 1), (4, 1, 2), (4, 2, 1), (8, 1, 1)}
 
 
-def test_less_memory_comes_the_fastest_way_first() -> None:
-    ways = [(one.get("activation_checkpointing", False), one.get("micro_batches", 1))
-            for one in reduced_memory_points({"strategy": "ddp"}, 4)]  # fmt: skip
-    assert ways == [(True, 1), (False, 2), (True, 2), (False, 4), (True, 4)]
-    (one,) = reduced_memory_points({"strategy": "gpipe", "options": {"balance": "memory"}}, 4)
-    assert one["options"] == {"balance": "memory", "recompute": "always"}
-
-
 def test_candidates_are_ranked_and_compared_by_their_ratio() -> None:
     times = {"ddp": told(1.0, 0.1, 16), "zero1": told(1.0, 0.2, 16), "fsdp": told(1.0, 9.0, 16)}
     answers = Answers(lambda spec: times.get(spec.strategy, NotPredicted("not asked about")))
@@ -202,25 +193,6 @@ def test_the_largest_fitting_batch_is_near_the_limit(limit: int) -> None:
     assert largest_batch_size(spec, Answers(by_samples, 10**9)) == 25_000
 
 
-@pytest.mark.parametrize("bend", [10, 300, 20_000])
-def test_few_sizes_are_tried_where_memory_grows_in_bends(bend: int) -> None:
-    asked = []
-
-    class Bent(Answers):
-        def memory_fit(self, spec: RunSpec) -> MemoryFit:
-            asked.append(spec.batch_size)
-            return MemoryFit(spec.batch_size + 1000 * max(0, spec.batch_size - bend), 20_000)
-
-    found = largest_batch_size(RunSpec(**RESNET, strategy="ddp", batch_size=8, dp_degree=2, nodes=2), Bent(by_samples))
-    assert found is not None
-    assert (
-        found + 1000 * max(0, found - bend)
-        <= 20_000
-        < found + found // 64 + 1 + 1000 * (found // 64 + 1 + found - bend)
-    )
-    assert len(asked) < 40
-
-
 def test_points_of_the_written_sweep_omit_default_values() -> None:
     answers = Answers(by_samples, limit=2)
     found = recommend(RESNET, DeviceAllocation(1, 2, {"batch_size": 8}), NOWHERE, answers)
@@ -258,23 +230,3 @@ def test_a_custom_model_is_recommended_by_its_layer_table(like: str, dataset: st
     ran = {one.spec.strategy for one in found.candidates}
     assert {"ddp", "1f1b"} <= ran
     assert ({"filter", "spatial"} <= ran, "tensor" in ran) == (like == "vgg11", like == "gpt")
-
-
-def test_the_memory_of_strategies_is_predicted_independently() -> None:
-    forecast = Forecast(SELENE)
-    of = {
-        key: RunSpec(**RESNET, strategy=key, batch_size=8, nodes=2, dp_degree=2) for key in ("fsdp", "fairscale_sddp")
-    }
-    before = forecast.memory_fit(of["fsdp"])
-    forecast.memory_fit(of["fairscale_sddp"])
-    assert forecast.memory_fit(of["fsdp"]) == before
-
-
-def test_measured_candidates_differ_by_what_they_do_not_share() -> None:
-    """The machine's uncertainty cancels; what is undetermined of each strategy and the scatter of runs remain."""
-    basis = PredictionBasis(kind="measured neighbours", distinct=0.3, spread=0.4, counts={"model": 2})
-    machine = nominal_machine(SELENE, None, 8)
-    moved = told(1.0, 0.5, rests_on=basis)
-    assert ratio_spread(moved, told(2.0, rests_on=basis), machine) == pytest.approx(2**0.5 * 0.5)
-    alone = told(2.0)
-    assert ratio_spread(moved, alone, machine) == ratio_spread(told(1.0, 0.5), alone, machine)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from benchmarks.oracle import cases, registered, score
-from benchmarks.oracle.cases import BLIND, CALIBRATED, ScoreCase, ScoreCases, with_earlier_launches
+from benchmarks.oracle.cases import BLIND, CALIBRATED, ScoreCase, ScoreCases
 from benchmarks.oracle.scoring import ORACLE_NAME, PredictorResult
 from benchmarks.testbed import Testbed
 from hpcbench.config.run_spec import RunSpec, config_id
 from hpcbench.config.sweep_loader import load_sweep
-from hpcbench.errors import ConfigError, HpcbenchError
+from hpcbench.errors import HpcbenchError
 
 SWEEP = """\
 name = "small"
@@ -81,51 +80,6 @@ def test_data_parallelism_is_launched_more_often_and_known_launches_never_again(
     document = ScoreCases(sweep="s", sources=[], cases=[case(spec, [ddp[1], ddp[3]], [1.0, 1.1])])
     cases.write(own.cases, document)
     assert seeds(score._sweep_of_launches(bed, own))["ddp"] == [0, 2, 4]
-
-
-@pytest.mark.parametrize(
-    ("sweep", "most", "options"),
-    [
-        ("paradl", 1, ["--set", "grid.seed=0"]),
-        ("paradl", 2, []),
-        ("local", 2, ["--set", "repeats=2"]),
-        ("local", 3, []),
-    ],
-)
-def test_first_launches_are_the_first_seeds_or_repeats(sweep: str, most: int, options: list[str]) -> None:
-    assert score._first_launches(registered.SCORES[sweep].sweep, most) == options
-
-
-def test_a_later_slice_adds_its_launches() -> None:
-    specs = [
-        RunSpec(model="vit", dataset="digits", strategy=strategy, batch_size=8)
-        for strategy in ("single", "ddp", "fsdp")
-    ]
-    before = ScoreCases(
-        sweep="s", sources=["a"], cases=[case(specs[0], ["x", "y"], [1.0, 2.0]), case(specs[1], ["z"], [3.0])]
-    )
-    now = ScoreCases(
-        sweep="s", sources=["a"], cases=[case(specs[0], ["y", "w"], [2.5, 4.0]), case(specs[2], ["v"], [5.0])]
-    )
-    merged = with_earlier_launches(now, before)
-    assert [(one.spec.strategy, one.run_ids, one.measured_step_times_s) for one in merged.cases] == [
-        ("single", ["x", "y", "w"], [1.0, 2.5, 4.0]),
-        ("ddp", ["z"], [3.0]),
-        ("fsdp", ["v"], [5.0]),
-    ]
-    with pytest.raises(ConfigError, match="earlier launches were predicted from b"):
-        with_earlier_launches(now, ScoreCases(sweep="s", sources=["b"], cases=[]))
-
-
-def test_a_failed_launch_is_replaced_by_one_that_ended_well() -> None:
-    spec = RunSpec(model="vit", dataset="digits", strategy="single", batch_size=8)
-    failed = msgspec.structs.replace(case(spec, ["x"], []), status="failed")
-    fine = case(spec, ["y"], [1.0])
-    for before, now in ((failed, fine), (fine, failed)):
-        (merged,) = with_earlier_launches(
-            ScoreCases(sweep="s", sources=[], cases=[now]), ScoreCases(sweep="s", sources=[], cases=[before])
-        ).cases
-        assert (merged.status, merged.run_ids, merged.measured_step_times_s) == ("ok", ["y"], [1.0])
 
 
 def test_present_predictions_follow_from_the_committed_calibrations(bed: Testbed, tmp_path: Path) -> None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 
-from benchmarks.oracle import cases, registered, tables
 from benchmarks.oracle.baselines import choice_results
-from benchmarks.oracle.registered import SCORES
 from benchmarks.oracle.scoring import (
     PredictorResult,
     ScoredCase,
@@ -18,12 +15,8 @@ from benchmarks.oracle.scoring import (
     mean_tau,
     predicted_bests,
     score_predictor,
-    scored_configurations,
 )
-from hpcbench.config.run_spec import RunSpec, config_id, run_id
-from hpcbench.results.frame import results_frame
-from hpcbench.results.schema import RunMetrics, RunResult
-from tests.worker.helpers import make_spec
+from hpcbench.config.run_spec import RunSpec
 
 NAME = "we"
 
@@ -89,28 +82,6 @@ def test_failures_count_unless_they_were_foretold() -> None:
     assert found.false_fits == 1
 
 
-def test_waiting_for_neighbours_is_not_compared_with_communication() -> None:
-    stage = case("gpipe", (1.0,), says(1.0, figures={"comm_s": 0.1, "compute_s": 0.5}), comm_s=0.4, compute_s=0.5)
-    assert set(score_predictor([stage], NAME).parts) == {"compute_s", "comm_s"}
-    stage.measured.spec = msgspec.structs.replace(stage.measured.spec, dp_degree=1, pp_degree=2)
-    assert set(score_predictor([stage], NAME).parts) == {"compute_s"}
-
-
-def test_parts_are_scored_where_both_are_there() -> None:
-    cases = [
-        case("ddp", (1.0,), says(1.0, figures={"compute_s": 0.9, "comm_s": 0.3}), compute_s=0.6, comm_s=0.4),
-        case("fsdp", (1.0,), says(1.0, figures={"compute_s": 0.5}), compute_s=0.5, comm_s=0.0),
-    ]
-    # A hundredth of the step is not worth comparing; nothing was said of something is an error of all of it.
-    cases.append(case("ddp", (1.0,), says(1.0, figures={"comm_s": 0.0}), comm_s=0.009))
-    silent = case("ddp", (1.0,), says(1.0, figures={"comm_s": 0.0}), comm_s=0.1)
-    assert score_predictor([silent], NAME).parts["comm_s"].mean == 0.0
-    parts = score_predictor(cases, NAME).parts
-    assert set(parts) == {"compute_s", "comm_s"}
-    assert (parts["compute_s"].count, parts["compute_s"].mean) == pytest.approx((2, 0.75))
-    assert (parts["comm_s"].count, parts["comm_s"].signed) == pytest.approx((1, -0.25))
-
-
 def test_regret_is_the_cost_of_the_predictors_choice() -> None:
     cases = [
         case("ddp", (1.0,), says(0.5)), case("zero1", (2.0,), says(0.4)), case("gpipe", (), says(0.1), status="failed"),
@@ -171,19 +142,6 @@ def chosen_case(
     return ScoredCase(measured, {NAME: says(min(launches_s), fits), **choice_results(strategy, fits)})
 
 
-def test_constant_choices_are_scored_only_by_regret() -> None:
-    cases = [
-        chosen_case("ddp", (1.5,)), chosen_case("fsdp", (1.0,)), chosen_case("zero1", (2.0,)),
-        chosen_case("ddp", (4.0,), fits=False, model="vgg11"), chosen_case("fsdp", (2.0,), model="vgg11"),
-        chosen_case("gpipe", (1.0,), model="resnet50"), chosen_case("filter", (1.5,), model="resnet50"),
-    ]  # fmt: skip
-    found = {name: score_predictor(cases, name, NAME) for name in ("always_ddp", "ddp_else_fsdp")}
-    assert [score.total for score in found.values()] == [None, None]
-    # Without a ddp there is nothing to choose: the third group does not count.
-    ranks = [(score.ranking.groups, score.ranking.regret, score.ranking.worst_regret) for score in found.values()]
-    assert ranks == [(2, 0.75, 1.0), (2, 0.25, 0.5)]
-
-
 def test_the_regret_of_medians_counts_differences_that_are_not_significant() -> None:
     # The pooled spread of a launch is 0.03: two medians of two launches are equal up to a ratio of 1.06.
     noise, near, far = (1.0, 1.0433), 1.05, 1.2
@@ -194,42 +152,3 @@ def test_the_regret_of_medians_counts_differences_that_are_not_significant() -> 
     ranking = score_predictor(cases, "always_ddp").ranking
     assert (ranking.regret, ranking.worst_regret) == pytest.approx((0.1, 0.2))
     assert ranking.median_regret == pytest.approx(0.125)
-
-
-DDP = make_spec(strategy="ddp", tasks_per_node=2, dp_degree=2)
-PIPELINE = make_spec(strategy="1f1b", tasks_per_node=2, pp_degree=2, micro_batches=4)
-
-
-@pytest.mark.parametrize(("spec", "wire_s", "expected"), [(DDP, 0.75, 0.75), (DDP, None, None), (PIPELINE, 0.75, None)])
-def test_communication_is_scored_by_its_time_on_the_wire(
-    spec: RunSpec, wire_s: float | None, expected: float | None
-) -> None:
-    metrics = RunMetrics(compute_s=2.0, comm_s=1.0, exposed_comm_s=0.5, wire_s=wire_s)
-    result = RunResult(
-        run_id=run_id(spec), config_id=config_id(spec), attempt=1, sweep="s", cluster="c", status="ok", spec=spec,
-        metrics=metrics,
-    )  # fmt: skip
-    (measured,) = scored_configurations(results_frame([result]))
-    assert measured.figures.get("comm_s") == expected
-    assert measured.figures["compute_s"] == 2.0
-    assert "exposed_comm_s" not in measured.figures
-
-
-def test_nothing_measured_is_no_score() -> None:
-    found = score_predictor([], NAME)
-    assert found.total is None
-    assert found.strategies == found.parts == {}
-    assert found.ranking.groups == found.false_fits == 0
-
-
-def test_the_tables_of_a_committed_score_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    score = SCORES["local"]
-    tables.show(cases.read(score.cases).scored_cases(), registered.read(score.predictions), None, [])
-    text = capsys.readouterr().out
-    for title in (
-        "goals",
-        "parts of the step, each on its own",
-        "against the baselines",
-        "where the step times differ",
-    ):
-        assert f"\n{title}\n" in text

@@ -6,8 +6,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from hpcbench.config.cluster_profile import load_cluster
@@ -96,16 +94,6 @@ def test_a_degree_of_one_costs_what_one_device_costs(
     assert step(spec_of(table, strategy, options, 1, **more)) == pytest.approx(alone)
 
 
-@pytest.mark.parametrize(("table", "strategy", "options"), SHARED)
-def test_replicas_that_share_nothing_are_data_parallel(table: str, strategy: str, options: dict[str, Any]) -> None:
-    spec, ddp = spec_of(table, strategy, options, 1, 4), spec_of(table, "ddp", {}, 1, 4)
-    gradients = sum(one.payload_bytes * one.count for one in heard(spec, table_of(table), MACHINE))
-    whole = [one for one in heard(ddp, table_of(table), MACHINE) if one.operation == "all_reduce"]
-    assert gradients == sum(one.payload_bytes * one.count for one in whole)
-    # Other buckets, no buffers from rank 0, and gradients copied into the buckets.
-    assert step(spec).step_time_s == pytest.approx(step(ddp).step_time_s, rel=0.1)
-
-
 @pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize(("table", "strategy", "options"), SHARED)
 def test_a_shared_layer_step_is_the_sum_of_its_parts(
@@ -115,49 +103,6 @@ def test_a_shared_layer_step_is_the_sum_of_its_parts(
     assert one.step_time_s == pytest.approx(one.compute_s + one.exposed_comm_s + one.bubble_s + one.straggler_s)
     assert 0 < one.exposed_comm_s <= one.comm_s * (1 + 1e-9)
     assert 0 < one.latency_s <= one.exposed_comm_s
-
-
-@pytest.mark.parametrize(("table", "strategy", "options"), SHARED)
-def test_no_rank_computes_less_than_its_share(table: str, strategy: str, options: dict[str, Any]) -> None:
-    whole = single(table).compute_s
-    computed = {degree: step(spec_of(table, strategy, options, degree)).compute_s for degree in (2, 3, 4)}
-    assert all(whole / degree <= seconds < whole for degree, seconds in computed.items())
-
-
-@pytest.mark.parametrize(("table", "strategy", "options"), SHARED)
-def test_larger_batches_pass_more(table: str, strategy: str, options: dict[str, Any]) -> None:
-    found = [step(spec_of(table, strategy, options, 2, batch_size=size)) for size in (4, 8, 32)]
-    assert sorted(found, key=lambda one: one.comm_s) == found
-    assert found[0].comm_s < found[-1].comm_s
-    assert sorted(found, key=lambda one: one.compute_s) == found
-
-
-@settings(max_examples=10, deadline=None)
-@given(faster=st.floats(0.1, 100))
-@pytest.mark.parametrize(("table", "strategy", "options"), SHARED)
-def test_a_shared_layer_step_scales_with_machine_speed(
-    table: str, strategy: str, options: dict[str, Any], faster: float
-) -> None:
-    spec = spec_of(table, strategy, options, 2, 2, micro_batches=2)
-    slow, quick = step(spec), step(spec, faster_machine(faster))
-    assert [faster * part for part in quick] == pytest.approx(list(slow))
-
-
-def faster_machine(faster: float) -> Machine:
-    def wire(one: HockneyLink) -> HockneyLink:
-        return HockneyLink(one.latency_s / faster, one.beta_s_per_byte / faster)
-
-    compute, comm = MACHINE.compute, MACHINE.comm
-    return replace(
-        MACHINE,
-        compute=replace(
-            compute,
-            peak_flops_per_s={name: peak * faster for name, peak in compute.peak_flops_per_s.items()},
-            memory_bandwidth_bytes_per_s=compute.memory_bandwidth_bytes_per_s * faster,
-            launch_s=compute.launch_s / faster,
-        ),
-        comm=replace(comm, intra_node=wire(comm.intra_node), inter_node=wire(comm.inter_node)),
-    )
 
 
 def chain(*channels: int) -> LayerTable:

@@ -6,8 +6,6 @@ Start markers count what ran: nothing runs twice that had ended, and what was in
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -213,55 +211,9 @@ def test_a_run_of_a_pack_that_reaches_its_limit_leaves_the_next_its_time(job: Jo
     assert len(result.step_times_s) >= 1
 
 
-@pytest.mark.soak
-def test_a_rank_that_hangs_is_killed_at_its_limit_and_leaves_its_place(job: Job) -> None:
-    job.submit([endless(0), short(1)], time_limit_s=60.0)
-    job.wait_for_training(0)
-    for pid in rank_processes(job.folder / "0.jsonl"):
-        os.kill(pid, signal.SIGSTOP)
-    job.wait_for_end()
-    assert job.statuses() == ["timeout", "ok"], job.log()
-    assert job.attempts() == [[0], [0]]
-
-
-def rank_processes(tasks: Path) -> list[int]:
-    """The ranks that run from ``tasks``: processes within a step."""
-    command = ["pgrep", "-f", f"hpcbench.worker --tasks {tasks} --index"]
-    pids = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    found = [int(pid) for pid in pids if b"SLURM_STEP_ID=0" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")]
-    assert found
-    return found
-
-
-@pytest.fixture
-def mended(box: Box) -> Iterator[Callable[[str], None]]:
-    """Kills a node; it is back when the test has ended."""
-    killed: list[str] = []
-
-    def kill(name: str) -> None:
-        killed.append(name)
-        box.kill_node(name)
-
-    yield kill
-    for name in killed:
-        box.restart_node(name)
-
-
 def nodes_of(job: Job, number: str) -> list[str]:
     """The nodes of the job ``number``, that of the batch script first."""
     shown = job.slurm("scontrol", "show", "job", number, "--oneliner")
     batch = shown.split(" BatchHost=")[1].split()[0]
     names = job.slurm("scontrol", "show", "hostnames", shown.split(" NodeList=")[1].split()[0]).split()
     return [batch, *(name for name in names if name != batch)]
-
-
-@pytest.mark.parametrize("place", ["batch host", "other node"])
-@pytest.mark.soak
-def test_a_run_whose_node_died_runs_again(place: str, job: Job, mended: Callable[[str], None]) -> None:
-    job.submit([short(0), long(1), short(2)])
-    job.wait_for_training(1)
-    mended(nodes_of(job, job.id)[place == "other node"])
-    job.wait_for_end()
-    assert job.statuses() == ["ok", "ok", "ok"], job.log()
-    first, second, third = job.attempts()
-    assert (first, second, third) == ([0], [0, 1], [1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +11,11 @@ import pytest
 
 from hpcbench.config.sweep_loader import Sweep
 from hpcbench.errors import ConfigError, ConfigErrors
-from hpcbench.strategies.catalog import STRATEGIES, get_strategy
+from hpcbench.predict.strategy_cost import Cost, find_cost, resolve_cost
+from hpcbench.strategies.catalog import PROBES, STRATEGIES, get_strategy
 from hpcbench.strategies.check_names import check_names
+from hpcbench.worker.strategy import Strategy, resolve_runtime
+from hpcbench.worker.verification.reference_pipelines import resolve_reference_trainer
 from hpcbench.workloads.models import MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,3 +61,20 @@ def test_an_option_of_the_wrong_type_is_refused(write_sweep: Callable[[str], Swe
     )
     with pytest.raises(ConfigErrors, match="options.static_graph: true or false expected, not 1"):
         check_names(sweep)
+
+
+@pytest.mark.parametrize("key", [*STRATEGIES, *PROBES])
+def test_training_and_cost_override_their_base_classes_with_the_same_parameters(key: str) -> None:
+    """mypy compares what it can see; a plugin's classes are found by name."""
+    runtime = resolve_runtime(key)
+    assert issubclass(runtime, Strategy)
+    assert not inspect.isabstract(runtime)
+    assert callable(resolve_reference_trainer(key))
+    pairs: list[tuple[type, type]] = [(Strategy, runtime)]
+    if find_cost(key) is not None:
+        pairs.append((Cost, type(resolve_cost(key))))
+    for base, own in pairs:
+        for name, member in vars(base).items():
+            if inspect.isfunction(member) and not name.startswith("_") and name != "phases":
+                expected, actual = (inspect.signature(getattr(owner, name)).parameters for owner in (base, own))
+                assert list(actual) == list(expected), name

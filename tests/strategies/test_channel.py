@@ -29,91 +29,55 @@ from hpcbench.strategies.channel.channel_split import (
     largest_channel_degree,
     splittable_layers,
 )
-from hpcbench.strategies.layer_table import read_shipped_table
 from hpcbench.strategies.resolve import InfeasiblePoint, PartitionLimits, resolve_point
+from tests.layer_tables import table_of
 
 INNER = ChannelLayer(8, 8)
 FIRST, LAST = INNER._replace(is_first=True), INNER._replace(is_last=True)
 DEPTHWISE, CUT = INNER._replace(groups=8), ChannelLayer(8, 8, groups=2)
 
 
+Split = ChannelLayerSplit
+BY_GROUPS = Split("groups", IDENTITY, IDENTITY)
+WHOLE_SUMS = Split("filters", ALL_GATHER_REDUCE_SCATTER, IDENTITY)
+FULL_INPUT = Split("filters", ALL_REDUCE_BACKWARD, IDENTITY)
+FULL_BOTH = Split("filters", ALL_REDUCE_BACKWARD, ALL_GATHER)
+GROUPS_OF_WHOLE = Split("groups", NARROW, ALL_GATHER)
+
+
 @pytest.mark.parametrize(
-    ("layer", "filtered", "channelled"),
+    ("form", "layer", "filtered", "channelled"),
     [
-        (
-            INNER,
-            ChannelLayerSplit("filters", ALL_GATHER_REDUCE_SCATTER, IDENTITY),
-            ChannelLayerSplit("channels", IDENTITY, REDUCE_SCATTER_ALL_GATHER),
-        ),
-        (
-            FIRST,
-            ChannelLayerSplit("filters", ALL_REDUCE_BACKWARD, IDENTITY),
-            ChannelLayerSplit("filters", ALL_REDUCE_BACKWARD, IDENTITY),
-        ),
-        (LAST, ChannelLayerSplit("", ALL_GATHER, IDENTITY), ChannelLayerSplit("", ALL_GATHER, IDENTITY)),
-        (DEPTHWISE, ChannelLayerSplit("groups", IDENTITY, IDENTITY), ChannelLayerSplit("groups", IDENTITY, IDENTITY)),
-        (
-            CUT,
-            ChannelLayerSplit("filters", ALL_GATHER_REDUCE_SCATTER, IDENTITY),
-            ChannelLayerSplit("filters", ALL_GATHER_REDUCE_SCATTER, IDENTITY),
-        ),
+        ("sharded", INNER, WHOLE_SUMS, Split("channels", IDENTITY, REDUCE_SCATTER_ALL_GATHER)),
+        ("sharded", FIRST, FULL_INPUT, FULL_INPUT),
+        ("sharded", LAST, Split("", ALL_GATHER, IDENTITY), Split("", ALL_GATHER, IDENTITY)),
+        ("sharded", DEPTHWISE, BY_GROUPS, BY_GROUPS),
+        ("sharded", CUT, WHOLE_SUMS, WHOLE_SUMS),
+        ("gathered", INNER, FULL_BOTH, Split("channels", NARROW, ALL_REDUCE_FORWARD)),
+        ("gathered", FIRST, FULL_BOTH, Split("")),
+        ("gathered", LAST, Split(""), Split("")),
+        ("gathered", DEPTHWISE, GROUPS_OF_WHOLE, GROUPS_OF_WHOLE),
+        ("gathered", CUT, FULL_BOTH, FULL_BOTH),
     ],
 )
-def test_a_sharded_layer_is_split_as_the_table_states(
-    layer: ChannelLayer, filtered: ChannelLayerSplit, channelled: ChannelLayerSplit
+def test_a_layer_is_split_as_the_table_states(
+    form: str, layer: ChannelLayer, filtered: ChannelLayerSplit, channelled: ChannelLayerSplit
 ) -> None:
-    assert channel_split(layer, ChannelScheme("filter"), 4) == filtered
-    assert channel_split(layer, ChannelScheme("channel"), 4) == channelled
+    assert channel_split(layer, ChannelScheme("filter", form), 4) == filtered
+    assert channel_split(layer, ChannelScheme("channel", form), 4) == channelled
 
 
 @pytest.mark.parametrize(
-    ("layer", "filtered", "channelled"),
+    ("strategy", "form", "split"),
     [
-        (
-            INNER,
-            ChannelLayerSplit("filters", ALL_REDUCE_BACKWARD, ALL_GATHER),
-            ChannelLayerSplit("channels", NARROW, ALL_REDUCE_FORWARD),
-        ),
-        (FIRST, ChannelLayerSplit("filters", ALL_REDUCE_BACKWARD, ALL_GATHER), ChannelLayerSplit("")),
-        (LAST, ChannelLayerSplit(""), ChannelLayerSplit("")),
-        (DEPTHWISE, ChannelLayerSplit("groups", NARROW, ALL_GATHER), ChannelLayerSplit("groups", NARROW, ALL_GATHER)),
-        (
-            CUT,
-            ChannelLayerSplit("filters", ALL_REDUCE_BACKWARD, ALL_GATHER),
-            ChannelLayerSplit("filters", ALL_REDUCE_BACKWARD, ALL_GATHER),
-        ),
+        ("filter", "sharded", Split("filters", ALL_GATHER_REDUCE_SCATTER, ALL_GATHER)),
+        ("channel", "sharded", Split("channels", IDENTITY, ALL_REDUCE_FORWARD)),
+        ("filter", "gathered", FULL_BOTH),
+        ("channel", "gathered", Split("channels", NARROW, ALL_REDUCE_FORWARD)),
     ],
 )
-def test_a_gathered_layer_is_split_as_the_table_states(
-    layer: ChannelLayer, filtered: ChannelLayerSplit, channelled: ChannelLayerSplit
-) -> None:
-    assert channel_split(layer, ChannelScheme("filter", "gathered"), 4) == filtered
-    assert channel_split(layer, ChannelScheme("channel", "gathered"), 4) == channelled
-
-
-@pytest.mark.parametrize(
-    ("scheme", "split"),
-    [
-        (
-            ChannelScheme("filter", "sharded", split_last=True),
-            ChannelLayerSplit("filters", ALL_GATHER_REDUCE_SCATTER, ALL_GATHER),
-        ),
-        (
-            ChannelScheme("channel", "sharded", split_last=True),
-            ChannelLayerSplit("channels", IDENTITY, ALL_REDUCE_FORWARD),
-        ),
-        (
-            ChannelScheme("filter", "gathered", split_last=True),
-            ChannelLayerSplit("filters", ALL_REDUCE_BACKWARD, ALL_GATHER),
-        ),
-        (
-            ChannelScheme("channel", "gathered", split_last=True),
-            ChannelLayerSplit("channels", NARROW, ALL_REDUCE_FORWARD),
-        ),
-    ],
-)
-def test_the_last_layer_is_split_with_its_option(scheme: ChannelScheme, split: ChannelLayerSplit) -> None:
-    assert channel_split(LAST, scheme, 4) == split
+def test_the_last_layer_is_split_with_its_option(strategy: str, form: str, split: ChannelLayerSplit) -> None:
+    assert channel_split(LAST, ChannelScheme(strategy, form, split_last=True), 4) == split
 
 
 @pytest.mark.parametrize(
@@ -161,8 +125,7 @@ def test_the_largest_degree_is_the_fewest_channels_of_a_layer(
     model: str, dataset: str, filters: int, channels: int, form: str
 ) -> None:
     """ParaDL states 64 for VGG16 and ResNet-50; its channel parallelism leaves out the first layer."""
-    table = read_shipped_table(model, dataset)
-    assert table is not None
+    table = table_of(model, dataset)
     layers = splittable_layers(table)
     assert largest_channel_degree(layers, ChannelScheme("filter", form), 4096) == filters
     assert largest_channel_degree(layers, ChannelScheme("channel", form), 4096) == channels
@@ -172,8 +135,7 @@ def test_the_largest_degree_is_the_fewest_channels_of_a_layer(
 
 
 def test_flattened_inputs_keep_their_channels() -> None:
-    table = read_shipped_table("vgg11", "imagenet")
-    assert table is not None
+    table = table_of("vgg11", "imagenet")
     (first, *_, last) = linear = [one for one in channel_layer_rows(table) if one.row.kind == "Linear"]
     assert first.layer == ChannelLayer(512, 4096, features=49)
     assert (last.layer, last.channels) == (ChannelLayer(4096, 1000, is_last=True), 0)

@@ -17,6 +17,7 @@ from hpcbench.strategies.layer_table import (
     shipped_table_path,
 )
 from hpcbench.strategies.resolve import InfeasiblePoint, shipped_model_dataset_pairs, single_device_run
+from tests.layer_tables import table_of
 
 
 def layer(name: str, **values: int) -> LayerRow:
@@ -106,8 +107,7 @@ def test_every_pair_has_a_table_and_every_table_a_pair() -> None:
 
 def test_tables_are_of_the_pair_that_names_them_and_of_this_version() -> None:
     for model, dataset in shipped_model_dataset_pairs():
-        table = read_shipped_table(model, dataset)
-        assert table is not None
+        table = table_of(model, dataset)
         assert (table.model, table.dataset, table.model_options) == (model, dataset, {})
         blocks = [one.block for one in table.layers]
         assert (blocks[-1], table.layers[-1].name) == (table.blocks, "loss"), (model, dataset)

@@ -18,9 +18,7 @@ from hpcbench.strategies.pipeline.schedules import (
     Action,
     PipelineLayout,
     deadlocked_actions,
-    message_after,
     pipedream_window,
-    received_messages,
     schedule_actions,
     warmup_forwards,
 )
@@ -171,29 +169,6 @@ def test_every_schedule_is_complete_and_cannot_get_stuck(drawing: tuple[str, Pip
         )
         assert not live_activations(own) or live_activations(own)[-1] == []
     assert deadlocked_actions(ranks, layout) == []
-
-
-@settings(max_examples=100, deadline=None)
-@given(drawings())
-def test_sends_that_wait_for_their_receivers_cannot_deadlock(drawing: tuple[str, PipelineLayout, int]) -> None:
-    """Each direction between two ranks carries messages in the sender's order; a receiver takes them in that order
-    as soon as it needs one of them, and every sender then gets rid of all that it sent."""
-    schedule, layout, micro_batches = drawing
-    ranks = schedule_actions(schedule, layout, micro_batches)
-    posted = {rank: received_messages(ranks, layout, rank) for rank in range(layout.ranks)}
-    sent = [one for own in ranks for action in own if (one := message_after(action, layout)) is not None]
-    assert sorted(sent) == sorted(one for messages in posted.values() for one in messages)
-    for rank, messages in posted.items():
-        for link in {(one.source, one.is_forward) for one in messages}:
-            in_order = [one.action for one in messages if (one.source, one.is_forward) == link]
-            kinds = {one.kind for one in in_order}
-            assert in_order == [
-                action
-                for action in ranks[link[0]]
-                if action.kind in kinds
-                and (found := message_after(action, layout)) is not None
-                and found.target == rank
-            ]
 
 
 def test_a_schedule_that_waits_for_itself_is_found() -> None:

@@ -9,15 +9,10 @@ import pytest
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError
-from hpcbench.strategies.layer_table import LayerRow, LayerTable, read_shipped_table
+from hpcbench.strategies.layer_table import LayerRow, LayerTable
 from hpcbench.strategies.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.strategies.spatial.spatial_split import parse_spatial_grid, spatial_split
-
-
-def table(model: str, dataset: str) -> LayerTable:
-    found = read_shipped_table(model, dataset)
-    assert found is not None
-    return found
+from tests.layer_tables import table_of
 
 
 @pytest.mark.parametrize(
@@ -36,25 +31,25 @@ def table(model: str, dataset: str) -> LayerTable:
 def test_spatial_split_ends_at_the_first_whole_layer(
     model: str, dataset: str, grid: tuple[int, ...], first_whole: str, extents: tuple[int, ...], by_mean: bool
 ) -> None:
-    found = spatial_split(table(model, dataset), grid)
+    found = spatial_split(table_of(model, dataset), grid)
     assert (found.rows[found.end].name, found.extents, found.by_mean) == (first_whole, extents, by_mean)
 
 
 def test_parameters_belong_to_the_part_that_uses_them() -> None:
-    found = spatial_split(table("resnet50", "imagenet"), (8, 1))
+    found = spatial_split(table_of("resnet50", "imagenet"), (8, 1))
     assert [found.is_cut(name) for name in ("0.0.weight", "13.bn3.bias", "14.conv1.weight", "17.2.bias")] == [
         True, True, False, False,
     ]  # fmt: skip
 
 
 def test_the_option_until_ends_the_spatial_split_earlier() -> None:
-    assert spatial_split(table("resnet50", "imagenet"), (4, 1), until=3).block == 3
+    assert spatial_split(table_of("resnet50", "imagenet"), (4, 1), until=3).block == 3
     with pytest.raises(ConfigError, match=r"blocks until 16 cannot be cut: .*extent of 7 in dim 0, fewer than 8 ranks"):
-        spatial_split(table("resnet50", "imagenet"), (8, 1), until=16)
+        spatial_split(table_of("resnet50", "imagenet"), (8, 1), until=16)
 
 
 def changed(rows: dict[str, dict[str, Any]]) -> LayerTable:
-    whole = table("resnet18", "imagenet")
+    whole = table_of("resnet18", "imagenet")
     layers = [msgspec.structs.replace(row, **rows.get(row.name, {})) for row in whole.layers]
     return msgspec.structs.replace(whole, layers=layers)
 
@@ -76,7 +71,7 @@ def test_a_block_that_cannot_be_split_ends_the_spatial_split(rows: dict[str, dic
 
 
 def test_layers_that_are_called_twice_are_not_cut() -> None:
-    whole = table("vgg16", "imagenet")
+    whole = table_of("vgg16", "imagenet")
     again: list[LayerRow] = [*whole.layers[:8], msgspec.structs.replace(whole.layers[7], block=8), *whole.layers[8:]]
     assert spatial_split(msgspec.structs.replace(whole, layers=again), (2, 1)).end == 8
 

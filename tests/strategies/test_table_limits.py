@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.strategies.layer_table import read_shipped_table
 from hpcbench.strategies.resolve import table_exclusion_reason
+from tests.layer_tables import table_of
 
 DATASETS = {"resnet18": "cifar10", "gpt": "tokens"}
 
@@ -33,8 +33,7 @@ DATASETS = {"resnet18": "cifar10", "gpt": "tokens"}
 def test_a_custom_models_infeasible_split_has_a_reason(
     table: str, strategy: str, degrees: dict[str, Any], reason: str | None
 ) -> None:
-    found = read_shipped_table(table, DATASETS[table])
-    assert found is not None
+    found = table_of(table, DATASETS[table])
     spec = RunSpec(model="mine:net", dataset=DATASETS[table], strategy=strategy, batch_size=64, **degrees)
     said = table_exclusion_reason(spec, found)
     assert said is None if reason is None else (said or "").startswith(reason)

@@ -112,7 +112,6 @@ def judged(torch: str, part: str, told: str) -> Row:
 def all_rows(environment: TorchEnvironment, folder: Path) -> Iterator[Row]:
     """Yield the rows of one environment; ``folder`` is empty."""
     hpcbench = ["-m", "hpcbench"]
-    yield command_row(environment, folder, "private names", ["-W", "ignore", "-m", "tests.worker.test_private_names"])
     yield from strategy_rows(environment, folder)
     yield command_row(environment, folder, "quickstart", [*hpcbench, "run", "quickstart"])
     words = [*hpcbench, "dry-run", str(ROOT / "sweeps/quickstart.toml"), "--cluster", "snellius"]

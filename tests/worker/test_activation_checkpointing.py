@@ -12,7 +12,7 @@ from hpcbench.errors import WorkerError
 from hpcbench.strategies.data.train import SingleStrategy
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
-from hpcbench.worker.model_execution import CheckpointedBlocks, SequentialBlocks, wrap_blocks
+from hpcbench.worker.model_execution import wrap_blocks
 from tests.worker.helpers import make_spec
 
 CPU = torch.device("cpu")
@@ -63,18 +63,6 @@ def test_recomputed_blocks_train_to_the_same_bit(values: Any) -> None:
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
     assert recomputed.saved_bytes < plain.saved_bytes / 2
-
-
-def test_without_checkpointing_the_model_is_not_wrapped() -> None:
-    model = small()
-    assert wrap_blocks(model, make_spec()) is model
-
-
-def test_slices_of_the_blocks_are_what_the_whole_is() -> None:
-    recomputed = wrap_blocks(small(), make_spec(activation_checkpointing=True))
-    assert type(recomputed[1:]) is CheckpointedBlocks
-    assert [name for name, _ in recomputed[1:].named_children()] == ["1", "2"]
-    assert type(wrap_blocks(small(), make_spec(compile=True))) is SequentialBlocks
 
 
 def test_checkpointing_refuses_a_model_with_its_own_forward() -> None:

@@ -20,8 +20,7 @@ from hpcbench.worker import end as end_module
 from hpcbench.worker import failure as failure_module
 from hpcbench.worker.__main__ import main
 from hpcbench.worker.begin import begin
-from hpcbench.worker.end import describe_exit, end
-from hpcbench.worker.other_attempts import slurm_job_id
+from hpcbench.worker.end import end
 from hpcbench.worker.summary import summarize_run
 from tests.worker.helpers import (
     failure,
@@ -116,18 +115,6 @@ def test_the_jobs_end_is_the_deadline_where_it_comes_first(tmp_path: Path, monke
     assert marker.deadline_unix_s == ends
 
 
-@pytest.mark.parametrize(
-    ("env", "expected"),
-    [
-        ({}, None),
-        ({"SLURM_JOB_ID": "9"}, "9"),
-        ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "8", "SLURM_ARRAY_TASK_ID": "0"}, "8_0"),
-    ],
-)
-def test_the_job_id_is_read_from_slurms_variables(env: dict[str, str], expected: str | None) -> None:
-    assert slurm_job_id(env) == expected
-
-
 def test_a_wrong_task_file_is_the_users_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["begin", "--tasks", str(tmp_path / "absent"), "--index", "0"]) == 2
     assert "cannot read the task file" in capsys.readouterr().err
@@ -187,12 +174,6 @@ def test_the_status_of_a_silent_end_follows_from_code_signal_and_limits(
     assert result.status == status
     assert result.error is not None
     assert f"exit code {exit_code}" in result.error.message
-
-
-def test_exit_codes_are_described_with_their_signal() -> None:
-    assert describe_exit(137) == "the ranks ended with exit code 137 (SIGKILL)"
-    assert describe_exit(1) == "the ranks ended with exit code 1"
-    assert describe_exit(255) == "the ranks ended with exit code 255"
 
 
 def test_end_keeps_what_the_ranks_left_and_names_who_left_nothing(tmp_path: Path) -> None:
@@ -257,18 +238,6 @@ def test_a_user_signal_means_the_time_limit_only_near_it(tmp_path: Path, left_s:
     start_attempt(tmp_path, SPEC, deadline_unix_s=time.time() + left_s)
     end(tasks, 0, 1, 1, "USR2")
     assert result_of(tmp_path).status == status
-
-
-def test_end_keeps_the_status_that_a_rank_recorded(tmp_path: Path) -> None:
-    tasks = write_tasks(tmp_path, PAIR)
-    attempt = start_attempt(tmp_path, PAIR)
-    attempt.write_rank(make_rank(1, status="unsupported", error=failure("WorkerError", "needs scikit-learn")))
-    assert end(tasks, 0, 1, 1, "") == 0
-    result = result_of(tmp_path, PAIR)
-    assert result.status == "unsupported"
-    assert result.error is not None
-    assert result.error.type == "WorkerError"
-    assert "rank 1 on n1: needs scikit-learn" in result.error.message
 
 
 def test_end_reports_the_lost_rank_before_connection_errors(tmp_path: Path) -> None:
@@ -347,17 +316,6 @@ def test_end_replaces_a_cancellation_without_a_cancel(
         assert "rank 1 ended without leaving a file" in result.error.message
 
 
-def test_end_reports_the_silent_rank_before_stopped_ones(tmp_path: Path) -> None:
-    spec = make_spec(strategy="ddp", tasks_per_node=2, dp_degree=2)
-    tasks = write_tasks(tmp_path, spec)
-    attempt = start_attempt(tmp_path, spec)
-    attempt.write_rank(make_rank(1, status="cancelled", error=failure("Stopped", "stopped by SIGTERM")))
-    assert end(tasks, 0, 1, 137, "") == 0
-    result = result_of(tmp_path, spec)
-    assert result.error is not None
-    assert (result.status, "rank 0 ended without leaving a file" in result.error.message) == ("failed", True)
-
-
 def test_end_replaces_the_result_of_an_earlier_attempt(tmp_path: Path) -> None:
     tasks = write_tasks(tmp_path, SPEC)
     start_attempt(tmp_path, SPEC)
@@ -379,3 +337,15 @@ def test_end_reports_that_it_could_not_write(
 
     monkeypatch.setattr(ClusterTree, "write_result", refuse)
     assert end(tasks, 0, 1, exit_code, "") == expected
+
+
+def test_end_keeps_the_status_that_a_rank_recorded(tmp_path: Path) -> None:
+    tasks = write_tasks(tmp_path, PAIR)
+    attempt = start_attempt(tmp_path, PAIR)
+    attempt.write_rank(make_rank(1, status="unsupported", error=failure("WorkerError", "needs scikit-learn")))
+    assert end(tasks, 0, 1, 1, "") == 0
+    result = result_of(tmp_path, PAIR)
+    assert result.status == "unsupported"
+    assert result.error is not None
+    assert result.error.type == "WorkerError"
+    assert "rank 1 on n1: needs scikit-learn" in result.error.message

@@ -117,23 +117,10 @@ def test_linear_layers_of_several_dims_are_refused(form: str) -> None:
     assert (caught.value.status, caught.value.hint) == ("unsupported", "use ddp or fsdp")
 
 
-def test_a_last_linear_layer_of_several_dims_is_refused() -> None:
-    with pytest.raises(WorkerError, match="1, a linear layer, is given 4 dims"):
-        divided(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Linear(8, 4)))
-
-
 def test_too_many_channel_ranks_are_refused_with_the_largest_degree() -> None:
     with pytest.raises(WorkerError, match="filter over 6 ranks") as caught:
         divided(around(nn.ReLU()), ranks=6)
     assert caught.value.hint == "the largest tp_degree that works is 4"
-
-
-def test_a_layer_that_is_called_twice_stays_one() -> None:
-    twice = nn.Conv2d(4, 4, 3, padding=1)
-    model = divided(around(nn.Sequential(twice, nn.ReLU(), twice)))
-    assert isinstance(model[1], nn.Sequential)
-    assert isinstance(model[1][0], ChannelSplitLayer)
-    assert model[1][0] is model[1][2]
 
 
 @pytest.mark.parametrize(

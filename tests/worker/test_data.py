@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
-from hpcbench.worker.data import feeds, resident_feed
+from hpcbench.worker.data import resident_feed
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.workloads.datasets import BATCH_SLOTS
@@ -116,15 +116,6 @@ def test_host_samples_are_those_of_the_device_and_copied_every_step(dataset: str
     assert host.description()["distinct_samples"] == 2 * BATCH_SLOTS * 8
 
 
-def test_patterns_are_added_piece_by_piece_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for dataset, size in (("cifar10", 12), ("cosmoflow", 8)):
-        whole = feed_of(dataset, input_size=size).batch(0, 0)
-        for pieces in (1, 3 * 12 * 12 * 3):
-            monkeypatch.setattr(feeds, "_MAX_PATTERN_NUMBERS", pieces)
-            assert torch.equal(feed_of(dataset, input_size=size).batch(0, 0)[0], whole[0])
-        monkeypatch.undo()
-
-
 def test_synthetic_images_follow_the_documented_draw() -> None:
     source = torch.Generator().manual_seed(3)
     patterns = torch.randn(10, 3, 4, 4, generator=source)
@@ -148,24 +139,11 @@ def test_synthetic_volumes_and_tokens_are_learnable() -> None:
     assert (tokens[:, :-31] == tokens[:, 31:]).float().mean() > 0.7, "the phrase comes again"
 
 
-def test_a_large_sample_has_one_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feeds, "LARGE_SAMPLE_NUMBERS", 3 * 12 * 12)
-    feed = feed_of("cifar10", input_size=12)
-    assert torch.equal(feed.batch(0, 0)[0], feed.batch(1, 0)[0])
-    assert feed.description()["distinct_samples"] == 8
-
-
 def test_drop_last_leaves_the_partial_batch_out() -> None:
     kept, dropped = feed_of(batch_size=64), feed_of(batch_size=64, drop_last=True)
     assert (kept.steps_per_epoch, dropped.steps_per_epoch, dropped.dropped) == (24, 23, 28)
     assert [dropped.global_count(step) for step in (22, 23)] == [64, 64]
     assert not torch.equal(dropped.batch(23, 0)[0], kept.batch(23, 0)[0])
-
-
-def test_synthetic_memory_does_not_grow_with_the_world() -> None:
-    feed = feed_of("cifar10", 64)
-    feed.prepare(5)
-    assert len(feed._slots) == BATCH_SLOTS  # type: ignore[attr-defined]
 
 
 def test_synthetic_samples_carry_their_label() -> None:
@@ -176,12 +154,6 @@ def test_synthetic_samples_carry_their_label() -> None:
     others, names = feed.batch(1, 0)
     right = torch.cdist(others.flatten(1), means).argmin(dim=1) == names
     assert right.float().mean() > 0.9
-
-
-def test_a_partial_batch_is_a_true_beginning() -> None:
-    feed = feed_of("cifar10", batch_size=49_990)
-    assert feed.steps_per_epoch == 2
-    assert feed.replica_count(1, 0) == 10
 
 
 def test_inputs_have_the_runs_size_type_and_memory_format() -> None:

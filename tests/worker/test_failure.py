@@ -99,20 +99,6 @@ def no_kills(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure_module, "oom_kills", lambda: 4)
 
 
-def test_ranks_that_are_all_ok_give_ok() -> None:
-    ranks = {rank: make_rank(rank) for rank in range(2)}
-    found = decide_outcome(2, ranks, cause=None, only_follows=False, launcher="srun", oom_kills_before=4)
-    assert found == ("ok", None)
-
-
-def test_the_first_cause_counts() -> None:
-    ranks = {0: make_rank(0, status="failed", error=failure("RuntimeError", "Connection closed by peer"))}
-    found = decide_outcome(2, ranks, cause=cause("oom"), only_follows=True, launcher="srun", oom_kills_before=4)
-    assert found.status == "oom"
-    assert found.error is not None
-    assert found.error.message == "rank 1 on n1: mine"
-
-
 @pytest.mark.parametrize(("before", "status"), [(4, "failed"), (3, "oom"), (None, "failed")])
 def test_a_rank_without_a_file_is_failed_or_oom(before: int | None, status: str) -> None:
     ranks = {0: make_rank(0, status="failed", error=failure("RuntimeError", "Connection closed by peer"))}

@@ -6,7 +6,7 @@ import pytest
 
 from hpcbench.strategies.catalog import options_with_defaults
 from hpcbench.strategies.horovod.train import assign_slots, horovod_variables, warmup_learning_rate
-from hpcbench.worker.failure import install_hint, is_peer_lost
+from hpcbench.worker.failure import is_peer_lost
 from tests.worker.helpers import make_spec
 
 
@@ -61,7 +61,3 @@ class HorovodInternalError(RuntimeError):
 )
 def test_horovods_errors_about_a_lost_peer_are_recognised(message: str, lost: bool) -> None:
     assert is_peer_lost(HorovodInternalError(message)) is lost
-
-
-def test_the_hint_is_a_command_for_this_interpreter() -> None:
-    assert "-m hpcbench.tools.build_horovod" in install_hint("horovod.torch")

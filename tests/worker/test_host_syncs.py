@@ -32,16 +32,6 @@ def test_the_wait_that_ends_a_step_is_no_finding() -> None:
     assert count_host_syncs(STEPS, [*launches, *OWN], []) == HostSyncs(per_step=0)
 
 
-def test_launches_are_the_work_on_the_device_in_a_step() -> None:
-    def kernels(count: int, begin: int) -> list[ProfilerEvent]:
-        return [copied("void sgemm", begin + number) for number in range(count)]
-
-    # What lies between steps, and calls on the host, are none.
-    events = [*kernels(3, 10), *kernels(5, 110), *kernels(4, 210), *kernels(9, 330), call("cudaLaunchKernel", 5)]
-    steps = [(0, 100), (100, 200), (200, 300)]
-    assert count_host_syncs(steps, iter(events), []).launches == 4
-
-
 def test_waits_and_copies_of_pageable_memory_are_counted() -> None:
     planted = [
         call("cudaStreamSynchronize", 20),
@@ -92,12 +82,6 @@ def test_the_mode_is_restored_after_an_error(debug_modes: list[Any]) -> None:
         _ = 1 / 0
     assert debug_modes == ["warn", 0]
     assert warnings.showwarning is show
-
-
-def test_nothing_is_set_on_a_cpu(debug_modes: list[Any]) -> None:
-    with record_sync_sites(CPU, []):
-        pass
-    assert debug_modes == []
 
 
 def test_without_events_of_the_device_launches_and_pageable_copies_are_unknown() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from hpcbench.errors import ConfigError, StorageError
 from hpcbench.results.data_folder import MANIFEST_NAME, SampleManifest, list_datasets, read_sample_manifest
-from hpcbench.worker.data.make_samples import default_sample_count, make_samples, samples_per_folder
+from hpcbench.worker.data.make_samples import make_samples
 from tests.worker.test_start_environment import run_blocked
 
 SAMPLES = 1024
@@ -88,19 +88,6 @@ def test_two_makers_at_once_make_one_set(tmp_path: Path, whole: dict[str, bytes]
     assert list(tmp_path.rglob("*.tmp")) == []
 
 
-def test_a_larger_set_begins_with_the_smaller_one(tmp_path: Path) -> None:
-    for dataset, few, more in (("mnist", 300, 600), ("tokens", 10, 50), ("cosmoflow", 3, 5)):
-        list(make_samples(tmp_path, dataset, SIZE, few, 1))
-        before = contents(tmp_path)
-        assert list(make_samples(tmp_path, dataset, SIZE, more, 1))[-1] == more
-        after = contents(tmp_path)
-        samples = [path for path in before if path.endswith((".jpg", ".hdf5", ".bin"))]
-        assert all(after[path].startswith(before[path]) for path in samples if not path.endswith(".hdf5"))
-        assert [path for path in samples if path not in after] == []
-        assert list(make_samples(tmp_path, dataset, SIZE, few, 1)) == [more], "a larger set serves"
-        assert contents(tmp_path) == after
-
-
 def test_samples_of_other_parameters_are_not_mixed(tmp_path: Path) -> None:
     list(make_samples(tmp_path, "tokens", SIZE, 10, 1))
     path = tmp_path / f"tokens-{SIZE}" / MANIFEST_NAME
@@ -133,21 +120,6 @@ def test_old_remains_of_a_killed_maker_go_and_young_ones_stay(tmp_path: Path) ->
     os.utime(old, (time.time() - 10_000, time.time() - 10_000))
     list(make_samples(tmp_path, "mnist", SIZE, 3, 1))
     assert (old.exists(), young.exists()) == (False, True)
-
-
-@pytest.mark.parametrize(
-    ("dataset", "size", "samples", "each"),
-    [
-        ("cifar10", 32, 2048, 256),
-        ("cosmoflow", 128, 64, 8),
-        ("cosmoflow_256", 256, 16, 1),
-        ("cosmoflow_512", 512, 4, 1),
-        ("tokens", 128, 65_536, 8192),
-        ("tokens", 2**22, 64, 1),
-    ],
-)
-def test_default_numbers_of_samples_and_samples_per_folder(dataset: str, size: int, samples: int, each: int) -> None:
-    assert (default_sample_count(dataset, size), samples_per_folder(dataset, size)) == (samples, each)
 
 
 @pytest.fixture

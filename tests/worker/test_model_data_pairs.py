@@ -1,8 +1,7 @@
-"""The table of models and data sets: each cell trains as the worker trains it, or is dropped for the stated reason."""
+"""Models and data sets: one set for each model is trained as the worker trains it; a pair that does not fit has a reason."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -16,13 +15,23 @@ from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.strategy import resolve_runtime
 from hpcbench.worker.verification.reference import train_reference
-from hpcbench.workloads.datasets import DATASETS
 from hpcbench.workloads.models import MODELS
-from tests.worker.cells import CELLS, COUNTED_ONLY, Cell
-from tests.worker.helpers import make_spec
+from tests.worker.helpers import DECODERS, make_spec
 
 CPU = torch.device("cpu")
-TRAINED = [cell for cell in CELLS if cell[-1] is None and cell[0] not in COUNTED_ONLY]
+COUNTED_ONLY = {
+    "gpt_350m", "gpt_760m", "gpt_1_3b", "gpt_2_7b", "gpt_6_7b", "gpt_13b", "gpt_17b", *DECODERS[1:],
+}  # fmt: skip
+"""Too large to be trained in a test: planned and counted."""
+TRAINED = [
+    ("cosmoflow", "cosmoflow", 16), ("cosmoflow", "cosmoflow_256", 16), ("cosmoflow", "cosmoflow_512", 16),
+    ("llama", "tokens", 16), ("gpt", "tokens", 16), ("gpt_125m", "tokens", 16),
+    ("mobilenetv2", "digits", None), ("mobilenetv2", "imagenet", 64), ("resnet18", "mnist", None),
+    ("resnet18", "highres", 96), ("resnet50", "cifar10", None), ("resnet152", "imagenet", 64), ("vgg11", "digits", None),
+    ("vgg11", "highres", 96), ("vgg16", "cifar10", None), ("vit", "mnist", None), ("vit_b16", "imagenet", 64),
+    ("vit_l16", "imagenet", 32),
+]  # fmt: skip
+"""Model, data set and input size (None: the data set's own): every model, every data set, small and large forms."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -34,27 +43,33 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def cell_id(cell: Cell) -> str:
-    return f"{cell[0]}-{cell[1]}"
+def test_every_model_that_a_test_can_hold_is_trained() -> None:
+    assert {model for model, *_ in TRAINED} == MODELS.keys() - COUNTED_ONLY
 
 
-def test_the_table_is_whole() -> None:
-    assert [cell[:2] for cell in CELLS] == list(itertools.product(MODELS, DATASETS))
-
-
-@pytest.mark.parametrize("cell", CELLS, ids=cell_id)
-def test_infeasible_cells_have_the_stated_reason(cell: Cell) -> None:
-    model, dataset, input_size, batch_size, reason = cell
-    point = {"model": model, "dataset": dataset, "strategy": "single", "batch_size": batch_size}
-    resolved = resolve_point(point | ({"input_size": input_size} if input_size else {}), PartitionLimits("here"))
+@pytest.mark.parametrize(
+    ("model", "dataset", "reason"),
+    [
+        ("cosmoflow", "digits", "cosmoflow takes volumes; digits holds images"),
+        ("cosmoflow", "tokens", "cosmoflow takes volumes; tokens holds tokens"),
+        ("gpt_17b", "imagenet", "gpt_17b takes tokens; imagenet holds images"),
+        ("llama_8b", "cosmoflow_512", "llama_8b takes tokens; cosmoflow_512 holds volumes"),
+        ("vgg16", "cosmoflow_256", "vgg16 takes images; cosmoflow_256 holds volumes"),
+        ("vit", "tokens", "vit takes images; tokens holds tokens"),
+        ("vit_b16", "digits", "vit_b16 needs an input of 16 or more; digits has 8"),
+        ("vit_b16", "mnist", None),
+    ],
+)
+def test_infeasible_pairs_have_a_reason(model: str, dataset: str, reason: str | None) -> None:
+    point = {"model": model, "dataset": dataset, "strategy": "single", "batch_size": 2}
+    resolved = resolve_point(point, PartitionLimits("here"))
     assert (resolved.reason if isinstance(resolved, InfeasiblePoint) else None) == reason
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", TRAINED, ids=cell_id)
-def test_every_other_model_and_data_set_trains(cell: Cell) -> None:
-    model, dataset, input_size, batch_size, _ = cell
-    spec = make_spec(model=model, dataset=dataset, input_size=input_size, batch_size=batch_size)
+@pytest.mark.parametrize(("model", "dataset", "input_size"), TRAINED)
+def test_a_model_trains_all_of_its_parameters(model: str, dataset: str, input_size: int | None) -> None:
+    spec = make_spec(model=model, dataset=dataset, input_size=input_size, batch_size=2)
     strategy = resolve_runtime(spec.strategy)()
     feed = make_feed(spec, CPU)
     strategy.setup(build_model(spec), spec, RankContext(0, 1, CPU))

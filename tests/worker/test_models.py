@@ -13,8 +13,7 @@ from hpcbench.strategies.decoder_shapes import named_shape
 from hpcbench.worker.models.build import build_meta_model, build_model, count_parameters
 from hpcbench.worker.models.transformer import Attention, BlockStyle, RotaryEmbedding
 from hpcbench.workloads.models import MODELS
-from tests.worker.cells import DECODERS
-from tests.worker.helpers import make_spec
+from tests.worker.helpers import DECODERS, make_spec
 
 IMAGES = [name for name, entry in MODELS.items() if entry.kind == "images"]
 SMALLEST_OF_FAMILIES = ["resnet18", "resnet50", "vgg11", "mobilenetv2", "vit"]
@@ -59,37 +58,6 @@ def test_models_have_the_published_parameter_counts(
     assert count_parameters(build_meta_model(make_spec(model=model, dataset=dataset, model_options=options))) == count
 
 
-# Layers, width, positions, and the size that the papers state with the steps that it is rounded to.
-GPT = [
-    ("gpt", 4, 128, 1024, None),
-    ("gpt_125m", 12, 768, 2048, (125e6, 1e6)),
-    ("gpt_350m", 24, 1024, 2048, (350e6, 10e6)),
-    ("gpt_760m", 24, 1536, 2048, (760e6, 10e6)),
-    ("gpt_1_3b", 24, 2048, 2048, (1.3e9, 0.1e9)),
-    ("gpt_2_7b", 32, 2560, 2048, (2.7e9, 0.1e9)),
-    ("gpt_6_7b", 32, 4096, 2048, (6.7e9, 0.1e9)),
-    ("gpt_13b", 40, 5120, 2048, (13e9, 1e9)),
-    ("gpt_17b", 78, 4256, 1024, (17e9, 1e9)),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("model", "layers", "width", "context", "published"), GPT)
-def test_gpt_sizes_have_the_published_parameter_counts(
-    model: str, layers: int, width: int, context: int, published: tuple[float, float] | None
-) -> None:
-    def count(**options: Any) -> int:
-        return count_parameters(build_meta_model(make_spec(model=model, dataset="tokens", model_options=options)))
-
-    block = 12 * width**2 + 13 * width
-    tied = 50_257 * width + context * width + layers * block + 2 * width
-    assert count(tied=True) == tied
-    assert count() == tied + 50_257 * width
-    if published is not None:
-        size, step = published
-        assert abs(count(tied=True) - size) <= step
-
-
 def test_cosmoflow_has_the_parameter_count_of_mlperf() -> None:
     """MLPerf's by hand: five convolutions, three linear layers."""
     filters = (4, 32, 64, 128, 256, 512)
@@ -103,7 +71,7 @@ def test_cosmoflow_has_the_parameter_count_of_mlperf() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", IMAGES)
-@pytest.mark.parametrize("size", [8, 9, 16, 17, 28, 32, 63, 64, 70, 224])
+@pytest.mark.parametrize("size", [8, 17, 63, 224])
 def test_every_image_model_takes_every_size_from_its_smallest_on(model: str, size: int) -> None:
     if size < MODELS[model].min_size:
         size = MODELS[model].min_size
@@ -113,7 +81,7 @@ def test_every_image_model_takes_every_size_from_its_smallest_on(model: str, siz
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", SMALLEST_OF_FAMILIES)
-@pytest.mark.parametrize("size", [8, 17, 63, 70])
+@pytest.mark.parametrize("size", [17, 70])
 def test_image_models_compute_odd_input_sizes(model: str, size: int) -> None:
     built = build_model(make_spec(model=model, dataset="cifar10", input_size=size))
     assert torch.isfinite(built(torch.randn(2, 3, size, size))).all()
@@ -125,12 +93,6 @@ def test_cosmoflow_computes_small_volumes(size: int) -> None:
     outputs = built(torch.randn(2, 4, size, size, size))
     assert outputs.shape == (2, 4)
     assert outputs.abs().max() < 1.2
-
-
-@pytest.mark.parametrize("model", IMAGES)
-def test_image_models_take_one_channel_at_a_large_size(model: str) -> None:
-    built = build_meta_model(make_spec(model=model, dataset="mnist", input_size=64))
-    assert built(torch.randn(2, 1, 64, 64, device="meta")).shape == (2, 10)
 
 
 def sample(model: str, device: str = "cpu", count: int = 2) -> torch.Tensor:
@@ -189,7 +151,7 @@ def test_shapes_are_the_models_without_its_numbers(model: str, values: dict[str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [model for model in MODELS if model not in DECODERS[2:]])
 def test_every_model_is_a_chain_of_blocks_that_can_be_copied(model: str) -> None:
     built = build_meta_model(spec_of(model))
     assert isinstance(built, torch.nn.Sequential)
@@ -206,32 +168,6 @@ def test_every_model_is_a_chain_of_blocks_that_can_be_copied(model: str) -> None
     for block in built:
         chained = block(chained)
     assert chained.shape == built(x).shape
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "values"),
-    [
-        *(
-            (model, {})
-            for model in ("resnet18", "resnet50", "vgg11", "mobilenetv2", "cosmoflow", "gpt", "llama", "vit")
-        ),
-        ("gpt", {"model_options": {"tied": True}}),
-        ("llama", {"model_options": {"tied": True}}),
-        *((model, {"input_size": 64}) for model in ("resnet50", "mobilenetv2")),
-    ],
-)
-def test_copies_and_chains_compute_the_same(model: str, values: dict[str, Any]) -> None:
-    built = build_model(spec_of(model, **values)).eval()
-    other = build_model(spec_of(model, seed=1, **values)).eval()
-    x = sample(model)
-    expected = built(x)
-    other.load_state_dict(built.state_dict())
-    chained = x
-    for block in built:
-        chained = block(chained)
-    for outputs in (chained, other(x), copy.deepcopy(built)(x), pickle.loads(pickle.dumps(built))(x)):
-        assert torch.equal(outputs, expected)
 
 
 def test_tied_weights_are_one_tensor_also_in_a_copy() -> None:
@@ -262,37 +198,6 @@ def test_dropout_acts_only_in_training() -> None:
         assert not torch.equal(built(x), built(x)), model
         built.eval()
         assert torch.equal(built(x), built(x)), model
-
-
-@pytest.mark.parametrize("model", ["gpt", "vit"])
-def test_half_of_the_heads_is_half_of_the_features(model: str) -> None:
-    """Attention split by whole heads, as tensor parallelism does, adds up to the whole."""
-    built: Any = build_model(spec_of(model))
-    attention = built[1].attention
-    x = torch.randn(2, 5, 128)
-    summed = attention.output.bias.clone()
-    for part in (slice(0, 64), slice(64, 128)):
-        half = copy.deepcopy(attention)
-        for name in ("query", "key", "value"):
-            layer = getattr(half, name)
-            layer.weight, layer.bias = torch.nn.Parameter(layer.weight[part]), torch.nn.Parameter(layer.bias[part])
-        half.output.weight, half.output.bias = torch.nn.Parameter(half.output.weight[:, part]), None
-        summed = summed + half(x)
-    torch.testing.assert_close(summed, attention(x))
-
-
-def test_rotary_positions_are_relative() -> None:
-    """Scores of turned queries and keys depend on the distance of their positions alone, and lengths are kept."""
-    torch.manual_seed(1)
-    query, key = torch.randn(2, 16, dtype=torch.float64)
-    rows = torch.stack([query, key]).view(1, 2, 1, 16).expand(1, 2, 9, 16)
-    turned = RotaryEmbedding.apply(rows, 10_000.0)  # type: ignore[no-untyped-call]
-    scores = turned[0, 0] @ turned[0, 1].T
-    for distance in (-3, 0, 5):
-        diagonal = scores.diagonal(distance)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
-    torch.testing.assert_close(turned.norm(dim=-1), rows.norm(dim=-1))
-    assert not torch.allclose(scores.diagonal(3)[0], scores.diagonal(0)[0])
 
 
 def test_the_gradient_of_rotary_positions_is_numerically_correct() -> None:

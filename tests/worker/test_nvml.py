@@ -14,7 +14,6 @@ import torch
 from hpcbench.worker.distributed.rank_environment import RankInfo
 from hpcbench.worker.measure import gpu
 from hpcbench.worker.measure.counters import RegionCounters
-from tests.worker.trees import write_tree
 
 UUID = "12345678-1234-1234-1234-12345678900"
 CUDA = torch.device("cuda", 0)
@@ -119,22 +118,6 @@ def test_gpu_counters_are_differences_between_the_timed_edges(use: Any) -> None:
     assert (seen.gpu_held_s, seen.gpu_sm_hz) == ({"power": 3.0, "thermal": 0.0}, [1.9e9, 1.98e9])
 
 
-def test_gpu_counters_of_two_regions_add_up(use: Any) -> None:
-    fake = use(FakeNvml())
-    watch = watch_between(fake, energy=6000, reasons=0x4, power_ns=10**9)
-    watch.begin()
-    fake.values |= {"energy": 8500, "reasons": 0x40, "power_ns": 4 * 10**9, "processes": [4_000_001], "clock": 1950}
-    watch.end()
-    seen = watch.watched
-    assert seen is not None
-    assert (watch.energy_j, seen.gpu_others, seen.gpu_reasons) == (3.5, 1, ["power cap", "heat (hardware)"])
-    assert (seen.gpu_held_s, seen.gpu_sm_hz) == ({"power": 4.0, "thermal": 0.0}, [1.95e9, 1.98e9])
-    fake.values["energy"] = NVMLError("lost")
-    watch.begin()
-    watch.end()
-    assert watch.energy_j is None, "a part is not the whole"
-
-
 def test_a_counter_that_has_not_moved_gives_no_energy(use: Any) -> None:
     """Between two updates of the counter, some 100 ms apart, a run would have used nothing."""
     fake = use(FakeNvml())
@@ -145,22 +128,6 @@ def test_a_counter_that_has_not_moved_gives_no_energy(use: Any) -> None:
     fake.values["energy"] = 6000
     watch.end()
     assert watch.energy_j == 1.0, "an update in any part of the steps counts"
-
-
-def test_the_clock_of_an_idle_gpu_is_not_recorded(use: Any) -> None:
-    watch = watch_between(use(FakeNvml(reasons=1, clock=345)))
-    assert watch.watched is not None
-    assert watch.watched.gpu_sm_hz == []
-
-
-def test_in_a_container_one_process_is_this_ranks(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = use(FakeNvml(processes=[11]))
-    monkeypatch.setattr(gpu, "_in_root_pid_namespace", lambda: False)
-    found = gpu.open_nvml_device(f"{UUID}0")
-    assert found is not None
-    assert found.other_processes({5}) == 0
-    fake.values["processes"] = [11, 12]
-    assert found.other_processes({5}) == 1
 
 
 @pytest.mark.parametrize("mig", [[1, 1], "instance"])
@@ -192,22 +159,6 @@ def test_without_library_or_driver_there_are_no_facts(use: Any, monkeypatch: pyt
     assert (watch.energy_j, watch.watched.gpu_others) == (None, None)
 
 
-def test_common_facts_of_gpus_are_recorded_once(use: Any, tmp_path: Path) -> None:
-    use(FakeNvml(count=2))
-    root = write_tree(tmp_path, {"sys/bus/pci/devices/0000:1b:00.0/numa_node": "1"})
-    assert gpu.host_gpu_facts(root) == {
-        "driver": "580.1",
-        "gpu": {"model": "NVIDIA H200", "memory_bytes": 150 * 10**9, "power_limit_w": 700.0, "pcie": "gen 5 x16",
-                "max_sm_hz": 1_980_000_000, "max_memory_hz": 2_619_000_000, "ecc": "on", "mig": "off"},
-        "gpus": [{"uuid": f"GPU-{UUID}0", "pci": "00000000:0B:00.0"},
-                 {"uuid": f"GPU-{UUID}1", "pci": "00000000:1B:00.0", "numa_node": 1}],
-        "gpu_links": ["X SYS", "SYS X"],
-    }  # fmt: skip
-    use(FakeNvml(count=1))
-    alone = gpu.host_gpu_facts(root)
-    assert alone["gpus"] == [{"uuid": f"GPU-{UUID}0", "pci": "00000000:0B:00.0"}], "also where there is but one"
-
-
 @pytest.mark.parametrize(
     ("links", "expected"),
     [
@@ -230,3 +181,13 @@ def test_the_stand_in_has_the_librarys_names() -> None:
     assert sorted(name for name in names if not hasattr(pynvml, name)) == []
     for reason in gpu._THROTTLE_REASONS:
         assert hasattr(pynvml, f"nvmlClocksThrottleReason{reason}")
+
+
+def test_in_a_container_one_process_is_this_ranks(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = use(FakeNvml(processes=[11]))
+    monkeypatch.setattr(gpu, "_in_root_pid_namespace", lambda: False)
+    found = gpu.open_nvml_device(f"{UUID}0")
+    assert found is not None
+    assert found.other_processes({5}) == 0
+    fake.values["processes"] = [11, 12]
+    assert found.other_processes({5}) == 1

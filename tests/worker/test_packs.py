@@ -144,12 +144,6 @@ def test_a_crash_within_a_pack_leaves_the_other_runs(make: Callable[..., Pack]) 
     assert pack.attempts() == [1, 1, 1, 1], "the broken one was not the interrupted one"
 
 
-def test_a_job_of_one_run_is_a_pack_of_one(make: Callable[..., Pack]) -> None:
-    pack = make([short(0), short(1)], 1)
-    assert pack.run(1) == 0, pack.log()
-    assert pack.statuses() == [None, "ok"]
-
-
 def test_a_terminated_job_begins_no_further_run(make: Callable[..., Pack]) -> None:
     pack = make([short(0), endless(1), short(2)], 3)
     process = pack.start()
@@ -187,15 +181,6 @@ def test_a_rank_that_is_stuck_is_killed_at_its_own_limit_and_the_next_run_starts
     assert pack.attempts() == [1, 1]
 
 
-def test_no_run_begins_that_the_job_has_no_time_for(make: Callable[..., Pack]) -> None:
-    """The first run leaves less of the job's time than the second may take."""
-    pack = make([short(0), short(1)], 2, **{"-gt 1260": "-gt 600"})
-    assert pack.run() == 0
-    assert pack.statuses() == ["ok", None]
-    assert "no time is left for run 1" in pack.log()
-    assert pack.attempts() == [1, 0]
-
-
 def test_a_link_in_place_of_a_log_is_not_followed(make: Callable[..., Pack], tmp_path: Path) -> None:
     """Put there, in a tree that others can write to, between the attempt's begin and the launch."""
     (tmp_path / "somebodys").write_text("mine")
@@ -205,3 +190,12 @@ def test_a_link_in_place_of_a_log_is_not_followed(make: Callable[..., Pack], tmp
     assert pack.statuses() == ["failed"]
     assert (tmp_path / "somebodys").read_text() == "mine"
     assert "cannot overwrite existing file" in pack.log()
+
+
+def test_no_run_begins_that_the_job_has_no_time_for(make: Callable[..., Pack]) -> None:
+    """The first run leaves less of the job's time than the second may take."""
+    pack = make([short(0), short(1)], 2, **{"-gt 1260": "-gt 600"})
+    assert pack.run() == 0
+    assert pack.statuses() == ["ok", None]
+    assert "no time is left for run 1" in pack.log()
+    assert pack.attempts() == [1, 0]

@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_structure
 
@@ -18,7 +17,6 @@ from hpcbench.strategies.pipeline.train.chunk import ActivationMeta, TensorMeta
 from hpcbench.strategies.pipeline.train.p2p import MessageTransport
 from hpcbench.strategies.pipeline.train.pipeline_runtime import ActionHooks, PipelineBatch, PipelineRuntime
 from hpcbench.worker.distributed import point_to_point
-from hpcbench.worker.distributed.point_to_point import Message
 from hpcbench.worker.distributed.process_groups import RankGroup
 from hpcbench.worker.model_execution import MixedPrecision
 from tests.device_model.device import Kernel, Program
@@ -162,21 +160,3 @@ def test_the_runtime_follows_the_model(schedule: str, stages: int) -> None:
 def as_whole(calls: list[Call]) -> list[Call]:
     """The runtime calls the first half of a split backward pass ``B``."""
     return [tuple(label.replace("computes I", "computes B") for label in call) for call in calls]
-
-
-@pytest.mark.parametrize("answers", [1, 2])
-def test_a_pair_of_messages_waits_for_one_or_two_works(answers: int) -> None:
-    """gloo answers a pair with a work for each call, NCCL with one for both."""
-    works = [mock.Mock() for _ in range(answers)]
-    numbers = torch.zeros(1), torch.zeros(1)
-    with (
-        mock.patch.object(dist, "P2POp") as call,
-        mock.patch.object(dist, "batch_isend_irecv", return_value=works) as batch,
-    ):
-        sends, receives = point_to_point.exchange([Message(numbers[0], 0, 3)], [Message(numbers[1], 0, 4)], mock.Mock())
-    assert (sends, receives) == (works[:1], works[-1:])
-    assert len(batch.call_args.args[0]) == 2
-    assert [(one.args, one.kwargs["tag"], one.kwargs["group_peer"]) for one in call.call_args_list] == [
-        ((dist.isend, numbers[0]), 3, 0),
-        ((dist.irecv, numbers[1]), 4, 0),
-    ]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from hpcbench.config.run_spec import run_id
 from hpcbench.strategies.data.train import SingleStrategy
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
-from hpcbench.worker.model_execution import MixedPrecision, allow_tf32, choose_convolution_algorithms
-from hpcbench.worker.strategy import optimizer_class_and_arguments
+from hpcbench.worker.model_execution import MixedPrecision, allow_tf32
 from tests.worker.helpers import make_spec
 
 CPU = torch.device("cpu")
@@ -33,22 +30,6 @@ def test_tf32_is_set_through_both_of_torchs_interfaces(allowed: bool, matmul: st
         assert torch.get_float32_matmul_precision() == ("high" if allowed else "highest")
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
-
-
-@pytest.mark.parametrize(
-    ("device", "by_trial", "found"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, None)]
-)
-def test_cudnn_benchmark_mode_is_set_only_on_cuda(
-    monkeypatch: pytest.MonkeyPatch, device: str, by_trial: bool, found: bool | None
-) -> None:
-    monkeypatch.setattr(torch.backends, "cudnn", SimpleNamespace(benchmark=None))
-    choose_convolution_algorithms(by_trial, torch.device(device))
-    assert torch.backends.cudnn.benchmark is found
-
-
-def test_the_default_of_cudnns_choice_is_in_no_run_id() -> None:
-    assert run_id(make_spec()) == run_id(make_spec(cudnn_benchmark=True))
-    assert run_id(make_spec()) != run_id(make_spec(cudnn_benchmark=False))
 
 
 def scaled(scale: float) -> MixedPrecision:
@@ -101,13 +82,3 @@ def test_inputs_have_the_memory_format_of_the_run(shape: tuple[int, ...], layout
     placed = make_feed(make_spec(channels_last=True), CPU).to_device(torch.randn(shape))
     assert placed.is_contiguous(memory_format=layout)
     assert make_feed(make_spec(), CPU).to_device(torch.randn(shape)).is_contiguous()
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
-@pytest.mark.parametrize(("precision", "device", "fused"), [
-    ("fp32", "cuda", True), ("bf16", "cuda", True), ("fp16", "cuda", False), ("fp32", "cpu", False),
-])  # fmt: skip
-def test_updates_are_fused_on_cuda(optimizer: str, precision: str, device: str, fused: bool) -> None:
-    spec = make_spec(optimizer=optimizer, precision=precision)
-    _, arguments = optimizer_class_and_arguments(spec, torch.device(device))
-    assert arguments.get("fused", False) is fused

@@ -1,6 +1,6 @@
-"""Behaviour of private names of torch on which hpcbench rests; the names are listed in test_private_names.py.
+"""Behaviour of private names of torch on which hpcbench rests.
 
-``make test`` runs both files with torch's build for CPUs, ``make test-cuda`` with a newer one for CUDA.
+``make test`` runs them with torch's build for CPUs, ``make test-cuda`` with a newer one for CUDA.
 """
 
 from __future__ import annotations

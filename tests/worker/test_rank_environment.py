@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,6 @@ from hpcbench.worker.distributed.rank_environment import (
     user_environment,
     user_performance_environment,
 )
-from hpcbench.worker.measure.host import peak_resident_bytes
 
 
 @pytest.mark.parametrize(
@@ -52,13 +50,6 @@ def test_fewer_cores_than_promised_or_ranks_give_a_warning() -> None:
     assert core_warnings(8, 8, 1, 8) == core_warnings(8, None, 8, 8) == []
     assert core_warnings(4, 8, 1, 8) == ["a rank may use 4 of the 8 cores per task that the profile promises"]
     assert core_warnings(2, None, 4, 2) == ["oversubscribed: 4 ranks share the 2 cores of their host"]
-
-
-def test_missing_variables_cause_one_restart() -> None:
-    assert missing_variables({"A": "1"}, {"A": "1"}, "run") == {}
-    assert missing_variables({"A": "2"}, {"A": "1", "B": "x"}, "run") == {"A": "1", "B": "x"}
-    assert missing_variables({"A": "2", RESTARTED_FOR_RUN: "run"}, {"A": "1"}, "run") == {}, "once is enough"
-    assert missing_variables({"A": "2", RESTARTED_FOR_RUN: "another"}, {"A": "1"}, "run") == {"A": "1"}
 
 
 def test_the_digest_contains_performance_variables_of_the_user() -> None:
@@ -103,9 +94,8 @@ def test_the_peak_of_memory_begins_anew() -> None:
     assert before - after > 150_000_000
 
 
-def test_peak_memory_without_procfs_is_that_of_getrusage(tmp_path: Path) -> None:
-    assert peak_resident_bytes(tmp_path / "absent") == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    status = tmp_path / "proc/self/status"
-    status.parent.mkdir(parents=True)
-    status.write_text("VmPeak:\t  9 kB\nVmHWM:\t  5 kB\n")
-    assert peak_resident_bytes(tmp_path) == 5120
+def test_missing_variables_cause_one_restart() -> None:
+    assert missing_variables({"A": "1"}, {"A": "1"}, "run") == {}
+    assert missing_variables({"A": "2"}, {"A": "1", "B": "x"}, "run") == {"A": "1", "B": "x"}
+    assert missing_variables({"A": "2", RESTARTED_FOR_RUN: "run"}, {"A": "1"}, "run") == {}, "once is enough"
+    assert missing_variables({"A": "2", RESTARTED_FOR_RUN: "another"}, {"A": "1"}, "run") == {"A": "1"}

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from hpcbench.config.run_spec import RunSpec, encode_task_file, run_id
@@ -70,15 +69,6 @@ def test_runs_share_ranks_until_one_fails(tmp_path: Path) -> None:
     assert "tests.absent" in log.read_text()
 
 
-def test_a_done_run_is_left_alone(tmp_path: Path) -> None:
-    specs = [make_spec(), make_spec(seed=1)]
-    assert run_pool(tmp_path, specs[:1]).returncode == 0
-    again = run_pool(tmp_path, specs)
-    assert again.returncode == 0
-    assert [line.split()[1] for line in again.stdout.splitlines()] == ["done", "ok"]
-    assert attempt_numbers(tree_of(tmp_path).run_folder(run_id(specs[0]))) == [1]
-
-
 def test_runs_that_share_a_device_have_no_times(tmp_path: Path) -> None:
     alone, pair = make_spec(), make_spec(**PAIR, verify=True)
     assert run_pool(tmp_path, [alone, pair], ranks_per_device=2).returncode == 0
@@ -113,37 +103,6 @@ def test_a_rank_that_is_killed_fails_its_run_alone(tmp_path: Path) -> None:
     error = result_of(tmp_path, killed).error
     assert error is not None
     assert error.message.startswith("rank 1 ended without leaving a file (killed")
-
-
-def test_no_run_starts_after_the_limit(tmp_path: Path) -> None:
-    specs = [make_spec(steps=1_000_000), make_spec(seed=1)]
-    done = run_pool(tmp_path, specs, "--limit-s", 20)
-    assert done.returncode == 1
-    assert [line.split()[1] for line in done.stdout.splitlines()] == ["timeout"], done.stderr
-    assert tree_of(tmp_path).read_result(run_id(specs[1])) is None
-
-
-def test_a_signal_ends_the_pool_and_its_ranks(tmp_path: Path) -> None:
-    spec = make_spec(steps=1_000_000, **PAIR)
-    tasks = write_tasks(tmp_path, spec)
-    process = subprocess.Popen(command(tasks), env=environment(), stderr=subprocess.PIPE, text=True)
-    attempt = tree_of(tmp_path).run_folder(run_id(spec)) / "attempts/1"
-    while not (attempt / "rendezvous.json").is_file():
-        assert process.poll() is None
-    children = psutil.Process(process.pid).children(recursive=True)
-    process.terminate()
-    process.communicate(timeout=WAIT_S)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert result_of(tmp_path, spec).status == "cancelled"
-    _, alive = psutil.wait_procs(children, timeout=WAIT_S)
-    assert alive == []
-
-
-def test_variables_of_a_run_are_refused(tmp_path: Path) -> None:
-    done = run_pool(tmp_path, [make_spec(env={"NCCL_ALGO": "Ring"})])
-    assert done.returncode != 0
-    assert "run 0 sets NCCL_ALGO, which the ranks of a pool cannot get" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def hanging(_in_shape: Sequence[int], _outputs: int) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import io
 import os
 import pickle
 import struct
@@ -328,8 +327,3 @@ def test_more_at_once_than_there_is_in_the_files_is_unsupported(tmp_path: Path) 
     with pytest.raises(WorkerError, match="global batch 64 is more than the 20 samples of mnist") as caught:
         feed_of(tmp_path, "mnist", batch_size=64)
     assert caught.value.status == "unsupported"
-
-
-def test_the_pickles_of_this_test_are_real_ones() -> None:
-    held = pickle.load(io.BytesIO(PYTHON_2), encoding="bytes")
-    assert held[b"labels"] == [3]

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.strategies.pipeline.weight_versions import Staleness
-from hpcbench.worker.data.feed import DataFeed, MinibatchSequence
+from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.verification.reference import TrainingRecord, VerificationCheck, compare_training, train_reference
 from hpcbench.worker.verification.reference_pipelines import train_delayed
@@ -116,60 +115,3 @@ def test_delayed_training_of_one_stage_equals_plain_training(replicas: int) -> N
         feed = make_feed(spec, CPU)
         plain = train_reference(small_network(), spec, feed, range(5))
         close(train_delayed(small_network(), spec, feed, range(5), ()), plain)
-
-
-def test_minibatches_of_a_step_are_steps_of_their_own_on_one_stage() -> None:
-    """Six micro-batches in three steps are six plain steps: the same weights, running statistics and last gradient."""
-    spec, plain = small_spec(micro_batches=2), small_spec(strategy="single", batch_size=4)
-    ours = train_delayed(small_network(), spec, make_feed(spec, CPU), range(3), ())
-    expected = train_reference(small_network(), plain, make_feed(plain, CPU), range(6))
-    expected.losses = [(a + b) / 2 for a, b in zip(expected.losses[::2], expected.losses[1::2], strict=True)]
-    ours.first_gradients = expected.first_gradients = {}
-    close(ours, expected)
-
-
-def test_weight_versions_are_irrelevant_with_a_zero_learning_rate() -> None:
-    """But on three stages the first two have forwarded minibatches that the plain training has not seen yet."""
-    spec = small_spec(learning_rate=0.0, pp_degree=3, tasks_per_node=3)
-    feed = make_feed(spec, CPU)
-    plain = train_reference(small_network(), spec, feed, range(3))
-    ours = train_delayed(small_network(), spec, feed, range(3), (1, 2))
-    further = train_reference(small_network(), spec, feed, range(5)).state
-    for name in list(plain.state):
-        if "running" in name or "tracked" in name:
-            plain.state[name] = plain.state[name] if name.startswith("2.") else ours.state[name]
-    close(ours, plain)
-    assert torch.equal(ours.state["0.1.running_mean"], further["0.1.running_mean"])
-
-
-@pytest.mark.parametrize(
-    ("options", "seen"),
-    [({}, [6, 5, 4]), ({"vertical_sync": True}, [6, 5, 4]), ({"weight_versions": "2bw"}, [6, 5, 4])],
-)
-def test_running_statistics_count_the_forward_passes_of_a_stage(options: dict[str, Any], seen: list[int]) -> None:
-    """After four minibatches stage s of three has forwarded 2 - s more."""
-    spec = small_spec(pp_degree=3, tasks_per_node=3, micro_batches=2, options=options)
-    trained = train_delayed(small_network(), spec, make_feed(spec, CPU), range(2), (1, 2))
-    assert [trained.state[f"{block}.1.num_batches_tracked"].item() for block in range(3)] == seen
-
-
-def test_versions_that_are_held() -> None:
-    assert [Staleness(4, vertical_sync=True).versions_held(stage) for stage in range(4)] == [4, 4, 4, 4]
-    assert [Staleness(4, double_buffered=True).versions_held(stage) for stage in range(4)] == [2, 2, 2, 2]
-
-
-def test_minibatches_follow_the_announced_steps() -> None:
-    """Steps 0, 1 and the partial 3, then 4 and on; the partial one has 2 samples, so one micro-batch."""
-    spec = make_spec(strategy="pipedream", batch_size=4, micro_batches=2)
-    with short_epoch("digits", 14):
-        feed = make_feed(spec, CPU)
-        found = MinibatchSequence(feed, (0, 1, 3))
-        assert [found.at(number)[:2] for number in range(8)] == [
-            (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (3, 0), (3, 1), (4, 0)
-        ]  # fmt: skip
-        assert [found.step(place) for place in range(5)] == [0, 1, 3, 4, 5]
-        assert [found.at(number).samples for number in range(6)] == [2, 2, 2, 2, 2, 2]
-        assert [found.samples(place) for place in range(4)] == [4, 4, 2, 4]
-        inputs, _ = found.batch(3, 0)
-        assert torch.equal(inputs, feed.batch(1, 0)[0][2:])
-        assert torch.equal(found.batch(4, 0)[0], feed.batch(3, 0)[0])

@@ -116,13 +116,6 @@ def test_targets_of_tokens_are_the_next_ones(data_folder: Path) -> None:
     feed.close()
 
 
-def test_a_gray_set_has_one_channel(data_folder: Path) -> None:
-    feed = feed_of(data_folder, "mnist", 8, precision="fp64")
-    inputs, _ = feed.batch(0, 0)
-    assert (inputs.shape, inputs.dtype) == ((8, 1, 8, 8), torch.float64)
-    feed.close()
-
-
 @pytest.mark.parametrize(
     ("dataset", "size", "command"),
     [

@@ -12,10 +12,8 @@ from hpcbench.worker.shutdown import (
     PeerEnded,
     StopController,
     Stopped,
-    deadline_window_s,
     is_limit_warning,
     stop_for_signal,
-    stop_margin_s,
 )
 
 
@@ -56,23 +54,6 @@ def test_a_user_signal_long_before_the_limit_is_no_warning_of_it(
     assert stop_for_signal(signal.SIGUSR2, 0.0, deadline, warns_of_limit=expected).status == (
         "timeout" if expected else "cancelled"
     )
-
-
-def test_margins_are_small_parts_of_a_limit() -> None:
-    assert [stop_margin_s(limit) for limit in (10.0, 3600.0)] == [0.5, 5.0]
-    assert [deadline_window_s(limit) for limit in (10.0, 3600.0)] == [1.0, 30.0]
-
-
-def test_the_deadline_comes_due_by_itself() -> None:
-    stop = StopController()
-    assert not stop.should_stop()
-    stop.set_deadline(time.time() + 1000, 100.0)
-    assert not stop.should_stop()
-    stop.set_deadline(time.time() + 4, 100.0)
-    assert stop.should_stop()
-    with pytest.raises(Stopped, match="time limit") as caught:
-        stop.raise_if_stopped()
-    assert caught.value.status == "timeout"
 
 
 def test_a_rank_that_is_stuck_at_its_deadline_is_ended() -> None:

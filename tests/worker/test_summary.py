@@ -11,7 +11,6 @@ from hpcbench.results.schema import (
     EvaluationPoint,
     HostActivity,
     HostSyncs,
-    PipelinePrediction,
     RankResult,
     RankTraffic,
     RunResult,
@@ -19,7 +18,7 @@ from hpcbench.results.schema import (
 )
 from hpcbench.results.timing_statistics import slowest_rank_times_s
 from hpcbench.strategies.traffic import Traffic
-from hpcbench.worker.summary import global_step_samples, samples_per_epoch, summarize_run
+from hpcbench.worker.summary import global_step_samples, summarize_run
 from tests.worker.helpers import failure, make_header, make_rank, make_spec, make_task
 
 PAIR = make_spec(strategy="ddp", tasks_per_node=2, dp_degree=2, steps=3)
@@ -99,12 +98,6 @@ def test_tokens_are_counted_where_samples_are_sequences() -> None:
     assert metrics.tokens_per_s_per_device == pytest.approx(16 * metrics.samples_per_s)
 
 
-def test_without_the_models_flops_there_is_no_rate_of_them() -> None:
-    header = make_header(Path("/tree"), peak_flops_per_s={"fp32": 1e4})
-    metrics = summarize_run(header, make_task(PAIR), 1, two_ranks(), "ok").metrics
-    assert (metrics.flops_per_s, metrics.mfu) == (None, None)
-
-
 def test_energy_is_that_of_all_devices_or_none() -> None:
     ranks = two_ranks(energy_j=2.5, energy_source="nvml")
     assert summary(ranks).metrics.energy_j is None, "one GPU's is not the run's"
@@ -156,11 +149,6 @@ def test_the_slowest_rank_and_how_often() -> None:
     assert lone([0.1] * 3).metrics.slowest_rank is None
 
 
-def test_the_steady_peak_stands_beside_the_process_peak() -> None:
-    metrics = summary(two_ranks(steady_peak_memory_bytes=20)).metrics
-    assert (metrics.peak_memory_bytes, metrics.steady_peak_memory_bytes) == (30, 20)
-
-
 def test_one_rank_per_node_reports_its_energy() -> None:
     counter = {"energy_j": 100.0, "energy_source": "rapl package, whole node"}
     spec = make_spec(strategy="ddp", nodes=2, tasks_per_node=2, dp_degree=4)
@@ -175,11 +163,6 @@ def test_the_provenance_is_of_a_rank_that_spoke_for_its_host() -> None:
     ranks = two_ranks(provenance={"threads": 2, "environment_digest": "d"})
     ranks[0].provenance = {"threads": 1}
     assert (summary(ranks).provenance["threads"], summary(ranks).environment_digest) == (2, "d")
-
-
-def test_partial_steps_count_as_what_they_hold() -> None:
-    result = summary(two_ranks(step_samples=[8, 8, 5]))
-    assert result.metrics.samples_per_s == pytest.approx((16 + 16 + 13) / 0.8)
 
 
 def test_ranks_that_share_a_replica_count_once() -> None:
@@ -228,11 +211,6 @@ def test_drop_last_warns_of_the_samples_left_out() -> None:
 def test_an_epoch_is_as_long_as_the_files_that_were_found() -> None:
     rank = make_rank(0, step_times_s=[0.1], step_samples=[8], provenance={"data": {"epoch_samples": 800}})
     assert summary({0: rank}, make_spec(steps=1)).metrics.epoch_time_s == pytest.approx(10)
-
-
-def test_left_out_samples_are_not_in_the_epoch() -> None:
-    assert samples_per_epoch(make_spec(batch_size=1499)) == 1499
-    assert samples_per_epoch(make_spec(batch_size=28)) == 1500
 
 
 def test_a_warning_of_some_ranks_names_them_and_of_all_stands_once() -> None:
@@ -321,13 +299,6 @@ def test_the_time_to_an_accuracy_is_that_of_the_first_evaluation_at_it(
     assert metrics.time_to_accuracy_with_evaluation_s == (None if time_s is None else 2.5 * time_s)
 
 
-def test_the_prediction_is_part_of_the_result() -> None:
-    spec = make_spec()
-    found = PipelinePrediction(step_time_s=0.5, bubble_fraction=0.25, cuts=[3])
-    result = summarize_run(make_header(Path("x")), make_task(spec), 1, {0: make_rank(predicted=found)}, "ok")
-    assert result.predicted == found
-
-
 def test_the_traffic_is_that_of_the_rank_that_passes_most_bytes() -> None:
     few, many = passed(10, 3), passed(40, 1)
     ranks = two_ranks(traffic=[many])
@@ -339,3 +310,8 @@ def test_the_traffic_is_that_of_the_rank_that_passes_most_bytes() -> None:
 
 def passed(payload_bytes: int, count: int) -> Traffic:
     return Traffic(operation="all_reduce", group_size=2, payload_bytes=payload_bytes, count=count)
+
+
+def test_partial_steps_count_as_what_they_hold() -> None:
+    result = summary(two_ranks(step_samples=[8, 8, 5]))
+    assert result.metrics.samples_per_s == pytest.approx((16 + 16 + 13) / 0.8)

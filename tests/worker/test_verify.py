@@ -15,7 +15,6 @@ from hpcbench.config.option import Option
 from hpcbench.errors import WorkerError
 from hpcbench.results.schema import ReferenceComparison, VerificationResult
 from hpcbench.strategies.catalog import STRATEGIES
-from hpcbench.strategies.data.train import DdpStrategy
 from hpcbench.worker.data.feed import NO_FILES
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext, TCPStore, clone_connection, to_timedelta
@@ -37,7 +36,6 @@ from hpcbench.worker.verification.verify import (
     compared_steps,
     comparison_spec,
     disable_dropout,
-    perturb_last_bit,
 )
 from tests.distributed.wrong import build_small
 from tests.worker.helpers import make_rank, make_spec
@@ -71,17 +69,6 @@ def test_buffers_that_are_equal_pass_and_others_do_not(buffer: torch.Tensor, oth
         rounding = result_tolerances(distances(with_buffer(buffer), with_buffer(buffer)), with_buffer(buffer))
         assert compare_training(with_buffer(buffer.clone()), with_buffer(buffer), check, rounding).passed
         assert not compare_training(with_buffer(other), with_buffer(buffer), check, rounding).passed
-
-
-def test_a_mask_of_the_largest_number_widens_no_bound_of_weights() -> None:
-    mask = torch.tensor([0.0, torch.finfo(torch.float32).min])
-    exact = with_buffer(mask)
-    plain = result_tolerances(distances(trained(weight=0.51), trained()), trained())
-    masked = result_tolerances(distances(dataclasses.replace(exact, state={"w": torch.tensor([0.51]), "buffer": mask}),
-                                         dataclasses.replace(exact, state={"w": torch.tensor([0.5]), "buffer": mask})),
-                               dataclasses.replace(exact, state={"w": torch.tensor([0.5]), "buffer": mask}))  # fmt: skip
-    assert plain.keys() < masked.keys()
-    assert masked["weight", "w"] <= 0.011
 
 
 @pytest.mark.parametrize(("gradient", "passes"), [(0.0, True), (1e-3, False), (INFINITE, False)])
@@ -147,11 +134,6 @@ def test_training_is_compared_value_by_value_with_the_tolerance(
     assert (found.passed, found.worst) == (passed, worst)
 
 
-def test_figures_that_are_not_finite_are_absent() -> None:
-    found = compare_training(trained(weight=float("nan")), trained(), CHECK)
-    assert (found.weight_max_rel, found.worst_rel, found.loss_max_rel) == (None, None, 0.0)
-
-
 OWN = VerificationCheck("fp32", 1, 0.0, by_rounding=True)
 
 
@@ -171,15 +153,6 @@ def test_a_tensor_may_differ_by_what_rounding_makes_of_it() -> None:
     assert compare_training(trained(extra=1.0), trained(), OWN, rounding).worst_rel is None
     boundless = dict.fromkeys(rounding, float("inf"))
     assert not compare_training(trained(first=float("nan")), trained(), OWN, boundless).passed
-
-
-def test_a_bound_is_the_same_in_both_measures() -> None:
-    """Of a small tensor the measure of results is absolute, of a large one relative."""
-    reference = trained(loss=2.0, first=0.01, last=0.5, weight=4.0)
-    allowed = dict.fromkeys(distances(reference, reference), 1e-3)
-    found = result_tolerances(allowed, reference)
-    assert found["first gradient", "w"] == pytest.approx(1e-5)
-    assert found["weight", "w"] == pytest.approx(1e-3)
 
 
 @pytest.mark.parametrize("strategy", ["single", "fairscale_fsdp"])
@@ -249,11 +222,6 @@ def test_verification_checks_follow_from_the_run(
     assert verification_checks(make_spec(strategy="ddp", **spec)) == expected
 
 
-def test_a_strategy_that_is_lossy_whatever_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DdpStrategy, "lossy", 0.01)
-    assert verification_checks(make_spec(strategy="ddp", precision="fp64")) == [VerificationCheck("fp64", 1, 0.01)]
-
-
 @pytest.mark.parametrize(
     ("batch_size", "warmup", "timed", "steps"),
     [
@@ -269,11 +237,6 @@ def test_the_partial_batch_is_among_the_steps(batch_size: int, warmup: int, time
     assert compared_steps(spec, make_feed(spec, CPU), 5) == steps
 
 
-def test_a_single_step_is_the_partial_one() -> None:
-    spec = make_spec(batch_size=400, warmup_steps=0, steps=4)
-    assert compared_steps(spec, make_feed(spec, CPU), 1) == (3,)
-
-
 def test_verification_disables_every_kind_of_dropout() -> None:
     attention = nn.MultiheadAttention(8, 2, dropout=0.2)
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Dropout(0.5), nn.Dropout2d(0.1)), attention)
@@ -283,15 +246,6 @@ def test_verification_disables_every_kind_of_dropout() -> None:
     assert not disable_dropout(model)
     spec = make_spec(model="vgg11", model_options={"dropout": 0.3, "batch_norm": False})
     assert comparison_spec(spec, "fp64").model_options == {"dropout": 0.0, "batch_norm": False}
-
-
-def test_a_weight_is_perturbed_only_in_its_last_bit() -> None:
-    model = nn.Linear(3, 2).double()
-    before = model.weight.detach().clone()
-    perturb_last_bit(model)
-    change = ((model.weight.detach() - before) / before).abs()
-    assert 0 < change.max() <= 4.5e-16
-    assert change.min() > 0
 
 
 OVERFLOWED = {"w": torch.tensor([float("inf"), 0.0])}
@@ -398,14 +352,6 @@ def test_a_wait_beyond_its_limit_names_what_it_waits_for(links: list[ControlChan
         WorkerError, match=r"rank 1 waited 0.2 s for rank 0 to train .*; last heard: 7 shares of a step"
     ):
         links[1].wait_while_progressing("progress", "done", 0.2, go_on, "rank 0 to train the reference")
-
-
-def test_waiting_ends_when_the_run_is_stopped(links: list[ControlChannel]) -> None:
-    def told() -> None:
-        raise Stopped("cancelled", "stopped by SIGTERM")
-
-    with pytest.raises(Stopped):
-        links[1].wait_while_progressing("progress", "done", 30.0, told, "something")
 
 
 @pytest.mark.parametrize("by_trial", [True, False])

@@ -1,6 +1,6 @@
 """Costs of ``filter``, ``channel`` and their hybrids: the rows, parameters and buffers of one rank.
 
-``docs/formulas.md`` derives the formulas; ``tests/distributed/test_channel_costs.py`` compares them with real
+``docs/formulas.md`` derives the formulas; ``tests/distributed/test_traffic.py`` compares them with real
 ranks. A layer whose input and output channels are both whole, split by filters over two ranks::
 
     forward    x --------------> [W0 | W1] --> y0 | y1 --all_gather--> y

@@ -2,7 +2,6 @@
 
     python -m tests.slurm.chaos storm --minutes 20 --seed 7    play a storm; a violation is shrunk to a short storm
     python -m tests.slurm.chaos play FILE                      play the actions of a file again
-    python -m tests.slurm.chaos freeze --times 40              submit while slurmctld hangs for 20 to 60 s, each time
     python -m tests.slurm.chaos remove                         remove what is left
 
 It needs root and the box: make slurm-up.
@@ -11,18 +10,15 @@ It needs root and the box: make slurm-up.
 from __future__ import annotations
 
 import argparse
-import random
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests.slurm.chaos import history, storm
-from tests.slurm.chaos.faults import freeze_controller, heal
 from tests.slurm.chaos.storm import Action
-from tests.slurm.chaos.world import HISTORY, TREE, call, hpcbench, make_world, note, remove_world
+from tests.slurm.chaos.world import HISTORY, make_world, remove_world
 
 _WINDOW_S = 240.0
 """What is older than this before the first violation is left out of the first shorter storm."""
@@ -37,16 +33,11 @@ def main() -> int:
     of_storm.add_argument("--shrink-minutes", type=float, default=30.0, help="for shorter storms after a violation")
     of_play = commands.add_parser("play", help="play the actions of a file")
     of_play.add_argument("file", type=Path)
-    of_freeze = commands.add_parser("freeze", help="submit while slurmctld hangs")
-    of_freeze.add_argument("--times", type=int, default=40)
-    of_freeze.add_argument("--seed", type=int, default=1)
     commands.add_parser("remove", help="remove what is left")
     arguments = parser.parse_args()
     if arguments.command == "remove":
         remove_world()
         return 0
-    if arguments.command == "freeze":
-        return freeze(arguments.times, arguments.seed)
     if arguments.command == "play":
         return 1 if violations(storm.load(arguments.file)) else 0
     actions = storm.draw(arguments.seed, arguments.minutes * 60)
@@ -94,52 +85,6 @@ def shrink(actions: Sequence[Action], found: Sequence[str], limit_s: float, path
             shortest, candidates, parts = candidate, [], 2
             storm.save(shortest, path)
     print(f"the shortest storm has {len(shortest)} actions: python -m tests.slurm.chaos play {path}")
-
-
-def freeze(times: int, seed: int) -> int:
-    """One submit each, nobody killed: slurmctld hangs right after the line of the journal, then goes on."""
-    make_world()
-    rng = random.Random(seed)
-    doubled = 0
-    for number in range(times):
-        hang_s = rng.uniform(20, 60)
-        before = set(TREE.glob("submissions/*"))
-        words = ("submit", "one", "--cluster", "chaos", "--set", f"grid.seed=[{90000 + number}]")
-        outcome: list[tuple[int, str, str]] = []
-        thread = threading.Thread(
-            target=lambda words=words, outcome=outcome: outcome.append(hpcbench("boxuser1", *words))
-        )
-        thread.start()
-        journal: list[Path] = []
-        while not journal:
-            time.sleep(0.002)
-            journal = [
-                path for folder in set(TREE.glob("submissions/*")) - before for path in folder.glob("sent-1.jsonl")
-            ]
-        freeze_controller(hang_s)
-        thread.join()
-        names = f"-{journal[0].parent.name}-"
-        jobs = [
-            line for line in call("squeue", "-h", "-t", "all", "-o", "%F|%T|%j").stdout.splitlines() if names in line
-        ]
-        give_up = time.monotonic() + 120
-        while time.monotonic() < give_up and any("|PENDING|" in line or "|RUNNING|" in line for line in jobs):
-            time.sleep(1)
-            jobs = [
-                line
-                for line in call("squeue", "-h", "-t", "all", "-o", "%F|%T|%j").stdout.splitlines()
-                if names in line
-            ]
-        attempts = history.check({})
-        doubled += bool(attempts)
-        note("freeze", hang_s=hang_s, jobs=jobs, violations=attempts)
-        last = (outcome[0][2].strip().splitlines() or [""])[-1]
-        print(f"{number + 1}: {hang_s:.0f} s: jobs {jobs}; {len(attempts)} violations; {last}", flush=True)
-        for sentence in attempts:
-            print(f"  {sentence}")
-    heal()
-    print(f"{doubled} of {times} doubled")
-    return 1 if doubled else 0
 
 
 if __name__ == "__main__":
