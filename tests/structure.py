@@ -10,6 +10,7 @@ import ast
 import graphlib
 import io
 import re
+import statistics
 import sys
 import tokenize
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ import tomli
 ROOT = Path(__file__).resolve().parent.parent
 BOUNDS = ROOT / "tests" / "structure.toml"
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 455, 80
+MEDIAN_FILE_LINES = range(150, 301)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 _IMPORT_BY_NAME = re.compile(r"hpcbench(\.\w+)+(:\w+)?")
@@ -126,6 +128,9 @@ def main() -> int:
         text = re.sub(r"^(\w+) = \d+$", lambda line: f"{line[1]} = {lowered[line[1]]}", text, flags=re.M)
         BOUNDS.write_text(text, encoding="utf-8")
     messages = list(too_long([*package, *others]))
+    median = statistics.median(one.text.count("\n") for one in package if one.path.name != "__init__.py")
+    if round(median) not in MEDIAN_FILE_LINES:
+        messages.append(f"the median file has {median:g} lines, {MEDIAN_FILE_LINES} are right")
     for name, bound in tomli.loads(text).items():
         figure, places = measured[name]
         if figure > bound:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,30 @@ def test_training_and_cost_override_their_base_classes_with_the_same_parameters(
             if inspect.isfunction(member) and not name.startswith("_") and name != "phases":
                 expected, actual = (inspect.signature(getattr(owner, name)).parameters for owner in (base, own))
                 assert list(actual) == list(expected), name
+
+
+def strategies_named(source: str) -> Iterator[str]:
+    """Yield the names of strategies that ``source`` compares with a strategy, or makes one."""
+    for node in ast.walk(ast.parse(source)):
+        near: list[ast.AST] = []
+        if isinstance(node, ast.Compare) and ".strategy" in ast.unparse(node):
+            near = [node.left, *node.comparators]
+        elif isinstance(node, ast.keyword) and node.arg == "strategy":
+            near = [node.value]
+        elif isinstance(node, ast.Dict):
+            pairs = zip(node.keys, node.values, strict=True)
+            near = [value for key, value in pairs if isinstance(key, ast.Constant) and key.value == "strategy"]
+        texts = (part.value for one in near for part in ast.walk(one) if isinstance(part, ast.Constant))
+        yield from (text for text in texts if isinstance(text, str) and text in STRATEGIES)
+
+
+def test_only_the_families_name_strategies() -> None:
+    package = ROOT / "hpcbench"
+    others = [path for path in package.rglob("*.py") if package / "strategies" not in path.parents]
+    named = {path.name: [*strategies_named(path.read_text(encoding="utf-8"))] for path in others}
+    assert {name: found for name, found in named.items() if found} == {}, "put it into StrategyEntry, Strategy or Cost"
+
+
+def test_a_planted_name_of_a_strategy_is_found() -> None:
+    source = 'x = run.spec.strategy in ("model", "x"), {"model": "vit", "strategy": "ddp"}, RunSpec(strategy="tensor")'
+    assert [*strategies_named(source)] == ["model", "ddp", "tensor"]
