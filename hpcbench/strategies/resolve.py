@@ -33,7 +33,6 @@ class PartitionLimits:
     time_steps: tuple[tuple[int, float], ...] = ()
     """Largest number of nodes, and the minutes that jobs up to it may take."""
     max_node_hours: float | None = None
-    """The profile's device is a cpu."""
     all_devices_across_nodes: bool = False
     """Runs over several nodes must take all devices of each."""
 
