@@ -151,7 +151,7 @@ slurm-status: ## print the state of the SLURM box
 soak: $(VENV)/.dev ## slow tests and repetitions, most of them on the SLURM box
 	$(BIN)/pytest -m soak --timeout 3600
 
-faults: $(VENV)/.dev ## every fault on the SLURM box, as a table; then a random storm
+faults: $(VENV)/.dev ## every fault on the SLURM box; then a random storm
 	$(BIN)/pytest -m faults
 	@$(MAKE) --no-print-directory chaos
 

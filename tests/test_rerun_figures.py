@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.rerun import figures, pages
+from benchmarks.rerun import pages
 
 
 def row(strategy: str, samples_per_s: float | None, devices: int = 1, **more: Any) -> dict[str, Any]:
@@ -53,25 +53,6 @@ def document(ours: float) -> dict[str, Any]:
             {"best": "ddp", "hpcbench": "ddp", "paradl": "ddp"},
         ],
     }  # fmt: skip
-
-
-def test_predictors_stand_beside_each_other_for_every_calibration() -> None:
-    both = {"before": document(0.7), "in place": document(0.8)}
-    assert figures.accuracy(both).splitlines() == [
-        "|  | before | in place |",
-        "| --- | --- | --- |",
-        "| `ddp` | 70.0%, +10.0% | 80.0%, +10.0% |",
-        "| all of them | 70.0%, +10.0% of 4 | 80.0%, +10.0% of 4 |",
-        "| ParaDL's formulas (ours on the same) | 50.0%, -50.0% (75.0%) of 3 | 50.0%, -50.0% (75.0%) of 3 |",
-        "| memory of a rank | 90.0%, -10.0% | 90.0%, -10.0% |",
-    ]
-    assert figures.choices(both).splitlines()[2:] == [
-        "| hpcbench | 2 of 2; 10.0%, worst 20% | 2 of 2; 10.0%, worst 20% |",
-        "| DDLBench's equations |  |  |",
-        "| ParaDL's formulas | 1 of 2; 10.0%, worst 20% | 1 of 2; 10.0%, worst 20% |",
-        "| always `ddp` |  |  |",
-        "| `ddp`, `fsdp` where it does not fit |  |  |",
-    ]
 
 
 def test_only_marked_blocks_of_a_page_are_replaced() -> None:

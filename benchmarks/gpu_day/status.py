@@ -46,7 +46,7 @@ def _strategy_rows() -> Iterator[StatusRow]:
         if entry.own_degree is None:
             how = "CPU; fake tensors"
         elif key == "horovod":
-            how = "CPU over gloo and MPI; buffers of its stand-in on fake tensors against its timeline"
+            how = "CPU over gloo and MPI"
         else:
             how = "CPU, each rank; fake tensors, with copies and waits of the host counted"
         yield StatusRow(

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.nn import functional as F
 
 from tests.cuda.environment import torch_version
 from tests.cuda.stub import WAITS, count_calls
@@ -37,16 +32,6 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         torch.cuda.set_device(DEVICES)
 
 
-def test_stub_streams_and_events_use_the_host_clock() -> None:
-    torch.cuda.set_device(2)
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    first.record(stream)
-    last.record(stream)
-    assert last.query()  # type: ignore[no-untyped-call]
-    assert 0 <= first.elapsed_time(last) < 10_000
-
-
 def test_waits_of_the_host_are_counted() -> None:
     before = count_calls(WAITS)
     torch.cuda.synchronize()
@@ -59,35 +44,3 @@ def test_waits_of_the_host_are_counted() -> None:
         "cudaDeviceSynchronize": 1, "cudaStreamSynchronize": 1, "cudaEventSynchronize": 1, "cudaMemcpy": 0,
     }  # fmt: skip
     assert after["no_such_function"] == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_fake_step_of_layers_and_attention_runs_on_cuda(dtype: torch.dtype) -> None:
-    with FakeTensorMode(), torch.device("cuda", 1):
-        module = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.Flatten())
-        head = torch.nn.Linear(8 * 36, 64)
-        optimizer = torch.optim.AdamW([*module.parameters(), *head.parameters()])
-        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-            outputs = head(module(torch.randn(4, 3, 8, 8)))
-            heads = outputs.view(4, 2, 4, 8)
-            attended = F.scaled_dot_product_attention(heads, heads, heads)
-        assert outputs.dtype == attended.dtype == dtype
-        assert attended.device == torch.device("cuda", 1)
-        attended.float().sum().backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        assert all(parameter.grad is not None for parameter in module.parameters())
-
-
-@pytest.mark.parametrize("read", [torch.Tensor.item, bool, float, int])
-def test_a_value_of_a_fake_tensor_cannot_be_read(read: Callable[[Tensor], object]) -> None:
-    with FakeTensorMode(), pytest.raises(DataDependentOutputException):
-        read(torch.ones((), device="cuda"))
-
-
-def test_copies_of_fake_tensors_raise_nothing() -> None:
-    """Only a recorder finds them."""
-    with FakeTensorMode():
-        device = torch.device("cuda", 0)
-        assert torch.ones(2, device=device).cpu().device.type == "cpu"
-        assert torch.ones(2).to(device).device == device
-        assert torch.ones(2, device=device).new_tensor([1.0]).device == device

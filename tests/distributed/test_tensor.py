@@ -1,4 +1,4 @@
-"""Tensor parallelism computes what one process computes: layers, whole models, hybrids, evaluation.
+"""Tensor parallelism computes what one process computes: whole models, hybrids, evaluation.
 
 Small networks in their place; the vocabulary is a prime and heads, tokens and ranks are uneven where they can be.
 """
@@ -28,13 +28,9 @@ from tests.distributed.cases import (
 )  # fmt: skip
 from tests.distributed.pool import Pool
 from tests.distributed.tensor_cases import (
-    LayerCase,
     both,
-    build_layer,
     check_small,
-    layer_gradients,
     small_vocabulary,
-    split_layer,
     tensor_case,
 )
 
@@ -43,19 +39,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.strategy("tensor")]
 SEQUENCE = {"sequence_parallel": True}
 WHOLE_WORDS = {"vocabulary_parallel": False}
 TIED = {"tied": True, "context": 9}
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("by_tokens", [False, True])
-@pytest.mark.parametrize("kind", ["attention", "causal", "mlp", "language"])
-def test_a_shared_layer_is_the_layer(pool: Pool, kind: str, by_tokens: bool, ranks: int) -> None:
-    """5 heads, 13 inner features, 61 words and 7 tokens: uneven on any of these ranks."""
-    case = LayerCase(kind, by_tokens)
-    expected = layer_gradients(case, build_layer(case), None)
-    for found in pool.call(ranks, split_layer, case):
-        assert found.keys() == expected.keys()
-        worst = {name: distance(found[name], expected[name]) for name in expected}
-        assert max(worst.values()) <= 1e-12, worst
 
 
 WIDE: dict[str, Any] = {"precision": "fp64"}

@@ -84,16 +84,6 @@ def test_a_strategy_of_three_files_passes_the_tests_of_the_registry(followed: Pa
     assert "......" in completed.stdout, "two models, each trained, recorded and measured"
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(1800)
-def test_the_fast_suite_passes_with_the_strategy(followed: Path) -> None:
-    """All of `make test`, which CI runs on the tree without the strategy."""
-    fast = "not slow and not slurm and not soak and not faults"
-    assert f"FAST := {fast}\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
-    completed = run_tests(followed, f"--numprocesses 2 --dist loadfile --hypothesis-profile fast -m '{fast}'")
-    assert completed.returncode == 0, completed.stdout[-20_000:] + completed.stderr
-
-
 @pytest.mark.parametrize(
     ("file", "correct", "wrong", "failing"),
     [

@@ -242,12 +242,3 @@ def test_python_blocks_of_the_pages_compile(block: Block) -> None:
     text = textwrap.dedent(block.text)
     # What is to be put into a table is no statement by itself.
     compile(f"{{\n{text}}}" if text.startswith('"late_ddp"') else text, block_id(block), "exec")
-
-
-def test_a_block_that_no_test_runs_is_reported(tmp_path: Path) -> None:
-    page = ROOT / "docs" / "tour.md"
-    (first, *_) = blocks(page)
-    assert is_accounted_for(first._replace(page="docs/x.md"), "hpcbench table x")
-    for command in ("rm -r results", "make nothing-of-the-kind", "pip install 'hpcbench[nothing]'", "python -m x"):
-        assert not is_accounted_for(first, command)
-        assert is_accounted_for(first._replace(excuse="it needs a machine that is not here"), command)

@@ -117,20 +117,3 @@ def test_baselines_extrapolate_from_smaller_runs_of_the_strategy() -> None:
     assert said("perfect", spec, KNOWN).step_time_s == pytest.approx(0.11)
     # 0.11 at 2 and 0.14 at 4 devices.
     assert said("log_p", spec, KNOWN).step_time_s == pytest.approx(0.17)
-
-
-@pytest.mark.parametrize(
-    ("name", "known", "reason"),
-    [
-        ("flat", [], "no smaller run of ddp, resnet18, batch 16 was measured"),
-        ("perfect", KNOWN[2:3], "no smaller run of ddp, resnet18, batch 16 was measured on 2 devices"),
-        ("log_p", KNOWN[:2], "no smaller run of ddp, resnet18, batch 16 was measured at two scales"),
-        (
-            "log_p",
-            [MeasuredRun(spec_of("ddp", 2), 0.4), MeasuredRun(spec_of("ddp", 4), 0.1)],
-            "the line through 2 smaller runs is below zero at 8",
-        ),
-    ],
-)
-def test_baselines_without_smaller_runs_give_a_reason(name: str, known: list[MeasuredRun], reason: str) -> None:
-    assert said(name, spec_of("ddp", 8), known) == BaselineEstimate(reason=reason)

@@ -230,3 +230,13 @@ def test_a_custom_model_is_recommended_by_its_layer_table(like: str, dataset: st
     ran = {one.spec.strategy for one in found.candidates}
     assert {"ddp", "1f1b"} <= ran
     assert ({"filter", "spatial"} <= ran, "tensor" in ran) == (like == "vgg11", like == "gpt")
+
+
+def test_the_memory_of_strategies_is_predicted_independently() -> None:
+    forecast = Forecast(SELENE)
+    of = {
+        key: RunSpec(**RESNET, strategy=key, batch_size=8, nodes=2, dp_degree=2) for key in ("fsdp", "fairscale_sddp")
+    }
+    before = forecast.memory_fit(of["fsdp"])
+    forecast.memory_fit(of["fairscale_sddp"])
+    assert forecast.memory_fit(of["fsdp"]) == before

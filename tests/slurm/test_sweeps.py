@@ -116,15 +116,6 @@ def test_two_array_tasks_share_nodes_without_conflict(
     two_array_tasks_meet_on_the_same_nodes(hpcbench, results, tmp_path, slurm)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("time_", range(20))
-@pytest.mark.usefixtures("two_nodes_only")
-def test_two_array_tasks_share_nodes_twenty_times(
-    time_: int, hpcbench: Command, results: Results, tmp_path: Path, slurm: Callable[..., str]
-) -> None:
-    two_array_tasks_meet_on_the_same_nodes(hpcbench, results, tmp_path, slurm)
-
-
 def test_a_submitit_job_on_slurm_reports_its_state_and_cancels(
     hpcbench: Command, results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

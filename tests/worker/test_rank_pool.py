@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -95,28 +93,8 @@ def test_a_run_that_hangs_ends_at_its_limit_and_the_next_one_runs(tmp_path: Path
     assert result_of(tmp_path, hangs).status == "timeout"
 
 
-def test_a_rank_that_is_killed_fails_its_run_alone(tmp_path: Path) -> None:
-    killed = make_spec(model="tests.worker.test_rank_pool:killing", **PAIR)
-    specs = [killed, make_spec(**PAIR)]
-    done = run_pool(tmp_path, specs, model_folder=str(Path.cwd()))
-    assert [line.split()[1] for line in done.stdout.splitlines()] == ["failed", "ok"], done.stderr
-    error = result_of(tmp_path, killed).error
-    assert error is not None
-    assert error.message.startswith("rank 1 ended without leaving a file (killed")
-
-
 def hanging(_in_shape: Sequence[int], _outputs: int) -> Any:
     """A user's model whose construction never ends."""
     import threading
 
     threading.Event().wait()
-
-
-def killing(_in_shape: Sequence[int], outputs: int) -> Any:
-    """A user's model that ends one of its processes."""
-    import torch.distributed as dist
-    from torch import nn
-
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, outputs))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from . import cli, hosts, lock, machine, status
+from . import cli, lock, machine
 from .errors import BoxError
 from .options import GIB, MIB, Options, parse_link, parse_mem
 
@@ -59,21 +59,6 @@ def test_bad_options_state_both_numbers(values: dict[str, object], message: str)
 def test_a_box_larger_than_the_machine_is_refused(options: Options, message: str) -> None:
     with pytest.raises(BoxError, match=message):
         machine.check_capacity(options, cores=2, mem=int(23.5 * GIB))
-
-
-def test_the_hosts_block_is_added_and_removed() -> None:
-    for before in ("", "127.0.0.1 localhost\n"):
-        after = hosts.with_block(before, Options(nodes=2))
-        assert "10.77.0.2 n2\n10.77.0.254 slurmbox-controller\n" in after
-        assert hosts.with_block(after, Options(nodes=2)) == after
-        assert hosts.without_block(after) == before
-
-
-@pytest.mark.parametrize(
-    ("state", "good"), [("idle", True), ("mixed", True), ("idle*", False), ("down*", False), ("drained", False)]
-)
-def test_only_idle_and_mixed_nodes_are_good(state: str, good: bool) -> None:
-    assert status.is_good(state) is good
 
 
 def test_lock_serialises_and_removes_its_file(tmp_path: Path) -> None:

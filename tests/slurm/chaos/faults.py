@@ -194,11 +194,6 @@ def _disk_full_at_an_end(rng: random.Random) -> str | None:
     return None
 
 
-def _folders() -> list[Path]:
-    patterns = ("", "runs", "runs/*", "runs/*/*", "runs/*/*/attempts", "submissions", "submissions/*", "sweeps")
-    return [path for pattern in patterns for path in TREE.glob(pattern or ".") if path.is_dir()]
-
-
 def _read_only(rng: random.Random) -> str:
     """A remount stops writers of any account, root included."""
     results = PROJECT / "results"

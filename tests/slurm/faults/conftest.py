@@ -1,8 +1,7 @@
-"""Projects on the box, and the table of faults that ends the session."""
+"""Projects on the box, and what must hold after every fault."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -12,12 +11,9 @@ import pytest
 
 from tests.slurm.box import Box, paths
 from tests.slurm.faults.project import Project
-from tests.slurm.faults.table import Row, table
 from tests.slurm.faults.truth import find_truth
 
-_ROWS = pytest.StashKey[list[Row]]()
-
-Verify = Callable[..., None]
+Verify = Callable[[Project, str], None]
 Scenario = Callable[[Path, Box], Any]
 
 
@@ -54,27 +50,16 @@ def alone(started: dict[Scenario, Future[Any]]) -> None:
 
 
 @pytest.fixture
-def verify(request: pytest.FixtureRequest, box: Box) -> Iterator[Verify]:
-    """Look at what a fault left, note it in the table, and fail where something is lost or doubled.
+def verify(box: Box) -> Verify:
+    """Look at what a fault left, and fail where a run is lost, doubled or not ok."""
 
-    The test's first line of documentation names the fault; a test with several names each.
-    """
-    rows = request.config.stash.setdefault(_ROWS, [])
-    began = time.monotonic()
-    named: list[str] = []
-    default = (request.function.__doc__ or request.node.name).strip().splitlines()[0].rstrip(".")
-
-    def look(project: Project, sweep: str, fault: str = default, ok: int | None = None) -> None:
+    def look(project: Project, sweep: str) -> None:
         truth = find_truth(project, sweep)
-        rows.append(Row(fault, truth, project.began_s, project.ended_s or time.monotonic()))
-        named.append(fault)
         assert truth.lost == []
         assert truth.doubled == []
-        assert truth.ok == (truth.runs if ok is None else ok), project.status(sweep)
+        assert truth.ok == truth.runs, project.status(sweep)
 
-    yield look
-    if not named:
-        rows.append(Row(default, None, began, time.monotonic()))
+    return look
 
 
 @pytest.fixture
@@ -92,11 +77,3 @@ def small_arrays(request: pytest.FixtureRequest, box: Box, alone: None) -> Itera
     restart(text.replace(f"MaxArraySize={options.max_array_size}", f"MaxArraySize={request.param}"))
     yield
     restart(text)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    rows = config.stash.get(_ROWS, [])
-    if rows:
-        terminalreporter.section("faults")
-        for line in table(rows):
-            terminalreporter.line(line)

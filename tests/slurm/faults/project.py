@@ -53,8 +53,6 @@ class Project:
         self.seen_ok: dict[str, bytes] = {}
         self.damaged: set[str] = set()
         """Runs whose ok result a test spoiled: they are to be measured again."""
-        self.began_s = time.monotonic()
-        self.ended_s: float | None = None
         """Set where a project was done before it was looked at."""
 
     def add_sweep(self, name: str, more: str, steps: int = 1, model: str = "vit") -> None:

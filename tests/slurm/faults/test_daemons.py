@@ -87,8 +87,8 @@ def test_runs_end_ok_while_the_accounting_is_down(project: Project, verify: Veri
     verify(project, "three")
 
 
-@pytest.mark.parametrize(("nodes", "fault"), [(1, "the node of a run killed"), (2, "one of a run's two nodes killed")])
-def test_a_run_on_a_dead_node_begins_again_elsewhere(nodes: int, fault: str, project: Project, verify: Verify) -> None:
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_run_on_a_dead_node_begins_again_elsewhere(nodes: int, project: Project, verify: Verify) -> None:
     """It stays away until the job has begun anew elsewhere."""
     project.add_sweep("long", f"nodes = {nodes}\n", steps=20, model="resnet18")
     waiting = project.start("submit", "long", "--cluster", CLUSTER, "--wait")
@@ -105,7 +105,7 @@ def test_a_run_on_a_dead_node_begins_again_elsewhere(nodes: int, fault: str, pro
     assert waiting.returncode == 0, err
     project.box.restart_node(dead)
     assert len(project.submissions()) == 1
-    verify(project, "long", f"{fault}; it is back later")
+    verify(project, "long")
 
 
 def test_a_dead_submits_lock_on_another_host_expires(project: Project, verify: Verify) -> None:
