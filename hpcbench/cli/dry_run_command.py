@@ -20,8 +20,9 @@ from hpcbench.cli.common import (
     project_relative,
     where_option,
 )
-from hpcbench.cli.load_plan import load_plan, spec_condition
+from hpcbench.cli.load_plan import load_plan
 from hpcbench.config.run_spec import RunSpec, run_label, spec_document
+from hpcbench.config.sweep_loader import spec_condition
 from hpcbench.errors import EXIT_OK, EXIT_RUNS_FAILED, ConfigError
 from hpcbench.predict.dry_runs import distinct_configurations, dry_run_configurations
 from hpcbench.results.probe_records import DryRun

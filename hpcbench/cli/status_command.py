@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 import click
 
+from hpcbench.cli.cancel_command import show_audit
 from hpcbench.cli.common import (
     cluster_filter_option,
     complete_choices,
@@ -66,8 +67,6 @@ def status(
     if audits:
         if any((watch, where, wanted, lists_all)):
             raise ConfigError("--audit looks at the whole queue", hint="leave out --watch, --where, --state and --all")
-        from hpcbench.cli.cancel_command import show_audit  # status itself starts without pydantic
-
         show_audit(sweeps, cluster_name, results, as_json=as_json)
     if unknown := [name for name in wanted if name not in RUN_STATES]:
         raise ConfigError(f"--state {unknown[0]}: no state", hint=did_you_mean(unknown[0], RUN_STATES))

@@ -17,7 +17,9 @@ from rich.progress import TaskID
 from rich.text import Text
 
 from hpcbench.cli.common import make_console, progress_bar
+from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.config.sweep_loader import spec_condition
 from hpcbench.errors import EXIT_RUNS_FAILED
 from hpcbench.fileio import printable_text
 from hpcbench.report.status_text import RunDetails, status_text
@@ -25,7 +27,6 @@ from hpcbench.results.attempts import latest_attempt
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.results.schema import FAILED_STATUSES
 from hpcbench.submit.run_state import ACTIVE_STATES, RunState
-from hpcbench.submit.scheduler import read_scheduler_settings
 from hpcbench.submit.submission_record import (
     SweepRecord,
     folder_owner,
@@ -130,9 +131,6 @@ class RunCatalog:
 
     def satisfying(self, states: Mapping[str, RunState], where: str) -> dict[str, RunState]:
         """Those of ``states`` whose parameters satisfy the expression ``where``."""
-        # Imported here: `status` without a condition starts without pydantic.
-        from hpcbench.cli.load_plan import spec_condition
-
         is_wanted = spec_condition(where)
         return {
             run_id: state
@@ -156,7 +154,7 @@ def make_watchers(
             watchers[cluster].sweeps = sweeps
         else:
             root = results.cluster(cluster).root
-            watchers[cluster] = SweepWatcher(root, read_scheduler_settings(profiles[cluster]), sweeps)
+            watchers[cluster] = SweepWatcher(root, load_cluster(profiles[cluster])[0], sweeps)
     return [watchers[cluster] for cluster in sweeps_by_cluster]
 
 

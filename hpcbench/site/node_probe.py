@@ -23,8 +23,8 @@ from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.errors import SubmitError
 from hpcbench.fileio import make_folder, printable_text
 from hpcbench.paths import cache_folder
-from hpcbench.render.job_script import TemplateEngine, template_context
-from hpcbench.render.launch_step import JobShape
+from hpcbench.render.job_script import make_job_shape, template_context
+from hpcbench.render.template_engine import TemplateEngine
 from hpcbench.submit.sbatch import SbatchExecutor
 from hpcbench.submit.scheduler import Notify, command_environment
 from hpcbench.submit.slurm_queue import QueueQuery, first_cluster, run_on_cluster
@@ -175,13 +175,12 @@ def parse_probe(text: str) -> NodeProbe:
 
 def render_probe(profile: ClusterProfile, folder: Path) -> str:
     """The script of a job on one node with all its devices; on more if the partition requires more nodes."""
-    devices = profile.node_of(None).devices or 1
-    nodes = profile.partition(None).min_nodes or 1
-    longest_min = profile.partition(None).longest_min(nodes)
+    partition = profile.partition(None)
+    node, nodes = partition.node, partition.min_nodes or 1
+    longest_min = partition.longest_min(nodes)
     limit_s = _PROBE_LIMIT_S if longest_min is None else min(_PROBE_LIMIT_S, longest_min * 60)
-    shape = JobShape(profile.default_partition, profile.default_environment, nodes, devices, 1, limit_s)
-    values = template_context(profile, shape, "probe", folder, 0)
-    node = profile.node_of(None)
+    shape = make_job_shape(profile, nodes, node.devices or 1, 1, limit_s)
+    values = template_context(shape, "probe", folder, 0)
     values["folders"] = [folder for folder in (node.scratch_folder, node.local_folder) if folder]
     log = str(folder / "log")
     values["directives"] = [

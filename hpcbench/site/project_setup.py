@@ -19,7 +19,6 @@ from hpcbench.config.sweep_file import SweepFile
 from hpcbench.errors import ConfigError, SubmitError, did_you_mean
 from hpcbench.fileio import encode_indented_json, make_folder, write_error, write_file
 from hpcbench.paths import shared_folder
-from hpcbench.render.job_script import rank_python
 from hpcbench.results.schema import RunResult
 from hpcbench.strategies.catalog import selectable_strategies
 from hpcbench.submit.scheduler import scrubbed_environment
@@ -111,12 +110,12 @@ def make_samples(profile: ClusterProfile, folder: Path, request: SampleRequest) 
     words = ["-m", "hpcbench.worker", "data", "make", request.dataset, "--folder", str(folder)]
     for name, value in (("--size", request.size), ("--samples", request.samples), ("--workers", request.workers)):
         words += [] if value is None else [name, str(value)]
-    if environment.modules or environment.container or environment.setup:
+    if environment.is_made_in_job:
         raise SubmitError(
             f"the environment of {profile.name} is made by modules, setup lines or a container",
             hint=f"run this inside it: {shlex.join(['python', *words])}",
         )
-    command = [rank_python(environment), *words]
+    command = [environment.python, *words]
     try:
         process = subprocess.Popen(
             command, env=scrubbed_environment() | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.errors import SubmitError
 from hpcbench.fileio import printable_text
 from hpcbench.identity import account_name
-from hpcbench.submit.scheduler import HasSchedulerSettings
 from hpcbench.submit.slurm_queue import run_on_cluster
 
 _IN_PARENTHESES = re.compile(r"\([^)]*\)")
@@ -357,7 +357,7 @@ _QOS_FORMAT = "format=Name,MaxWall,MaxJobsPU,MaxSubmitPU,MaxTRES,MinTRES"
 _ASSOCIATION_FORMAT = "format=Account,QOS,DefaultQOS,MaxSubmit"
 
 
-def query_site(profile: HasSchedulerSettings, cluster: str = "") -> SiteFacts:
+def query_site(profile: ClusterProfile, cluster: str = "") -> SiteFacts:
     """The facts from scontrol, and from sacctmgr if there is accounting.
 
     ``cluster``: the scheduler's name of the cluster; empty for the default one.
@@ -394,7 +394,7 @@ def _own_groups() -> frozenset[str] | None:
         return None
 
 
-def _run_optional_query(command: list[str], profile: HasSchedulerSettings, cluster: str = "") -> str:
+def _run_optional_query(command: list[str], profile: ClusterProfile, cluster: str = "") -> str:
     """The output; empty if the site has no accounting, an older SLURM, or hides this from users."""
     try:
         return _run_query(command, profile, cluster)
@@ -402,7 +402,7 @@ def _run_optional_query(command: list[str], profile: HasSchedulerSettings, clust
         return ""
 
 
-def _run_query(command: list[str], profile: HasSchedulerSettings, cluster: str = "") -> str:
+def _run_query(command: list[str], profile: ClusterProfile, cluster: str = "") -> str:
     result = run_on_cluster(command, cluster, profile)
     if result.exit_code is None:
         raise SubmitError(f"{command[0]}: {result.complaint}", hint="run this on a login node of the cluster")

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.run_spec import read_task
 from hpcbench.errors import HpcbenchError
 from hpcbench.fileio import printable_text, read_tail
@@ -32,7 +33,7 @@ from hpcbench.results.attempts import AttemptStart, latest_start
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_BROKEN, STATUS_OK, STATUSES, FailureRecord, ResultSummary, RunResult
 from hpcbench.submit.journal import drop_runs
-from hpcbench.submit.scheduler import HasSchedulerSettings, JobStatus, QueueTable, StateQuery
+from hpcbench.submit.scheduler import JobStatus, QueueTable, StateQuery
 from hpcbench.submit.scheduler_registry import scheduler_class
 from hpcbench.submit.submission_record import (
     NewestSubmission,
@@ -79,7 +80,7 @@ _PLANNED_STATE = RunState("planned")
 def run_states(
     tree: ClusterTree,
     run_ids: Collection[str],
-    profile: HasSchedulerSettings,
+    profile: ClusterProfile,
     now_unix_s: float,
     stale: Collection[str] = (),
     queue: QueueTable | None = None,
@@ -132,7 +133,7 @@ def run_states(
 
 
 def _attempts_at_work(
-    tree: ClusterTree, states: Mapping[str, RunState], heads: Mapping[str, ResultSummary], profile: HasSchedulerSettings
+    tree: ClusterTree, states: Mapping[str, RunState], heads: Mapping[str, ResultSummary], profile: ClusterProfile
 ) -> dict[str, RunState]:
     """Return the runs whose newest attempt has no result and was started by another job than the one of their state.
 
@@ -160,7 +161,7 @@ def _attempts_at_work(
 
 
 def _query_jobs(
-    submissions: Sequence[NewestSubmission], profile: HasSchedulerSettings, queue: QueueTable | None
+    submissions: Sequence[NewestSubmission], profile: ClusterProfile, queue: QueueTable | None
 ) -> tuple[dict[str, SubmittedRun], dict[str, JobStatus]]:
     """The runs of ``submissions``, and the statuses of their jobs by one query for each kind of scheduler.
 
@@ -392,7 +393,7 @@ class CancelOutcome:
     """The reason by run of those whose job the scheduler did not cancel: it stays in the queue."""
 
 
-def cancel_runs(tree: ClusterTree, states: Mapping[str, RunState], profile: HasSchedulerSettings) -> CancelOutcome:
+def cancel_runs(tree: ClusterTree, states: Mapping[str, RunState], profile: ClusterProfile) -> CancelOutcome:
     """Cancel the active runs among ``states``.
 
     They are removed from their submissions first, so that none is sent or begun meanwhile. Then jobs that carry

@@ -8,8 +8,6 @@ submit have no module; their properties are here.
                                               ^            ^
     status, wait  -->  Scheduler.state -------+            |
     cancel        -->  Scheduler.cancel -------------------+
-
-The settings are read without validating the whole profile, which takes longer than the scheduler takes to answer.
 """
 
 from __future__ import annotations
@@ -22,18 +20,14 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple, Protocol, TypeAlias
-
-import msgspec
-from msgspec import Meta
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from hpcbench.errors import ConfigError, SubmitError
 from hpcbench.fileio import printable_text
-from hpcbench.paths import search_folders, user_folder
-from hpcbench.submit.job_limits import SchedulerLimits
+from hpcbench.paths import user_folder
 from hpcbench.submit.silence import SILENCE_S, announce, has_listeners
 from hpcbench.submit.submission_record import NewestSubmission, Submission, SubmittedRun
-from hpcbench.units import MAX_TIME_S
 
 if TYPE_CHECKING:
     from hpcbench.config.cluster_profile import ClusterProfile
@@ -66,6 +60,41 @@ class JobStatus(NamedTuple):
 
 QueueTable: TypeAlias = Mapping[str, str]
 """The scheduler's table of all jobs, as text, by cluster; an empty name is the default cluster."""
+
+
+class JobLimit(NamedTuple):
+    """A limit on jobs that the user may have queued and running, and the part of it that is left."""
+
+    most: int
+    free: int
+    of: str
+    """The place that it holds for, for messages."""
+
+
+class SchedulerLimits(NamedTuple):
+    """Limits on what may be submitted now."""
+
+    max_array_size: int = 1
+    """Jobs that one call may submit."""
+    everywhere: JobLimit | None = None
+    """The limit on all jobs; ``None``: none is known, or the number of queued jobs is not."""
+    by_partition: Mapping[str | None, JobLimit] = MappingProxyType({})
+    """The limits on the jobs of a partition, by its name in the profile."""
+
+    def tightest(self, partition: str | None) -> JobLimit | None:
+        """The limit that leaves the fewest jobs for ``partition``."""
+        limits = [limit for limit in (self.everywhere, self.by_partition.get(partition)) if limit is not None]
+        return min(limits, key=lambda limit: limit.free, default=None)
+
+    def after(self, partition: str | None, jobs: int) -> SchedulerLimits:
+        """The limits once ``jobs`` were submitted to ``partition``."""
+
+        def reduced(limit: JobLimit) -> JobLimit:
+            return limit._replace(free=limit.free - jobs)
+
+        everywhere = reduced(self.everywhere) if self.everywhere is not None else None
+        of_others = {key: reduced(limit) if key == partition else limit for key, limit in self.by_partition.items()}
+        return self._replace(everywhere=everywhere, by_partition=of_others)
 
 
 @dataclass
@@ -131,9 +160,9 @@ class Scheduler(abc.ABC):
     queue_log: ClassVar[str | None] = None
     """File in a submission's folder with the words of its queue process, if there is one."""
 
-    def __init__(self, settings: HasSchedulerSettings) -> None:
-        """``settings``: a cluster profile, or only its table ``[scheduler]``. Nothing is called yet."""
-        self.settings = settings
+    def __init__(self, profile: ClusterProfile) -> None:
+        """Nothing is called yet."""
+        self.profile = profile
 
     def check(self, profile: ClusterProfile) -> None:
         """Check that jobs can be submitted from this machine, before anything is written.
@@ -261,11 +290,7 @@ def scrubbed_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in scrubbed}
 
 
-HasSchedulerSettings: TypeAlias = "ClusterProfile | _ProfileHead"
-"""A whole cluster profile, or the part of it that ``read_scheduler_settings`` reads."""
-
-
-def command_environment(profile: HasSchedulerSettings) -> dict[str, str]:
+def command_environment(profile: ClusterProfile) -> dict[str, str]:
     """The environment for the scheduler's commands: scrubbed, with the profile's configuration file and folder."""
     environment = scrubbed_environment()
     if profile.scheduler.config_file is not None:
@@ -275,7 +300,7 @@ def command_environment(profile: HasSchedulerSettings) -> dict[str, str]:
     return environment
 
 
-def find_command(command: str, profile: HasSchedulerSettings) -> Path | None:
+def find_command(command: str, profile: ClusterProfile) -> Path | None:
     """Return the path of a scheduler's command; ``None`` if it is in no folder of the profile's PATH."""
     path = shutil.which(command, path=command_environment(profile).get("PATH"))
     return Path(path) if path else None
@@ -330,39 +355,6 @@ class RunningCommand:
         return self._process.communicate(timeout=timeout_s)
 
 
-def run_command(command: list[str], profile: HasSchedulerSettings, timeout_s: float = 60.0) -> CommandResult:
+def run_command(command: list[str], profile: ClusterProfile, timeout_s: float = 60.0) -> CommandResult:
     """Run a command of the scheduler to its end; it never raises."""
     return RunningCommand(command, command_environment(profile)).result(timeout_s)
-
-
-class _SchedulerTable(msgspec.Struct, frozen=True):
-    config_file: str | None = None
-    bin_folder: str | None = None
-    # Other values are for the whole profile's schema, which refuses those that are too large.
-    poll_s: (
-        Annotated[float, Meta(ge=0, le=MAX_TIME_S)] | Annotated[str, Meta(pattern=r"^[0-9.]{1,4} ?[a-z]+$")] | None
-    ) = None
-
-
-class _ProfileHead(msgspec.Struct, frozen=True):
-    scheduler: _SchedulerTable = _SchedulerTable()
-    extends: str | None = None
-
-
-def read_scheduler_settings(cluster: str) -> HasSchedulerSettings:
-    """The scheduler settings in the profile ``cluster``, a name or a path.
-
-    Errors elsewhere in the profile do not matter. Raises ``ConfigError`` if there is no such profile or its table
-    ``[scheduler]`` is invalid.
-    """
-    paths = (folder / f"{cluster}.toml" for folder in search_folders("clusters"))
-    path = next((path for path in paths if path.is_file()), None)
-    if path is not None:
-        # After an error here, validating the whole profile gives a better message.
-        with contextlib.suppress(OSError, ValueError):
-            profile = msgspec.toml.decode(path.read_bytes(), type=_ProfileHead)
-            if profile.extends is None:
-                return profile
-    from hpcbench.config.cluster_profile import load_cluster  # status starts without pydantic
-
-    return load_cluster(cluster)[0]

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 from hpcbench.config.scheduler_kinds import load_scheduler_plugin
 from hpcbench.errors import ConfigError
 from hpcbench.submit.local_scheduler import LocalScheduler
-from hpcbench.submit.scheduler import HasSchedulerSettings, Notify, Scheduler, SendOutcome, ignore_message
+from hpcbench.submit.scheduler import Notify, Scheduler, SendOutcome, ignore_message
 from hpcbench.submit.slurm_scheduler import SlurmScheduler
 from hpcbench.submit.submission_record import SubmittedRun, list_submissions
-from hpcbench.units import parse_quantity
 
 if TYPE_CHECKING:
     from hpcbench.config.cluster_profile import ClusterProfile
@@ -54,11 +53,9 @@ def scheduler_class(kind: str, cluster: str) -> type[Scheduler]:
     return implementation
 
 
-def poll_period_s(kind: str, cluster: str, settings: HasSchedulerSettings) -> float:
+def poll_period_s(kind: str, cluster: str, profile: ClusterProfile) -> float:
     """Pause (s) between two queries of a scheduler: ``scheduler.poll_s`` of the profile, else that of the kind."""
-    period = settings.scheduler.poll_s
-    if isinstance(period, str):
-        return parse_quantity(period, "time")
+    period = profile.scheduler.poll_s
     return scheduler_class(kind, cluster).poll_s if period is None else period
 
 

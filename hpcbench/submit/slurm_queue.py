@@ -20,7 +20,6 @@ from hpcbench.fileio import printable_text
 from hpcbench.submit.journal import JobBatch
 from hpcbench.submit.scheduler import (
     CommandResult,
-    HasSchedulerSettings,
     JobStatus,
     QueueTable,
     RunningCommand,
@@ -109,7 +108,7 @@ def on_cluster(cluster: str) -> list[str]:
 
 
 def start_on_cluster(
-    command: list[str], cluster: str, profile: HasSchedulerSettings, more: Mapping[str, str] = MappingProxyType({})
+    command: list[str], cluster: str, profile: ClusterProfile, more: Mapping[str, str] = MappingProxyType({})
 ) -> RunningCommand:
     """Start a command about jobs of ``cluster``, empty for the default one.
 
@@ -121,9 +120,7 @@ def start_on_cluster(
     return RunningCommand([command[0], *on_cluster(cluster), *command[1:]], environment)
 
 
-def run_on_cluster(
-    command: list[str], cluster: str, profile: HasSchedulerSettings, timeout_s: float = 60.0
-) -> CommandResult:
+def run_on_cluster(command: list[str], cluster: str, profile: ClusterProfile, timeout_s: float = 60.0) -> CommandResult:
     """Run a command of ``start_on_cluster`` to its end; it never raises."""
     return start_on_cluster(command, cluster, profile).result(timeout_s)
 
@@ -134,7 +131,7 @@ class QueueQuery:
     def __init__(
         self,
         arrays: Collection[str],
-        profile: HasSchedulerSettings,
+        profile: ClusterProfile,
         cluster: str = "",
         queue: QueueTable | None = None,
     ) -> None:
@@ -192,7 +189,7 @@ _WHOLE_ARRAYS = MappingProxyType({"SLURM_BITSTR_LEN": "0"})
 """Without -r the tasks of an array that wait are one line, which squeue would cut short."""
 
 
-def read_queue(profile: HasSchedulerSettings, clusters: Iterable[str]) -> QueueTable:
+def read_queue(profile: ClusterProfile, clusters: Iterable[str]) -> QueueTable:
     """The whole queue of each cluster: lines ``id|STATE|reason|end|name|nodes|user|folder|command``.
 
     Raises ``SubmitError`` if a cluster does not answer with a table.
@@ -334,7 +331,7 @@ class JobLookup(NamedTuple):
     wall_s: float
 
 
-def find_jobs(batch: JobBatch, profile: HasSchedulerSettings) -> JobLookup:
+def find_jobs(batch: JobBatch, profile: ClusterProfile) -> JobLookup:
     """Ask squeue for the queued, running and just ended jobs of ``batch``, by their name and command.
 
     Raises ``SubmitError`` if squeue does not answer.
@@ -359,7 +356,7 @@ def find_jobs(batch: JobBatch, profile: HasSchedulerSettings) -> JobLookup:
     return JobLookup(jobs, bool(jobs) or has_header(result.output), time.monotonic() - began_s)
 
 
-def queued_job_numbers(numbers: Iterable[str], profile: HasSchedulerSettings, cluster: str = "") -> set[str]:
+def queued_job_numbers(numbers: Iterable[str], profile: ClusterProfile, cluster: str = "") -> set[str]:
     """The ``numbers`` of jobs that are queued or running. Raises ``SubmitError`` if squeue does not answer."""
     result = run_on_cluster(["squeue", "-o", "%F|%T", "-j", ",".join(numbers)], cluster, profile)
     if result.error is not None and "Invalid job id" not in result.error:
@@ -370,7 +367,7 @@ def queued_job_numbers(numbers: Iterable[str], profile: HasSchedulerSettings, cl
     return {number for number in first_columns if number.isdecimal()}
 
 
-def count_queued_jobs(profile: HasSchedulerSettings, cluster: str = "") -> Counter[tuple[str, str]] | None:
+def count_queued_jobs(profile: ClusterProfile, cluster: str = "") -> Counter[tuple[str, str]] | None:
     """The user's jobs in the queue by partition and QOS, array tasks counted singly; ``None`` without an answer."""
     command = ["squeue", "-r", "-o", "%i|%P|%q", "-u", str(os.getuid())]
     result = run_on_cluster(command, cluster, profile)
@@ -380,7 +377,7 @@ def count_queued_jobs(profile: HasSchedulerSettings, cluster: str = "") -> Count
     return Counter((partition, qos) for _, partition, qos, *_ in rows)
 
 
-def private_data(profile: HasSchedulerSettings, cluster: str = "") -> str | None:
+def private_data(profile: ClusterProfile, cluster: str = "") -> str | None:
     """The value of PrivateData in slurm.conf, such as ``jobs,usage``; ``None`` if scontrol does not answer."""
     result = run_on_cluster(["scontrol", "show", "config"], cluster, profile)
     if result.error is not None:
@@ -396,7 +393,7 @@ def hides_jobs(private: str | None) -> bool:
 
 def scheduler_cluster(profile: ClusterProfile, partition: str | None = None) -> str:
     """The cluster, or clusters, that the profile's directives send a job to; else those of SLURM_CLUSTERS; or empty."""
-    directives = {**profile.directives, **profile.partition(partition).directives}
+    directives = profile.partition(partition).directives
     named = directives.get("clusters", directives.get("cluster", directives.get("M")))
     if isinstance(named, list):
         named = ",".join(named)

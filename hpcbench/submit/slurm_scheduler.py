@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING, ClassVar
 
 from hpcbench.errors import SubmitError
 from hpcbench.identity import account_name
-from hpcbench.submit.job_limits import JobLimit, SchedulerLimits
 from hpcbench.submit.journal import read_journal
-from hpcbench.submit.scheduler import JobStatus, Notify, QueueTable, Scheduler, SendOutcome, find_command
+from hpcbench.submit.scheduler import (
+    JobLimit,
+    JobStatus,
+    Notify,
+    QueueTable,
+    Scheduler,
+    SchedulerLimits,
+    SendOutcome,
+    find_command,
+)
 from hpcbench.submit.slurm_queue import (
     QueueQuery,
     count_queued_jobs,
@@ -27,7 +35,6 @@ if TYPE_CHECKING:
     from hpcbench.config.cluster_profile import ClusterProfile
     from hpcbench.results.attempts import AttemptStart
     from hpcbench.results.results_tree import ClusterTree
-    from hpcbench.submit.scheduler import HasSchedulerSettings
 
 _SCANCEL_IDS_PER_CALL = 50
 """An id may list the tasks of an array, and a command line has an end."""
@@ -70,9 +77,9 @@ class SlurmScheduler(Scheduler):
         everywhere = None if most is None else JobLimit(most, most - queued.total(), "")
         by_partition: dict[str | None, JobLimit] = {}
         for key, (partition, limit) in limited.items():
-            named = {partition.name or key or ""}
+            named = partition.name or ""
             counted = sum(
-                count for (where, qos), count in queued.items() if where in named and partition.qos in (None, qos)
+                count for (where, qos), count in queued.items() if where == named and partition.qos in (None, qos)
             )
             by_partition[key] = JobLimit(limit, limit - counted, f"in partition {key}")
         return SchedulerLimits(size, everywhere, by_partition)
@@ -94,11 +101,11 @@ class SlurmScheduler(Scheduler):
         for batch in batches:
             if batch.job_id is not None:
                 numbers.setdefault(batch.job_cluster, set()).add(batch.job_id)
-        return _SlurmQuery(self._queries(numbers, queue), self.settings)
+        return _SlurmQuery(self._queries(numbers, queue), self.profile)
 
     def _queries(self, numbers: Mapping[str, set[str]], queue: QueueTable | None = None) -> dict[str, QueueQuery]:
         return {
-            cluster: QueueQuery(of_cluster, self.settings, cluster, queue) for cluster, of_cluster in numbers.items()
+            cluster: QueueQuery(of_cluster, self.profile, cluster, queue) for cluster, of_cluster in numbers.items()
         }
 
     def attempts_at_work(self, starts: Mapping[str, tuple[AttemptStart, str]]) -> dict[str, str]:
@@ -130,7 +137,7 @@ class SlurmScheduler(Scheduler):
             job_ids = job_expressions(of_cluster)
             for first in range(0, len(job_ids), _SCANCEL_IDS_PER_CALL):
                 part = job_ids[first : first + _SCANCEL_IDS_PER_CALL]
-                result = run_on_cluster(["scancel", *options, *part], cluster, self.settings, timeout_s=120)
+                result = run_on_cluster(["scancel", *options, *part], cluster, self.profile, timeout_s=120)
                 # A job that has ended meanwhile need not be cancelled.
                 if result.error and not _ENDED_JOB_PATTERN.search(result.complaint):
                     refused |= {job.partition("_")[0]: result.error for job in part}
@@ -174,7 +181,7 @@ SCHEDULER: type[Scheduler] = SlurmScheduler
 class _SlurmQuery:
     """A ``QueueQuery`` for each cluster, answered by run instead of by job."""
 
-    def __init__(self, queries: Mapping[str, QueueQuery], settings: HasSchedulerSettings) -> None:
+    def __init__(self, queries: Mapping[str, QueueQuery], settings: ClusterProfile) -> None:
         self._queries, self._settings = queries, settings
 
     def result(self, runs: Mapping[str, SubmittedRun]) -> Mapping[str, JobStatus]:

@@ -9,24 +9,19 @@ import functools
 import hashlib
 import os
 import re
-import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from hpcbench.config.run_spec import RunSpec, RunTask
 from hpcbench.errors import ConfigError, StorageError, did_you_mean
-from hpcbench.fileio import MAX_GENERATED_FILE_BYTES, make_folder, read_error, read_regular, write_atomic
+from hpcbench.fileio import MAX_GENERATED_FILE_BYTES, read_error, read_regular, write_atomic
 from hpcbench.identity import account_name, owner_name
 from hpcbench.results.attempts import Attempt, AttemptStart, attempt_numbers
 from hpcbench.results.decode import decode_record, read_record
 from hpcbench.results.results_tree import RUN_ID_PATTERN, ClusterTree, ResultsTree
 from hpcbench.submit.journal import JobBatch, Journal, read_journal
-
-if TYPE_CHECKING:
-    from hpcbench.submit.plan import SweepPlan
 
 
 class SweepRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -45,46 +40,6 @@ class SweepRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     def profile(self) -> str:
         """Name or path of the cluster's profile."""
         return self.profile_file if self.profile_file and Path(self.profile_file).is_file() else self.cluster
-
-
-def write_sweep_record(plan: SweepPlan, tree: ClusterTree) -> tuple[bytes, bytes | None]:
-    """Write the record of a sweep; return its bytes and those of the record that was there."""
-    record = SweepRecord(
-        sweep=plan.sweep.name,
-        cluster=plan.profile.name,
-        description=plan.sweep.description,
-        run_ids=list(plan.runs),
-        dropped=len(plan.dropped),
-        written_unix_s=time.time(),
-        profile_file=str(plan.profile_file) if plan.profile_file else None,
-    )
-    path = tree.sweep_path(plan.sweep.name)
-    make_folder(path.parent)
-    earlier, data = _read_if_present(path), msgspec.json.encode(record) + b"\n"
-    write_atomic(path, data)
-    return data, earlier
-
-
-def restore_sweep_record(plan: SweepPlan, tree: ClusterTree, written: bytes, earlier: bytes | None) -> None:
-    """Put the ``earlier`` record back after a submit of which the scheduler accepted nothing.
-
-    Without one, the sweep is forgotten if none of its runs has left anything. A record that another submit has
-    ``written`` meanwhile stays.
-    """
-    path = tree.sweep_path(plan.sweep.name)
-    if _read_if_present(path) != written:
-        return
-    if earlier is not None:
-        write_atomic(path, earlier)
-    elif tree.existing_runs().isdisjoint(plan.runs):
-        path.unlink(missing_ok=True)
-
-
-def _read_if_present(path: Path) -> bytes | None:
-    try:
-        return read_regular(path)
-    except OSError:
-        return None
 
 
 def read_sweep_record(tree: ClusterTree, name: str) -> SweepRecord | None:

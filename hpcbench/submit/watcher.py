@@ -18,7 +18,6 @@ from hpcbench.fileio import TEMPORARY_REFUSALS
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_OK, ResultSummary
 from hpcbench.submit.run_state import ACTIVE_STATES, RunState, record_scheduler_failures, run_states
-from hpcbench.submit.scheduler import HasSchedulerSettings
 from hpcbench.submit.scheduler_registry import poll_period_s, send_unsent
 
 if TYPE_CHECKING:
@@ -113,7 +112,7 @@ class SweepWatcher:
     def __init__(
         self,
         root: Path,
-        profile: HasSchedulerSettings,
+        profile: ClusterProfile,
         sweeps: Mapping[str, Sequence[str]],
         superseded: Mapping[str, str] = MappingProxyType({}),
     ) -> None:

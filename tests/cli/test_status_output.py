@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from hpcbench.cli.status_output import LiveScreen
+from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.submit.run_state import RunState
-from hpcbench.submit.scheduler import read_scheduler_settings
 from hpcbench.submit.watcher import SweepWatcher, Watched
 
 RUNS = [f"{number:016x}" for number in range(9)]
@@ -37,7 +37,7 @@ def console(monkeypatch: pytest.MonkeyPatch) -> Console:
 
 @pytest.fixture
 def watcher(tmp_path: Path) -> SweepWatcher:
-    return SweepWatcher(tmp_path / "c", read_scheduler_settings("local"), {"s": RUNS})
+    return SweepWatcher(tmp_path / "c", load_cluster("local")[0], {"s": RUNS})
 
 
 def look(watcher: SweepWatcher, running: int, failed: int = 0, reason: str = "out of luck") -> Watched:

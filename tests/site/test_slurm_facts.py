@@ -295,7 +295,11 @@ def test_a_profile_of_several_node_kinds_is_written(tmp_path: Path) -> None:
     gpu, cpu = profile.partitions["gpu"], profile.partitions["cpu"]
     assert (gpu.max_time_min, gpu.max_nodes, gpu.whole_nodes, cpu.max_nodes) == (20.0, 1, True, 1)
     assert (profile.request.gpus, profile.request.memory, profile.node.gres_type) == ("gres", "node", "h100")
-    assert (profile.node.arch, profile.node_of("cpu").devices, profile.request_of("cpu").gpus) == ("aarch64", 0, "none")
+    assert (profile.node.arch, profile.partition("cpu").node.devices, profile.partition("cpu").request.gpus) == (
+        "aarch64",
+        0,
+        "none",
+    )
     assert profile.time_limit_min == 20.0
     assert "# Its nodes are of 2 kinds" in source.text
 
@@ -324,8 +328,8 @@ def test_gpus_are_requested_although_the_default_partition_has_none(tmp_path: Pa
     partitions = "PartitionName=cpu Default=YES TotalNodes=1 State=UP\nPartitionName=gpu TotalNodes=1 State=UP\n"
     profile, text = written(facts_of(partitions, f"{CPU_NODE}cpu\n{GPU_NODE}gpu\n"), tmp_path)
     assert (profile.device, profile.default_partition) == ("cuda", "gpu")
-    assert (profile.request_of("gpu").gpus, profile.node_of("gpu").devices) == ("gpus-per-node", 4)
-    assert (profile.request_of("cpu").gpus, profile.node_of("cpu").devices) == ("none", 0)
+    assert (profile.partition("gpu").request.gpus, profile.partition("gpu").node.devices) == ("gpus-per-node", 4)
+    assert (profile.partition("cpu").request.gpus, profile.partition("cpu").node.devices) == ("none", 0)
     assert "# The scheduler's default partition, cpu, has no devices, and `device` holds for all partitions." in text
 
 

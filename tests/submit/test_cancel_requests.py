@@ -9,7 +9,6 @@ import pytest
 
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.submit.journal import JobBatch
-from hpcbench.submit.scheduler import _ProfileHead, _SchedulerTable
 from hpcbench.submit.scheduler_registry import poll_period_s
 from hpcbench.submit.slurm_scheduler import job_expressions
 from hpcbench.submit.submission_record import JobArray, Submission, SubmittedRun
@@ -53,4 +52,3 @@ def test_every_array_and_single_job_is_one_expression() -> None:
 def test_the_profile_sets_the_pause_between_queries(kind: str, keys: dict[str, str], expected: float) -> None:
     profile = ClusterProfile.model_validate({"name": "c", "scheduler": {"kind": kind, **keys}})
     assert poll_period_s(kind, "c", profile) == expected
-    assert poll_period_s(kind, "c", _ProfileHead(_SchedulerTable(**keys))) == expected

@@ -19,7 +19,7 @@ from hpcbench.config.run_spec import read_task
 from hpcbench.config.scheduler_kinds import SchedulerKind
 from hpcbench.errors import SubmitError
 from hpcbench.plugins import plugin_modules
-from hpcbench.render.launch_step import JobShape
+from hpcbench.render.job_script import JobShape
 from hpcbench.results.attempts import begin_attempt
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import RunResult
@@ -84,7 +84,7 @@ SCHEDULER: type[Scheduler] = FakeScheduler
 
 
 def flux_directives(
-    shape: JobShape, profile: ClusterProfile, job_name: str, folder: str, number: int, pack: int, runs: int
+    shape: JobShape, job_name: str, folder: str, number: int, pack: int, runs: int
 ) -> list[tuple[str, str | int | bool]]:
     return [("job-name", job_name), ("nodes", shape.nodes), ("exclusive", True)]
 
