@@ -19,18 +19,17 @@ from hpcbench.cli.common import (
     sweep_argument,
     why_nothing,
 )
-from hpcbench.cli.status_output import RunCatalog
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
 from hpcbench.errors import EXIT_OK, EXIT_RUNS_FAILED, SubmitError
 from hpcbench.fileio import printable_text
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.submit.audit import AuditFinding, audit_tree, cancel_findings, clusters_of
+from hpcbench.submit.lock import announce_silence
 from hpcbench.submit.run_state import CancelOutcome, RunState, cancel_runs, run_states
 from hpcbench.submit.scheduler import QueueTable
-from hpcbench.submit.silence import announce_silence
 from hpcbench.submit.slurm_queue import read_queue
 from hpcbench.submit.submission_record import select_sweeps
-from hpcbench.submit.watcher import SweepWatcher, wait_for_runs
+from hpcbench.submit.watcher import RunCatalog, SweepWatcher, wait_for_runs
 from hpcbench.units import pluralize
 
 
@@ -86,7 +85,7 @@ def cancel_sweep(
         )
         if waits:
             watcher = SweepWatcher(tree.root, profile, {record.sweep: list(outcome.run_ids)})
-            wait_for_runs(watcher, profile, lambda _: None)
+            wait_for_runs(watcher, lambda _: None)
     if as_json:
         print_json({"cancelled": documents})
     if problems:

@@ -21,7 +21,7 @@ from hpcbench.errors import EXIT_SYSTEM_REFUSED, ConfigError, did_you_mean
 from hpcbench.fileio import printable_text
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.submit.leftovers import LeftoverSearch, find_leftovers, remove_leftovers
-from hpcbench.submit.silence import announce_silence
+from hpcbench.submit.lock import announce_silence
 from hpcbench.submit.submission_record import select_sweeps
 from hpcbench.units import format_bytes, parse_quantity, pluralize
 

@@ -20,7 +20,6 @@ from hpcbench.cli.common import (
     print_message,
     where_option,
 )
-from hpcbench.cli.status_output import RunCatalog, query_sweeps
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.errors import ConfigError, StorageError
 from hpcbench.fileio import UnsafeFileError, open_regular, printable_text
@@ -30,6 +29,7 @@ from hpcbench.results.schema import FAILED_STATUSES
 from hpcbench.submit.run_state import ACTIVE_STATES, run_states
 from hpcbench.submit.scheduler_registry import job_log
 from hpcbench.submit.submission_record import find_submitted_runs
+from hpcbench.submit.watcher import RunCatalog, query_sweeps
 
 _LOG_PART_CHARACTERS = 2**20
 _FOLLOW_PAUSE_S = 0.5

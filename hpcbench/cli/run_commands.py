@@ -23,7 +23,7 @@ from hpcbench.cli.common import (
 )
 from hpcbench.cli.dry_run_command import dry_run_plan, dry_runs_exit_code, show_dry_runs
 from hpcbench.cli.load_plan import keep_one_off, load_plan, one_off_sweep
-from hpcbench.cli.status_output import LiveScreen, runs_exit_code
+from hpcbench.cli.status_command import LiveScreen, runs_exit_code
 from hpcbench.errors import ConfigError, SubmitError
 from hpcbench.report.status_text import EndedRunLog, suspect_nodes_text
 from hpcbench.results.results_tree import ResultsTree
@@ -255,8 +255,8 @@ def watch_runs(plan: SweepPlan, superseded: Mapping[str, str]) -> dict[str, RunS
     try:
         if sys.stderr.isatty():
             with LiveScreen(sys.stderr) as screen:
-                return wait_for_runs(watcher, plan.profile, lambda states: screen.show([(watcher, states)]))
-        return wait_for_runs(watcher, plan.profile, EndedRunLog(print_message, plan.runs, plan.finished).update)
+                return wait_for_runs(watcher, lambda states: screen.show([(watcher, states)]))
+        return wait_for_runs(watcher, EndedRunLog(print_message, plan.runs, plan.finished).update)
     except KeyboardInterrupt:
         print_message(
             f"the runs go on: hpcbench status {name} --watch shows them again, hpcbench cancel {name} stops them"

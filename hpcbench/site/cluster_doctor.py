@@ -18,9 +18,9 @@ from hpcbench.site.node_probe import NodeProbe, decode_report, parse_probe, rend
 from hpcbench.site.profile_check import scheduler_partitions
 from hpcbench.submit.scheduler import (
     Notify,
-    RunningCommand,
     account_error,
     find_command,
+    run_program,
     scrubbed_environment,
     scrubbed_names,
 )
@@ -127,14 +127,14 @@ def _check_worker(profile: ClusterProfile) -> list[DoctorCheck]:
     if environment.modules and profile.scheduler.traits.runs_here:
         # Without a scheduler this machine is the node.
         script = render_probe(profile, cache_folder())
-        result = RunningCommand(["bash", "-c", script], scrubbed_environment()).result(timeout_s=300)
+        result = run_program(["bash", "-c", script], scrubbed_environment(), timeout_s=300)
         return _check_probe(profile, parse_probe(result.output))
     if environment.is_made_in_job:
         detail = "made by modules, setup lines or a container: it can only be examined in a job"
         return [_check("job environment", True, detail, needed=False)]
     python = environment.python
     command = [python, "-m", "hpcbench.worker", "doctor", "--json"]
-    result = RunningCommand(command, scrubbed_environment()).result(timeout_s=300)
+    result = run_program(command, scrubbed_environment(), timeout_s=300)
     if result.exit_code is None:
         return [_check("python", False, f"{python}: {result.complaint}", INSTALL_WORKER)]
     try:

@@ -27,7 +27,7 @@ from hpcbench.render.job_script import make_job_shape, template_context
 from hpcbench.render.template_engine import TemplateEngine
 from hpcbench.submit.sbatch import SbatchExecutor
 from hpcbench.submit.scheduler import Notify, command_environment
-from hpcbench.submit.slurm_queue import QueueQuery, first_cluster, run_on_cluster
+from hpcbench.submit.slurm_queue import first_cluster, query_job_states, run_on_cluster
 
 _ESCAPE_PATTERN = re.compile(r"\x1b\[[0-9;]*m")
 _GPU_NAME_PATTERN = re.compile(r"GPU\d+")
@@ -253,7 +253,7 @@ def _wait_for_output(profile: ClusterProfile, job_id: str, cluster: str, log: Pa
             return text
         if time.monotonic() >= next_query_s:
             next_query_s = time.monotonic() + _QUEUE_POLL_S
-            state = QueueQuery([job_id], profile, cluster).job_states([job_id], since).get(job_id)
+            state = query_job_states([job_id], since, profile, cluster).get(job_id)
             reason = state.reason if state else "the scheduler knows nothing of it"
             # A network file system shows the job's last lines late.
             absent = absent + 1 if state is None or state.state not in ("pending", "running", "waiting") else 0

@@ -16,7 +16,7 @@ from hpcbench.fileio import printable_text
 from hpcbench.render.job_script import make_job_shape, render_script
 from hpcbench.render.template_engine import TemplateEngine
 from hpcbench.site.slurm_facts import NodeFacts, PartitionFacts, SiteFacts, query_site
-from hpcbench.submit.scheduler import account_error, run_command
+from hpcbench.submit.scheduler import account_error, command_environment, run_program
 from hpcbench.submit.slurm_queue import SbatchOutcome, classify_sbatch_error, first_cluster
 from hpcbench.units import format_bytes
 
@@ -51,7 +51,7 @@ def _sbatch_refusal(profile: ClusterProfile, key: str | None) -> str | None:
         text = render_script(TemplateEngine(), shape, "check", script.parent, 0)
         script.write_text(text, encoding="utf-8")
         command = ["sbatch", "--test-only", str(script)]
-        result = run_command(command, profile)
+        result = run_program(command, command_environment(profile))
     if result.exit_code is None or result.exit_code == 0:
         return None
     message = result.complaint or result.output

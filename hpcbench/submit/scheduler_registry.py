@@ -61,7 +61,7 @@ def poll_period_s(kind: str, cluster: str, profile: ClusterProfile) -> float:
 
 def check_scheduler(profile: ClusterProfile) -> None:
     """Raise ``SubmitError`` or ``ConfigError`` if no job can be submitted to the cluster from this machine."""
-    scheduler_class(profile.scheduler.kind, profile.name)(profile).check(profile)
+    scheduler_class(profile.scheduler.kind, profile.name)(profile).check()
 
 
 def send_unsent(
@@ -73,7 +73,7 @@ def send_unsent(
     for folder, record in list_submissions(tree):
         if not wanted.isdisjoint(run_id for array in record.arrays for run_id in array.run_ids):
             scheduler = scheduler_class(record.scheduler, record.cluster)(profile)
-            total.add(scheduler.submit(folder, record, profile, tree, notify))
+            total.add(scheduler.submit(folder, record, tree, notify))
             if total.failed is not None:
                 break
     return total

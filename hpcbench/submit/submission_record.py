@@ -21,7 +21,7 @@ from hpcbench.identity import account_name, owner_name
 from hpcbench.results.attempts import Attempt, AttemptStart, attempt_numbers
 from hpcbench.results.decode import decode_record, read_record
 from hpcbench.results.results_tree import RUN_ID_PATTERN, ClusterTree, ResultsTree
-from hpcbench.submit.journal import JobBatch, Journal, read_journal
+from hpcbench.submit.journal import JobBatch, read_journal
 
 
 class SweepRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -245,58 +245,35 @@ def started_attempt(tree: ClusterTree, run_id: str, submission: str) -> tuple[At
     return None
 
 
-class NewestSubmission(msgspec.Struct, frozen=True, gc=False):
-    """A submission with those of its runs that were not submitted again later."""
-
-    folder: Path
-    record: Submission
-    journal: Journal
-    run_ids: Collection[str]
-
-    def runs(self) -> Iterator[tuple[str, SubmittedRun]]:
-        dropped, waiting = self.journal.dropped, self.journal.waiting
-        for array in self.record.arrays:
-            batches: list[JobBatch | None] = [None] * array.jobs
-            for sent in self.journal.of(array.number):
-                end = min(sent.first + sent.count, array.jobs)
-                batches[sent.first : end] = [sent] * (end - sent.first)
-            for index, run_id in enumerate(array.run_ids):
-                if run_id in self.run_ids:
-                    batch, is_dropped = batches[index // array.pack], run_id in dropped
-                    yield run_id, SubmittedRun(self.folder, self.record, array, index, batch, is_dropped, waiting)
-
-
-def accepted_submission(folder: Path, record: Submission, run_ids: Iterable[str]) -> NewestSubmission:
-    """The submission with those of ``run_ids`` that the scheduler did not refuse."""
-    journal, accepted = read_journal(folder), set(run_ids)
-    for batch in journal.batches:
-        if batch.refused:
-            accepted.difference_update(record.arrays[batch.array].runs_of(batch.first, batch.count))
-    return NewestSubmission(folder, record, journal, accepted)
-
-
-def find_submissions(tree: ClusterTree, wanted: Iterable[str]) -> list[NewestSubmission]:
-    """The newest submission of each of the ``wanted`` runs, the newest first.
-
-    Runs that a scheduler refused belong to no submission.
-    """
-    missing = set(wanted)
-    submissions: list[NewestSubmission] = []
-    for folder, record in reversed(list_submissions(tree)) if missing else ():
-        run_ids = {run_id for array in record.arrays for run_id in missing.intersection(array.run_ids)}
-        if not run_ids:
-            continue
-        submission = accepted_submission(folder, record, run_ids)
-        submissions.append(submission)
-        missing.difference_update(submission.run_ids)
-        if not missing:
-            break
-    return submissions
+def runs_of_submission(folder: Path, record: Submission, wanted: Collection[str]) -> Iterator[tuple[str, SubmittedRun]]:
+    """Yield the ``wanted`` runs that a submission has and the scheduler did not refuse."""
+    journal = read_journal(folder)
+    for array in record.arrays:
+        batches: list[JobBatch | None] = [None] * array.jobs
+        for sent in journal.of(array.number):
+            end = min(sent.first + sent.count, array.jobs)
+            batches[sent.first : end] = [sent] * (end - sent.first)
+        for index, run_id in enumerate(array.run_ids):
+            batch = batches[index // array.pack]
+            if run_id in wanted and not (batch and batch.refused):
+                is_dropped = run_id in journal.dropped
+                yield run_id, SubmittedRun(folder, record, array, index, batch, is_dropped, journal.waiting)
 
 
 def find_submitted_runs(tree: ClusterTree, wanted: Iterable[str]) -> dict[str, SubmittedRun]:
-    """Each of the ``wanted`` runs in its newest submission; runs that were never submitted are absent."""
-    return {run_id: run for submission in find_submissions(tree, wanted) for run_id, run in submission.runs()}
+    """Each of the ``wanted`` runs in its newest submission.
+
+    Runs that were never submitted, or that the scheduler refused, are absent.
+    """
+    missing, runs = set(wanted), dict[str, SubmittedRun]()
+    for folder, record in reversed(list_submissions(tree)) if missing else ():
+        if not all(missing.isdisjoint(array.run_ids) for array in record.arrays):
+            found = dict(runs_of_submission(folder, record, missing))
+            runs |= found
+            missing.difference_update(found)
+        if not missing:
+            break
+    return runs
 
 
 def select_sweeps(tree: ResultsTree, names: Sequence[str], cluster: str | None) -> list[tuple[str, SweepRecord]]:

@@ -21,19 +21,18 @@ import msgspec
 
 from hpcbench.config.run_spec import RunSpec, RunTask, TaskFileHeader, config_id, encode_task_file
 from hpcbench.errors import ConfigError
-from hpcbench.fileio import make_folder, make_shared_folder, read_regular, share_with_group, write_atomic, write_error
+from hpcbench.fileio import make_folder, make_shared_folder, share_with_group, write_atomic, write_error
 from hpcbench.render.job_script import JobShape, render_script
 from hpcbench.render.template_engine import TemplateEngine
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import FailureRecord, RunResult
 from hpcbench.submit.job_software import check_job_packages
 from hpcbench.submit.journal import read_journal
-from hpcbench.submit.lock import exclusive_lock
+from hpcbench.submit.lock import announce_silence, exclusive_lock
 from hpcbench.submit.plan import RERUN_ON_SUBMIT, JobGroup, StopGroups, SweepPlan
 from hpcbench.submit.run_state import ACTIVE_STATES, RunState, record_scheduler_failures, run_states
 from hpcbench.submit.scheduler import Notify, SendOutcome, ignore_message, scrubbed_names
 from hpcbench.submit.scheduler_registry import check_scheduler, send_unsent
-from hpcbench.submit.silence import announce_silence
 from hpcbench.submit.submission_record import (
     JobArray,
     Submission,
@@ -244,7 +243,7 @@ def submit(
         outcome.active = [key for key, state in outcome.states.items() if state.state in ACTIVE_STATES]
         if not choice.over_budget:
             _check_budget(plan, runs)
-        records = write_sweep_record(plan, tree)
+        write_sweep_record(plan, tree)
         if not choice.only_again:
             _write_skipped_results(plan, tree, outcome.active)
         if runs:
@@ -261,13 +260,11 @@ def submit(
     if outcome.folder and outcome.sent.refused and all(batch.refused for batch in read_journal(outcome.folder).batches):
         # The scheduler accepted nothing of it, and nothing is sent again.
         shutil.rmtree(outcome.folder, ignore_errors=True)
-        with exclusive_lock(tree.submissions / ".lock"):
-            restore_sweep_record(plan, tree, *records)
     return outcome
 
 
-def write_sweep_record(plan: SweepPlan, tree: ClusterTree) -> tuple[bytes, bytes | None]:
-    """Write the record of a sweep; return its bytes and those of the record that was there."""
+def write_sweep_record(plan: SweepPlan, tree: ClusterTree) -> None:
+    """Write the record of a sweep, which ``status`` reads; a submission of another sweep of its name replaces it."""
     record = SweepRecord(
         sweep=plan.sweep.name,
         cluster=plan.profile.name,
@@ -279,31 +276,7 @@ def write_sweep_record(plan: SweepPlan, tree: ClusterTree) -> tuple[bytes, bytes
     )
     path = tree.sweep_path(plan.sweep.name)
     make_folder(path.parent)
-    earlier, data = _read_if_present(path), msgspec.json.encode(record) + b"\n"
-    write_atomic(path, data)
-    return data, earlier
-
-
-def restore_sweep_record(plan: SweepPlan, tree: ClusterTree, written: bytes, earlier: bytes | None) -> None:
-    """Put the ``earlier`` record back after a submit of which the scheduler accepted nothing.
-
-    Without one, the sweep is forgotten if none of its runs has left anything. A record that another submit has
-    ``written`` meanwhile stays.
-    """
-    path = tree.sweep_path(plan.sweep.name)
-    if _read_if_present(path) != written:
-        return
-    if earlier is not None:
-        write_atomic(path, earlier)
-    elif tree.existing_runs().isdisjoint(plan.runs):
-        path.unlink(missing_ok=True)
-
-
-def _read_if_present(path: Path) -> bytes | None:
-    try:
-        return read_regular(path)
-    except OSError:
-        return None
+    write_atomic(path, msgspec.json.encode(record) + b"\n")
 
 
 def accepted_runs(outcome: SubmitOutcome) -> list[str]:

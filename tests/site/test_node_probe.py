@@ -123,7 +123,7 @@ def test_folders_of_a_profile_that_do_not_exist_are_named(tmp_path: Path, fake_s
     assert checks["scheduler"].detail == "not queried: scheduler.bin_folder does not exist"
     (tmp_path / "slurm.conf").touch()
     with pytest.raises(SubmitError, match=f"no folder {tmp_path}/bin"):
-        SlurmScheduler(made).check(made)
+        SlurmScheduler(made).check()
 
 
 def test_the_probe_runs_in_the_jobs_own_environment(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from hpcbench.submit.watcher import SweepWatcher, poll_pause_s
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: SweepPlan, fake_slurm: Path) -> Path:
     """Four runs that were submitted and are pending."""
     (tmp_path / "clusters").mkdir()
-    (tmp_path / "clusters" / "test.toml").write_text('name = "test"\n[scheduler]\npoll_s = 2\n')
+    (tmp_path / "clusters" / "test.toml").write_text('name = "test"\n[scheduler]\npoll_s = 0.5\n')
     submit(plan, ClusterTree(tmp_path / "results" / "test"))
     answer(fake_slurm, "PENDING|Priority")
     monkeypatch.chdir(tmp_path)

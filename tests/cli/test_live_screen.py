@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hpcbench.cli.status_output import LiveScreen
+from hpcbench.cli.status_command import LiveScreen
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.submit.run_state import RunState
 from hpcbench.submit.watcher import SweepWatcher, Watched
@@ -31,7 +31,7 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def console(monkeypatch: pytest.MonkeyPatch) -> Console:
     made = Console(file=Terminal(), force_terminal=True, width=80, color_system=None, markup=False)
-    monkeypatch.setattr("hpcbench.cli.status_output.make_console", lambda stderr: made)
+    monkeypatch.setattr("hpcbench.cli.status_command.make_console", lambda stderr: made)
     return made
 
 
