@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 
 import hpcbench
-from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.profile_tables import Environment
 from hpcbench.errors import INSTALL_WORKER, SubmitError
 from hpcbench.paths import is_visible
@@ -76,13 +75,12 @@ def _site_packages(python: Path) -> list[Path]:
     return sorted(prefix.glob("lib*/python3*/*-packages"))
 
 
-def check_job_packages(profile: ClusterProfile, environments: Iterable[str | None]) -> None:
+def check_job_packages(environments: Iterable[Environment], *, runs_here: bool) -> None:
     """Check that the jobs' interpreters have torch, as far as this machine can see them.
 
     Raises ``SubmitError`` with the command that installs it: without torch, every run would end as ``unsupported``.
     """
-    runs_here = profile.scheduler.traits.runs_here
-    for python in dict.fromkeys(_visible_python(profile.environment(name), runs_here) for name in environments):
+    for python in dict.fromkeys(_visible_python(environment, runs_here) for environment in environments):
         if python is not None and not _has_torch(python):
             raise SubmitError(
                 f"the jobs' interpreter {python} has no torch: nothing is submitted",
@@ -102,11 +100,11 @@ def _visible_python(environment: Environment, runs_here: bool) -> str | None:
 def _has_torch(python: str) -> bool:
     if python == sys.executable:
         return importlib.util.find_spec("torch") is not None
+    nowhere = subprocess.DEVNULL
     try:
-        done = subprocess.run(
-            [python, "-c", _LOOK],
-            env=scrubbed_environment(), capture_output=True, timeout=_LOOK_TIMEOUT_S, check=False,
-        )  # fmt: skip
+        code = subprocess.call(
+            [python, "-c", _LOOK], env=scrubbed_environment(), stdout=nowhere, stderr=nowhere, timeout=_LOOK_TIMEOUT_S
+        )
     except (OSError, subprocess.TimeoutExpired):
         return True
-    return done.returncode != _ABSENT
+    return code != _ABSENT

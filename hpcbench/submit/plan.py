@@ -341,6 +341,18 @@ class SweepPlan:
         """The maximum cost of ``runs``: nodes times time limit."""
         return sum(shape.nodes * shape.time_limit_s * len(keys) for shape, keys in self.groups(runs).items()) / 3600
 
+    def check_budget(self, runs: dict[str, RunSpec]) -> None:
+        """Raise ``ConfigError`` if ``runs`` may cost more node-hours than the sweep or the profile allows at once."""
+        cost = self.node_hours(runs)
+        if self.budget is not None and cost > self.budget[0]:
+            budget, owner = self.budget
+            raise ConfigError(
+                f"{len(runs)} runs may cost {cost:.2f} node-hours at their time limits, "
+                f"the budget of {owner} is {budget:g}",
+                where=str(self.sweep.source.path),
+                hint="lower time_limit_min, submit fewer runs, raise budget_node_hours, or add --yes",
+            )
+
 
 def make_plan(sweep: Sweep, profile: ClusterProfile, tree: ClusterTree) -> SweepPlan:
     """Expand and resolve ``sweep`` for ``profile`` and look up which of its runs have results.

@@ -20,13 +20,12 @@ from types import MappingProxyType
 import msgspec
 
 from hpcbench.config.run_spec import RunSpec, RunTask, TaskFileHeader, config_id, encode_task_file
-from hpcbench.errors import ConfigError
 from hpcbench.fileio import make_folder, make_shared_folder, share_with_group, write_atomic, write_error
 from hpcbench.render.job_script import JobShape, render_script
 from hpcbench.render.template_engine import TemplateEngine
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import FailureRecord, RunResult
-from hpcbench.submit.job_software import check_job_packages
+from hpcbench.submit.job_software import check_job_packages, environment_key
 from hpcbench.submit.journal import read_journal
 from hpcbench.submit.lock import announce_silence, exclusive_lock
 from hpcbench.submit.plan import RERUN_ON_SUBMIT, JobGroup, StopGroups, SweepPlan
@@ -155,7 +154,7 @@ def _task_header(plan: SweepPlan, tree: ClusterTree, folder: Path, group: JobGro
         cores_per_task=shape.cpus_per_task,
         ranks_per_device=node.ranks_per_device,
         pack=group.pack,
-        environment_key=plan.environment_key(shape.environment.key),
+        environment_key=environment_key(shape.environment),
         model_folder=str(plan.model_folder) if plan.model_folder else None,
         scrubbed=scrubbed_names(),
     )
@@ -234,7 +233,8 @@ def submit(
         LockHeldError: another submit holds the lock of the tree.
     """
     check_scheduler(plan.profile)
-    check_job_packages(plan.profile, {spec.environment for spec in plan.missing.values()})
+    environments = [plan.profile.environment(name) for name in {spec.environment for spec in plan.missing.values()}]
+    check_job_packages(environments, runs_here=plan.profile.scheduler.traits.runs_here)
     make_folder(tree.submissions)
     outcome = SubmitOutcome()
     with announce_silence(notify), exclusive_lock(tree.submissions / ".lock") as lock:
@@ -242,7 +242,7 @@ def submit(
         runs, outcome.states = _select_runs(plan, tree, choice, superseded)
         outcome.active = [key for key, state in outcome.states.items() if state.state in ACTIVE_STATES]
         if not choice.over_budget:
-            _check_budget(plan, runs)
+            plan.check_budget(runs)
         write_sweep_record(plan, tree)
         if not choice.only_again:
             _write_skipped_results(plan, tree, outcome.active)
@@ -324,18 +324,3 @@ def _write_skipped_results(plan: SweepPlan, tree: ClusterTree, active: Collectio
                 error=FailureRecord(type="Stopped", message=reason),
             )
             tree.write_result(result)
-
-
-def _check_budget(plan: SweepPlan, runs: dict[str, RunSpec]) -> None:
-    """Raise ``ConfigError`` if ``runs`` may cost more node-hours than the sweep or the profile allows at once."""
-    if plan.budget is None:
-        return
-    budget, owner = plan.budget
-    cost = plan.node_hours(runs)
-    if cost > budget:
-        raise ConfigError(
-            f"{len(runs)} runs may cost {cost:.2f} node-hours at their time limits, "
-            f"the budget of {owner} is {budget:g}",
-            where=str(plan.sweep.source.path),
-            hint="lower time_limit_min, submit fewer runs, raise budget_node_hours, or add --yes",
-        )
