@@ -47,6 +47,7 @@ def write_project(folder: Path) -> list[Path]:
         folder / "templates" / "README.md": _shipped_file("templates", "README.md"),
         folder / "schemas" / "sweep.json": _schema_file("sweep"),
         folder / "schemas" / "cluster.json": _schema_file("cluster"),
+        folder / "schemas" / "result.json": _schema_file("result"),
     }
     written = []
     for path, data in shipped.items():
