@@ -29,7 +29,7 @@ from hpcbench.report.models_view import find_layer_tables, layers_table, models_
 from hpcbench.results.data_folder import list_datasets
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.site.cluster_doctor import DoctorCheck, check_cluster
-from hpcbench.site.project_setup import SampleRequest, make_samples, share_results, write_project
+from hpcbench.site.project_setup import make_samples, share_results, write_project
 from hpcbench.units import format_bytes, pluralize
 from hpcbench.workloads.datasets import DATASETS
 
@@ -141,7 +141,7 @@ def make_data(
         for name in datasets:
             task = bar.add_task(name, total=None)
             progress = None
-            for progress in make_samples(profile, target, SampleRequest(name, size, samples, workers)):
+            for progress in make_samples(profile, target, name, size=size, samples=samples, workers=workers):
                 bar.update(task, completed=progress.done, total=progress.samples)
             if progress is not None:
                 print_message(f"{name}: {progress.samples} samples in {target}")

@@ -10,7 +10,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -86,15 +86,6 @@ def _schema_file(kind: str) -> bytes:
     return encode_indented_json(make_json_schema(kind))
 
 
-class SampleRequest(NamedTuple):
-    """The samples to make; ``None`` stands for the default."""
-
-    dataset: str
-    size: int | None
-    samples: int | None
-    workers: int | None
-
-
 class SampleProgress(msgspec.Struct):
     """A line of output of the sample maker."""
 
@@ -102,15 +93,19 @@ class SampleProgress(msgspec.Struct):
     samples: int
 
 
-def make_samples(profile: ClusterProfile, folder: Path, request: SampleRequest) -> Iterator[SampleProgress]:
+def make_samples(
+    profile: ClusterProfile, folder: Path, dataset: str, **options: int | None
+) -> Iterator[SampleProgress]:
     """Run the sample maker in the profile's environment and yield its progress.
+
+    ``options``: ``size``, ``samples`` and ``workers``; ``None`` stands for the default.
 
     Raises ``SubmitError`` if it fails (the reason is on standard error), or can only be run in a job.
     """
     environment = profile.environment(None)
-    words = ["-m", "hpcbench.worker", "data", "make", request.dataset, "--folder", str(folder)]
-    for name, value in (("--size", request.size), ("--samples", request.samples), ("--workers", request.workers)):
-        words += [] if value is None else [name, str(value)]
+    words = ["-m", "hpcbench.worker", "data", "make", dataset, "--folder", str(folder)]
+    for name, value in options.items():
+        words += [] if value is None else [f"--{name}", str(value)]
     if environment.is_made_in_job:
         raise SubmitError(
             f"the environment of {profile.name} is made by modules, setup lines or a container",
@@ -132,7 +127,7 @@ def make_samples(profile: ClusterProfile, folder: Path, request: SampleRequest) 
     finally:
         _stop_process(process)
     if process.returncode:
-        raise SubmitError(f"{request.dataset} was not made: {shlex.join(command)} ended with {process.returncode}")
+        raise SubmitError(f"{dataset} was not made: {shlex.join(command)} ended with {process.returncode}")
 
 
 def _stop_process(process: subprocess.Popen[str]) -> None:
