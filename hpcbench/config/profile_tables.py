@@ -160,7 +160,7 @@ class SchedulerConfig(TomlTable):
     max_submitted_jobs: PositiveInt | None = None
     """Jobs that one person may have queued or running; the rest is sent later. Found by trying when absent."""
     max_running_jobs: PositiveInt | None = None
-    """Jobs of one submission that may run at the same time; for `local` 1 when absent."""
+    """Jobs of one submission that may run at the same time; with `local` it is always one."""
     retry_s: Seconds = 60.0
     """Seconds for which calls to a scheduler that does not answer are repeated."""
     poll_s: Seconds | None = None

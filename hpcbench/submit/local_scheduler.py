@@ -75,7 +75,7 @@ def _job_status(run: SubmittedRun, is_alive: bool | None) -> JobStatus:
     if is_alive is None:
         return JobStatus("waiting", "not started yet; the next submit starts it")
     if is_alive:
-        return JobStatus("running", "") if run.job_id else JobStatus("pending", "waits for the cores of another run")
+        return JobStatus("running", "") if run.job_id else JobStatus("pending", "waits for another run")
     return (
         JobStatus("lost", "its queue has ended")
         if run.job_id

@@ -61,7 +61,6 @@ class JobArray(msgspec.Struct, kw_only=True):
     partition: str | None = None
     max_running_jobs: int | None = None
     """The limit of its partition."""
-    cores_per_run: int
     job_limit_s: float
 
     @property

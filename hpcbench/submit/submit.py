@@ -21,7 +21,7 @@ import msgspec
 
 from hpcbench.config.run_spec import RunSpec, RunTask, TaskFileHeader, config_id, encode_task_file
 from hpcbench.fileio import make_folder, make_shared_folder, share_with_group, write_atomic, write_error
-from hpcbench.render.job_script import JobShape, render_script
+from hpcbench.render.job_script import render_script
 from hpcbench.render.template_engine import TemplateEngine
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import FailureRecord, RunResult
@@ -97,7 +97,6 @@ def render_submission(
                 nodes=shape.nodes,
                 partition=shape.partition.key,
                 max_running_jobs=shape.partition.max_running_jobs,
-                cores_per_run=_cores_per_run(shape, plan),
                 job_limit_s=group.limit_s,
             )
         )
@@ -118,21 +117,6 @@ def render_submission(
 def _max_running_jobs(plan: SweepPlan) -> int | None:
     limits = (plan.sweep.submit.max_running_jobs, plan.profile.scheduler.max_running_jobs)
     return min((limit for limit in limits if limit is not None), default=None)
-
-
-ALL_CORES = 2**20
-"""More cores than any machine has: such a run waits until it is alone."""
-
-
-def _cores_per_run(shape: JobShape, plan: SweepPlan) -> int:
-    """The cores that the local queue reserves for a run: all, unless several may run at once.
-
-    Runs side by side disturb each other. Runs on an accelerator are alone on the machine in any case.
-    """
-    is_alone = shape.partition.request.exclusive or shape.profile.device != "cpu"
-    if is_alone or (_max_running_jobs(plan) or 1) == 1:
-        return ALL_CORES
-    return shape.tasks_per_node * shape.cpus_per_task
 
 
 def _task_header(plan: SweepPlan, tree: ClusterTree, folder: Path, group: JobGroup) -> TaskFileHeader:

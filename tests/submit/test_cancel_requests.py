@@ -18,9 +18,7 @@ _SIZE = 2000
 
 def runs_of(job_id: str, tasks: Collection[int], *, is_array: bool = True) -> list[SubmittedRun]:
     """Runs of one array, or of a job that is none."""
-    array = JobArray(
-        number=0, run_ids=[f"{task:016x}" for task in range(_SIZE)], ranks=1, nodes=1, cores_per_run=1, job_limit_s=60
-    )
+    array = JobArray(number=0, run_ids=[f"{task:016x}" for task in range(_SIZE)], ranks=1, nodes=1, job_limit_s=60)
     record = Submission(
         submission="s-0001", token="t", sweep="s", cluster="c", scheduler="slurm", created_unix_s=0.0, arrays=[array]
     )
