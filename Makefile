@@ -124,8 +124,7 @@ docs: reference ## build the documentation as a site, into build/docs/site
 reference: $(VENV)/.dev ## write the generated pages (commands, catalog, schemas)
 	$(BIN)/python docs/make_reference.py
 
-schemas: $(VENV)/.dev ## write docs/schemas
-	@for kind in cluster sweep result; do $(BIN)/hpcbench schema $$kind > docs/schemas/$$kind.json; done
+schemas: reference ## the same: docs/schemas are among the generated files
 
 layers: $(VENV)/.worker ## measure the layers of all shipped models into hpcbench/layers
 	OMP_NUM_THREADS=1 $(BIN)/python -m hpcbench.worker.layers --all hpcbench/layers

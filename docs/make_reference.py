@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from hpcbench.cli.main import COMMANDS, cli
 from hpcbench.config.option import Option
@@ -136,7 +137,7 @@ def _schema(kind: str) -> Iterator[str]:
     definitions = document.get("$defs", {})
     yield _ABOUT[kind]
     yield "The same as JSON Schema, for editors and scripts: "
-    yield f"`hpcbench schema {kind}`, [{kind}.json](schemas/{kind}.json).\n"
+    yield f"[{kind}.json](schemas/{kind}.json), which `hpcbench init` writes, too.\n"
     docstrings = _field_docstrings() if kind == "result" else {}
     if "properties" in document:
         yield "## The file\n"
@@ -238,9 +239,13 @@ def _text(text: str) -> str:
 
 
 def main() -> None:
-    """Write all pages."""
+    """Write all pages, and the schemas."""
     for name, text in pages().items():
         (DOCS / name).write_text(text, encoding="utf-8")
+    for kind in ("cluster", "sweep", "result"):
+        (DOCS / "schemas" / f"{kind}.json").write_bytes(
+            msgspec.json.format(msgspec.json.encode(make_json_schema(kind)), indent=2) + b"\n"
+        )
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ from hpcbench.report.sweep_bundle import write_bundle
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.submit.local_scheduler import queue_process
 from hpcbench.submit.plan import SweepPlan, make_plan
-from hpcbench.submit.submission_record import next_submission_folder, read_sweep_record, write_sweep_record
-from hpcbench.submit.submit import render_submission, submit, write_submission
+from hpcbench.submit.submission_record import next_submission_folder, read_sweep_record
+from hpcbench.submit.submit import render_submission, submit, write_submission, write_sweep_record
 
 LIMIT_S = 420.0
 _BUNDLE_EVERY_S = 15.0

@@ -23,7 +23,7 @@ from hpcbench.cli.common import (
 )
 from hpcbench.cli.load_plan import load_plan
 from hpcbench.cli.run_commands import submit_and_watch
-from hpcbench.cli.status_output import runs_exit_code
+from hpcbench.cli.status_command import runs_exit_code
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.fileio import write_file

@@ -1,4 +1,4 @@
-"""The actions of ``cancel`` and of ``status --audit``: the jobs of a sweep in the scheduler's queue, and their end."""
+"""The commands ``cancel`` and ``clean``, and ``status --audit``: jobs in the queue, and files that are left."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 import click
 import msgspec
@@ -16,22 +17,31 @@ from hpcbench.cli.common import (
     output_options,
     print_json,
     print_message,
+    project_relative,
     sweep_argument,
     why_nothing,
 )
-from hpcbench.cli.status_output import RunCatalog
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
-from hpcbench.errors import EXIT_OK, EXIT_RUNS_FAILED, SubmitError
+from hpcbench.errors import (
+    EXIT_OK,
+    EXIT_RUNS_FAILED,
+    EXIT_SYSTEM_REFUSED,
+    ConfigError,
+    StorageError,
+    SubmitError,
+    did_you_mean,
+)
 from hpcbench.fileio import printable_text
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.submit.audit import AuditFinding, audit_tree, cancel_findings, clusters_of
+from hpcbench.submit.leftovers import Leftover, find_leftovers, remove_leftovers
+from hpcbench.submit.lock import announce_silence
 from hpcbench.submit.run_state import CancelOutcome, RunState, cancel_runs, run_states
 from hpcbench.submit.scheduler import QueueTable
-from hpcbench.submit.silence import announce_silence
 from hpcbench.submit.slurm_queue import read_queue
 from hpcbench.submit.submission_record import select_sweeps
-from hpcbench.submit.watcher import SweepWatcher, wait_for_runs
-from hpcbench.units import pluralize
+from hpcbench.submit.watcher import RunCatalog, SweepWatcher, wait_for_runs
+from hpcbench.units import format_bytes, parse_quantity, pluralize
 
 
 @click.command("cancel")
@@ -86,7 +96,7 @@ def cancel_sweep(
         )
         if waits:
             watcher = SweepWatcher(tree.root, profile, {record.sweep: list(outcome.run_ids)})
-            wait_for_runs(watcher, profile, lambda _: None)
+            wait_for_runs(watcher, lambda _: None)
     if as_json:
         print_json({"cancelled": documents})
     if problems:
@@ -156,3 +166,56 @@ def _print_findings(cluster: str, findings: Sequence[AuditFinding]) -> None:
             f"{finding.kind}  {finding.sweep}  {printable_text(finding.subject)}: {printable_text(finding.reason)}"
         )
         click.echo(f"    {finding.command}")
+
+
+@click.command()
+@cluster_filter_option
+@click.option(
+    "--older-than", metavar="TIME", default="30 days", show_default=True,
+    help="Only files unchanged for this long, for example '2 h'.",
+)  # fmt: skip
+@click.option("--yes", "removes", is_flag=True, help="Remove it. Without this option nothing is changed.")
+@output_options
+def clean(
+    *, cluster_name: str | None, older_than: str, removes: bool, results: ResultsTree, as_json: bool
+) -> None:  # fmt: skip
+    """Show old files of the results tree that no record names, with their size; --yes removes them.
+
+    \b
+    unfinished submission   of a submit that was killed before it sent anything
+    old submission          none of its runs is in a sweep or measured anything
+    orphan                  a run that belongs to no sweep and has neither an ok nor an oom result
+    temporary file          of a process that died while it wrote
+
+    Measurements are kept. The scheduler is not asked: TIME must be longer than a job waits and runs.
+    """
+    try:
+        age = {"min_age_s": parse_quantity(older_than, "time"), "now_unix_s": time.time()}
+    except ValueError as error:
+        raise ConfigError(str(error), where="--older-than") from None
+    clusters = results.clusters()
+    if cluster_name is not None and cluster_name not in clusters:
+        reason = f"no results of cluster {cluster_name!r} in {results.root}"
+        raise ConfigError(reason, hint=did_you_mean(cluster_name, clusters))
+    leftovers: list[Leftover] = []
+    failed: list[StorageError] = []
+    for name in [cluster_name] if cluster_name else clusters:
+        tree = results.cluster(name)
+        with announce_silence(print_message):
+            found, refusals = remove_leftovers(tree, **age) if removes else (find_leftovers(tree, **age), [])
+        leftovers += found
+        failed += refusals
+    size_bytes = sum(leftover.size_bytes for leftover in leftovers)
+    if as_json:
+        entries = [asdict(leftover) | {"path": str(leftover.path)} for leftover in leftovers]
+        print_json({"removed": removes, "size_bytes": size_bytes, "leftovers": entries})
+    else:
+        for leftover in leftovers:
+            size, path = format_bytes(leftover.size_bytes), printable_text(project_relative(leftover.path))
+            click.echo(f"{leftover.kind:22} {size:>9}  {path}: {leftover.reason}")
+        counted = f"{pluralize(len(leftovers), 'leftover')}, {format_bytes(size_bytes)}"
+        outcome = " removed" if removes else ": nothing was changed, --yes removes them"
+        print_message(counted + outcome if leftovers else "nothing to remove")
+    for failure in failed:
+        print_message(f"error: {failure}")
+    sys.exit(EXIT_SYSTEM_REFUSED if failed else 0)

@@ -1,4 +1,4 @@
-"""Options that several commands share and their completion, the command ``completion``, and printing.
+"""Options that several commands share and their completion, and printing.
 
 ``--help`` and a shell that asks while the user types wait for this module: it imports little, and completion no more
 than its own answer needs."""
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import click
 import msgspec
-from click.shell_completion import CompletionItem, get_completion_class
+from click.shell_completion import CompletionItem
 from rich import progress
 from rich.console import Console
 from rich.table import Table
@@ -25,8 +25,6 @@ from hpcbench.paths import project_folder, results_folder, search_folders
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-_VARIABLE = "_HPCBENCH_COMPLETE"
-_SHELLS = ("bash", "zsh", "fish")
 _MAX_RUNS = 1000
 _CLUSTER_HELP = "The cluster's profile, by name or path. (default: HPCBENCH_CLUSTER, hpcbench.toml, this machine's)"
 RETRY_STATES = ("failed", "timeout", "cancelled", "preempted", "oom", "unsupported", "skipped", "lost")
@@ -191,24 +189,6 @@ plan_options = all_of(sweep_argument, cluster_option(), overrides_option)
 """The parameters ``sweep``, ``cluster_name`` and ``overrides`` of ``load_plan``."""
 output_options = all_of(results_option, json_option)
 filter_options = all_of(cluster_filter_option, where_option)
-
-
-@click.command()
-@click.argument("shell", type=click.Choice(_SHELLS))
-def completion(shell: str) -> None:
-    """Print the completion script for SHELL.
-
-    \b
-    bash: eval "$(hpcbench completion bash)"      in ~/.bashrc
-    zsh:  eval "$(hpcbench completion zsh)"       in ~/.zshrc, after compinit
-    fish: hpcbench completion fish | source       in ~/.config/fish/config.fish
-    """
-    root = click.get_current_context().find_root().command
-    kind = get_completion_class(shell)
-    assert kind is not None, shell
-    source = kind.source_template % kind(root, {}, "hpcbench", _VARIABLE).source_vars()
-    # click's script for fish cuts a value at its first comma, as in `--by strategy,batch_size`.
-    click.echo(source.strip().replace('string split ","', 'string split -m 1 ","'))
 
 
 def why_nothing(tree: ResultsTree, sources: Sequence[str], runs: int, where: str | None = None) -> str:

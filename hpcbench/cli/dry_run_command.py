@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import click
 import msgspec
@@ -20,13 +20,13 @@ from hpcbench.cli.common import (
     project_relative,
     where_option,
 )
-from hpcbench.cli.load_plan import load_plan, spec_condition
-from hpcbench.config.run_spec import RunSpec, run_label, spec_document
+from hpcbench.cli.load_plan import load_plan
+from hpcbench.config.run_spec import run_label, spec_document
+from hpcbench.config.sweep_loader import spec_condition
 from hpcbench.errors import EXIT_OK, EXIT_RUNS_FAILED, ConfigError
 from hpcbench.predict.dry_runs import distinct_configurations, dry_run_configurations
 from hpcbench.results.probe_records import DryRun
 from hpcbench.results.results_tree import ResultsTree
-from hpcbench.submit.plan import SweepPlan
 from hpcbench.units import format_bytes, pluralize
 
 
@@ -44,23 +44,6 @@ def dry_run(
     exit code is 1 unless every configuration is ok.
     """
     plan = load_plan(sweep, cluster_name, results, overrides)
-    dry_runs = dry_run_plan(plan, plan.runs.values(), where)
-    show_dry_runs(dry_runs, as_json=as_json)
-    sys.exit(dry_runs_exit_code(dry_runs))
-
-
-def dry_run_plan(plan: SweepPlan, runs: Iterable[RunSpec], where: str | None = None) -> list[DryRun]:
-    """Step the configurations of ``runs`` that satisfy ``where``, with a progress bar on standard error.
-
-    Args:
-        plan: Its profile describes the devices.
-        runs: Some of its runs.
-        where: An expression over the parameters of a run.
-
-    Raises:
-        ConfigError: ``where`` is not an expression, or no configuration satisfies it.
-        WorkerError: torch is not installed here.
-    """
     if plan.dropped:
         verb = "is" if len(plan.dropped) == 1 else "are"
         print_message(
@@ -68,7 +51,7 @@ def dry_run_plan(plan: SweepPlan, runs: Iterable[RunSpec], where: str | None = N
             f"hpcbench plan {project_relative(plan.sweep.source.path)} --cluster "
             f"{plan.profile_file or plan.profile.name} lists the reasons"
         )
-    configurations = distinct_configurations(runs)
+    configurations = distinct_configurations(plan.runs.values())
     if where is not None:
         is_wanted = spec_condition(where)
         configurations = {key: spec for key, spec in configurations.items() if is_wanted(spec)}
@@ -76,15 +59,12 @@ def dry_run_plan(plan: SweepPlan, runs: Iterable[RunSpec], where: str | None = N
             raise ConfigError(f"no run of {plan.sweep.name} satisfies {where}", where="--where")
     with progress_bar() as bar:
         task = bar.add_task("dry run", total=len(configurations))
-        return dry_run_configurations(plan, configurations, lambda done, _total: bar.update(task, completed=done))
+        dry_runs = dry_run_configurations(plan, configurations, lambda done, _total: bar.update(task, completed=done))
+    _show_dry_runs(dry_runs, as_json=as_json)
+    sys.exit(EXIT_OK if all(entry.outcome == "ok" for entry in dry_runs) else EXIT_RUNS_FAILED)
 
 
-def dry_runs_exit_code(dry_runs: Sequence[DryRun]) -> int:
-    """0 if every configuration is ok."""
-    return EXIT_OK if all(entry.outcome == "ok" for entry in dry_runs) else EXIT_RUNS_FAILED
-
-
-def show_dry_runs(dry_runs: Sequence[DryRun], *, as_json: bool) -> None:
+def _show_dry_runs(dry_runs: Sequence[DryRun], *, as_json: bool) -> None:
     """Print ``dry_runs`` as JSON, or as a table with the reasons of those that are not ok and the sites of waits."""
     if as_json:
         print_json(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,8 @@ import msgspec
 
 from hpcbench.cli.common import print_message
 from hpcbench.config.cluster_profile import find_cluster_profiles, is_profile_path, load_cluster
-from hpcbench.config.expression import Expression
-from hpcbench.config.run_spec import RunSpec
 from hpcbench.config.sweep_file import apply_overrides, settings_lines
-from hpcbench.config.sweep_loader import COMPUTED_NAMES, Sweep, expression_values, load_sweep, parse_sweep
+from hpcbench.config.sweep_loader import Sweep, load_sweep, parse_sweep
 from hpcbench.config.toml_tables import NAME_PATTERN, TomlSource
 from hpcbench.errors import ConfigError, ConfigErrors, did_you_mean
 from hpcbench.fileio import write_file
@@ -130,9 +128,3 @@ def check_options(missing: Mapping[str, Iterable[str]]) -> None:
                 for option, choices in missing.items()
             ]
         )
-
-
-def spec_condition(where: str) -> Callable[[RunSpec], bool]:
-    """Return whether a run satisfies the expression ``where`` over its parameters; ``ConfigError`` if it is invalid."""
-    expression = Expression(where, [*RunSpec.__struct_fields__, *COMPUTED_NAMES], "--where")
-    return lambda spec: expression.holds(expression_values(msgspec.structs.asdict(spec)))

@@ -20,16 +20,16 @@ from hpcbench.cli.common import (
     print_message,
     where_option,
 )
-from hpcbench.cli.status_output import RunCatalog, query_sweeps
+from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.errors import ConfigError, StorageError
 from hpcbench.fileio import UnsafeFileError, open_regular, printable_text
 from hpcbench.results.attempts import Attempt, attempt_numbers
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.results.schema import FAILED_STATUSES
 from hpcbench.submit.run_state import ACTIVE_STATES, run_states
-from hpcbench.submit.scheduler import read_scheduler_settings
 from hpcbench.submit.scheduler_registry import job_log
 from hpcbench.submit.submission_record import find_submitted_runs
+from hpcbench.submit.watcher import RunCatalog, query_sweeps
 
 _LOG_PART_CHARACTERS = 2**20
 _FOLLOW_PAUSE_S = 0.5
@@ -78,7 +78,7 @@ def _has_active_run(runs: Sequence[tuple[ClusterTree, str]]) -> bool:
     for tree, run_id in runs:
         by_cluster.setdefault(tree.root.name, (tree, []))[1].append(run_id)
     states = (
-        run_states(tree, run_ids, read_scheduler_settings(cluster), time.time())
+        run_states(tree, run_ids, load_cluster(cluster)[0], time.time())
         for cluster, (tree, run_ids) in by_cluster.items()
     )
     return any(state.state in ACTIVE_STATES for of_cluster in states for state in of_cluster.values())

@@ -28,7 +28,7 @@ COMMANDS = {
     "logs": ("hpcbench.cli.logs_command:logs", "Print the logs of a run."),
     "cancel": ("hpcbench.cli.cancel_command:cancel_sweep", "Stop the runs of a sweep."),
     "retry": ("hpcbench.cli.run_commands:retry_sweep", "Submit again what failed, timed out or was lost."),
-    "clean": ("hpcbench.cli.clean_command:clean", "Show or remove what killed submits and old attempts left."),
+    "clean": ("hpcbench.cli.cancel_command:clean", "Show or remove what killed submits and old attempts left."),
     "collect": ("hpcbench.cli.results_commands:collect_sources", "Gather results into one file."),
     "table": ("hpcbench.cli.results_commands:show_results", "Print results as a table."),
     "plot": ("hpcbench.cli.report_commands:draw_plot", "Draw results in the terminal or into a file."),
@@ -44,12 +44,10 @@ COMMANDS = {
     "cluster": ("hpcbench.cli.cluster_commands:cluster", "List, show and write cluster profiles."),
     "predict": ("hpcbench.cli.oracle_commands:predict_sweep", "Predict step time and memory of a sweep's runs."),
     "recommend": ("hpcbench.cli.oracle_commands:rank_strategies", "Rank all strategies for a model on a cluster."),
-    "validate": ("hpcbench.cli.validate_command:validate_predictions", "Compare measurements with predictions."),
+    "validate": ("hpcbench.cli.oracle_commands:validate_predictions", "Compare measurements with predictions."),
     "models": ("hpcbench.cli.project_commands:models", "Show parameters, FLOPs, activations and layers of the models."),
     "data": ("hpcbench.cli.project_commands:data", "Make synthetic samples in files, and list data sets."),
-    "schema": ("hpcbench.cli.project_commands:schema", "Print a JSON Schema for editors and scripts."),
     "doctor": ("hpcbench.cli.project_commands:doctor", "Check the installation for a cluster's jobs."),
-    "completion": ("hpcbench.cli.common:completion", "Print the completion script for bash, zsh or fish."),
     "init": ("hpcbench.cli.project_commands:init", "Write a project folder to start from."),
 }
 """Name to implementation and help. Kept here so that ``--help`` imports nothing but click."""

@@ -1,4 +1,4 @@
-"""The commands ``init``, ``doctor``, ``schema``, ``data`` and ``models``."""
+"""The commands ``init``, ``doctor``, ``data`` and ``models``."""
 
 from __future__ import annotations
 
@@ -29,18 +29,11 @@ from hpcbench.report.models_view import find_layer_tables, layers_table, models_
 from hpcbench.results.data_folder import list_datasets
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.site.cluster_doctor import DoctorCheck, check_cluster
-from hpcbench.site.project_setup import SampleRequest, make_json_schema, make_samples, share_results, write_project
+from hpcbench.site.project_setup import make_samples, share_results, write_project
 from hpcbench.units import format_bytes, pluralize
 from hpcbench.workloads.datasets import DATASETS
 
 _SORT_KEYS = ("order", "parameters", "forward_flops", "backward_flops", "activation_bytes")
-
-
-@click.command()
-@click.argument("kind", type=click.Choice(["cluster", "sweep", "result"]))
-def schema(kind: str) -> None:
-    """Print the JSON Schema of a cluster profile, a sweep or a result."""
-    print_json(make_json_schema(kind))
 
 
 @click.command()
@@ -148,7 +141,7 @@ def make_data(
         for name in datasets:
             task = bar.add_task(name, total=None)
             progress = None
-            for progress in make_samples(profile, target, SampleRequest(name, size, samples, workers)):
+            for progress in make_samples(profile, target, name, size=size, samples=samples, workers=workers):
                 bar.update(task, completed=progress.done, total=progress.samples)
             if progress is not None:
                 print_message(f"{name}: {progress.samples} samples in {target}")

@@ -21,9 +21,8 @@ from hpcbench.cli.common import (
     print_json,
     print_message,
 )
-from hpcbench.cli.dry_run_command import dry_run_plan, dry_runs_exit_code, show_dry_runs
 from hpcbench.cli.load_plan import keep_one_off, load_plan, one_off_sweep
-from hpcbench.cli.status_output import LiveScreen, runs_exit_code
+from hpcbench.cli.status_command import LiveScreen, runs_exit_code
 from hpcbench.errors import ConfigError, SubmitError
 from hpcbench.report.status_text import EndedRunLog, suspect_nodes_text
 from hpcbench.results.results_tree import ResultsTree
@@ -52,13 +51,11 @@ remeasure_option = click.option(
 @click.command("submit")
 @plan_options
 @click.option("--wait", "waits", is_flag=True, help="Stay until all runs have ended; send the jobs that had to wait.")
-@click.option("--dry-run", "only_tries", is_flag=True, help="Send nothing: step the runs as `dry-run` does.")
-@click.option("--dry-run-first", "tries_first", is_flag=True, help="Dry-run first; submit only if no run would fail.")
 @over_budget_option
 @remeasure_option
 @output_options
 def submit_sweep(
-    *, sweep: str, cluster_name: str, overrides: tuple[str, ...], waits: bool, only_tries: bool, tries_first: bool,
+    *, sweep: str, cluster_name: str, overrides: tuple[str, ...], waits: bool,
     over_budget: bool, remeasure: bool, results: ResultsTree, as_json: bool,
 ) -> None:  # fmt: skip
     """Submit the runs of SWEEP that have no result yet and return at once.
@@ -67,31 +64,12 @@ def submit_sweep(
     before are sent.
     """
     plan = load_plan(sweep, cluster_name, results, overrides)
-    if only_tries or tries_first:
-        _try_runs(plan, remeasure=remeasure, submits=not only_tries, as_json=as_json)
     outcome = _submit_and_print(plan, over_budget=over_budget, remeasure=remeasure)
     if as_json:
         print_json(_submit_outcome_json(plan, outcome))
     check_send_outcome(outcome.sent, waits=waits)
     if waits:
         sys.exit(runs_exit_code(watch_runs(plan, plan.elsewhere if remeasure else {})))
-
-
-def _try_runs(plan: SweepPlan, *, remeasure: bool, submits: bool, as_json: bool) -> None:
-    """Step the runs that ``submit`` would send on fake tensors, print the result and end the command.
-
-    With ``submits`` it returns if no run would fail, so that the command goes on; it then prints no JSON. A run that
-    cannot be stepped, as one of Horovod, may be right: it keeps no other run from being submitted.
-    """
-    keys = plan.missing.keys() | (plan.elsewhere.keys() if remeasure else ())
-    dry_runs = dry_run_plan(plan, [spec for key, spec in plan.runs.items() if key in keys])
-    goes_on = submits and all(entry.outcome in ("ok", "not_fakeable") for entry in dry_runs)
-    if not (goes_on and as_json):
-        show_dry_runs(dry_runs, as_json=as_json)
-    if goes_on:
-        return
-    print_message(f"sweep {plan.sweep.name} on {plan.profile.name}: nothing was submitted")
-    sys.exit(dry_runs_exit_code(dry_runs))
 
 
 def _submit_outcome_json(plan: SweepPlan, outcome: SubmitOutcome) -> dict[str, Any]:
@@ -255,8 +233,8 @@ def watch_runs(plan: SweepPlan, superseded: Mapping[str, str]) -> dict[str, RunS
     try:
         if sys.stderr.isatty():
             with LiveScreen(sys.stderr) as screen:
-                return wait_for_runs(watcher, plan.profile, lambda states: screen.show([(watcher, states)]))
-        return wait_for_runs(watcher, plan.profile, EndedRunLog(print_message, plan.runs, plan.finished).update)
+                return wait_for_runs(watcher, lambda states: screen.show([(watcher, states)]))
+        return wait_for_runs(watcher, EndedRunLog(print_message, plan.runs, plan.finished).update)
     except KeyboardInterrupt:
         print_message(
             f"the runs go on: hpcbench status {name} --watch shows them again, hpcbench cancel {name} stops them"

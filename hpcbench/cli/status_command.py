@@ -1,4 +1,4 @@
-"""The command ``status``."""
+"""The command ``status``, and the live screen that ``run`` and ``submit --wait`` share with it."""
 
 from __future__ import annotations
 
@@ -7,37 +7,108 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Mapping
+from types import TracebackType
 from typing import Any, TextIO
 
 import click
+from rich.console import Group
+from rich.live import Live
+from rich.progress import TaskID
+from rich.text import Text
 
+from hpcbench.cli.cancel_command import show_audit
 from hpcbench.cli.common import (
     cluster_filter_option,
     complete_choices,
     complete_sweeps,
+    make_console,
     output_options,
     print_json,
     print_message,
+    progress_bar,
     where_option,
     why_nothing,
 )
-from hpcbench.cli.status_output import (
-    LiveScreen,
-    RunCatalog,
-    States,
-    make_watchers,
-    query_sweeps,
-    runs_exit_code,
-    states_by_sweep,
-)
 from hpcbench.config.run_spec import spec_document
-from hpcbench.errors import ConfigError, did_you_mean
+from hpcbench.errors import EXIT_RUNS_FAILED, ConfigError, did_you_mean
+from hpcbench.fileio import printable_text
 from hpcbench.report.status_text import status_text, suspect_nodes_text
 from hpcbench.results.results_tree import ResultsTree
-from hpcbench.submit.run_state import RUN_STATES, RunState, count_states
-from hpcbench.submit.silence import announce_silence
+from hpcbench.results.schema import FAILED_STATUSES
+from hpcbench.submit.lock import announce_silence
+from hpcbench.submit.run_state import ACTIVE_STATES, RUN_STATES, RunState, count_states
 from hpcbench.submit.submission_record import select_sweeps
-from hpcbench.submit.watcher import SweepWatcher, Watched, has_active_runs, refresh_until_query
+from hpcbench.submit.watcher import (
+    RunCatalog,
+    States,
+    SweepWatcher,
+    Watched,
+    has_active_runs,
+    make_watchers,
+    query_sweeps,
+    refresh_until_query,
+    states_by_sweep,
+)
+
+_REDRAW_S = 5.0
+"""Period of the live screen's elapsed and remaining times where no run changes its state."""
+
+
+class LiveScreen:
+    """A bar for each sweep over the rows of ``status``, drawn in place.
+
+    A terminal that has gone, as that of a closed laptop, does not end the command: nothing more is drawn.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._console = make_console(stderr=stream is sys.stderr)
+        self._live = Live(console=self._console, auto_refresh=False)
+        self._bars = progress_bar()
+        self._tasks: dict[str, TaskID] = {}
+        self._catalogs: dict[str, RunCatalog] = {}
+        self._shown: tuple[int, States] | None = None
+        self._next_s = 0.0
+
+    def __enter__(self) -> LiveScreen:
+        with contextlib.suppress(OSError):
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(OSError):
+            self._live.stop()
+
+    def show(self, watched: Watched) -> None:
+        """Draw the present states: at once where they have changed, else every ``_REDRAW_S``."""
+        width, entries = self._console.width, states_by_sweep(watched)
+        if (width, entries) == self._shown and time.monotonic() < self._next_s:
+            return
+        self._shown, self._next_s = (width, entries), time.monotonic() + _REDRAW_S
+        for watcher, _ in watched:
+            self._catalogs.setdefault(watcher.tree.root.name, RunCatalog(watcher.tree))
+        parts = []
+        for sweep, cluster, states in entries:
+            ended = sum(state.state not in (*ACTIVE_STATES, "planned") for state in states.values())
+            name = printable_text(f"{sweep} on {cluster}")
+            if name not in self._tasks:
+                self._tasks[name] = self._bars.add_task(name)
+            self._bars.update(self._tasks[name], completed=ended, total=len(states))
+            rows = status_text(sweep, cluster, states, width, self._catalogs[cluster].details)
+            parts.append(Text.from_ansi(f"\n{rows}"))
+        if has_active_runs(watched):
+            name = f" {entries[0][0]}" if len(entries) == 1 else ""
+            hint = f"\nCtrl-C leaves this screen, the runs go on; back: hpcbench status{name} --watch"
+            parts.append(Text(printable_text(hint), "dim"))
+        with contextlib.suppress(OSError):
+            self._live.update(Group(self._bars, *parts), refresh=True)
+
+
+def runs_exit_code(states: Mapping[str, RunState]) -> int:
+    """1 if a run failed, timed out, was stopped or lost; 0 otherwise."""
+    return EXIT_RUNS_FAILED if {state.state for state in states.values()} & {*FAILED_STATUSES, "lost"} else 0
 
 
 @click.command()
@@ -66,8 +137,6 @@ def status(
     if audits:
         if any((watch, where, wanted, lists_all)):
             raise ConfigError("--audit looks at the whole queue", hint="leave out --watch, --where, --state and --all")
-        from hpcbench.cli.cancel_command import show_audit  # status itself starts without pydantic
-
         show_audit(sweeps, cluster_name, results, as_json=as_json)
     if unknown := [name for name in wanted if name not in RUN_STATES]:
         raise ConfigError(f"--state {unknown[0]}: no state", hint=did_you_mean(unknown[0], RUN_STATES))

@@ -34,10 +34,10 @@ from hpcbench.report.plan_view import plan_renderables
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.site.profile_check import check_against_scheduler
 from hpcbench.strategies.check_names import check_names
-from hpcbench.submit.batch_call import planned_calls
+from hpcbench.submit.batches import planned_calls
 from hpcbench.submit.plan import SweepPlan
-from hpcbench.submit.submission_record import next_submission_folder, write_sweep_record
-from hpcbench.submit.submit import render_submission
+from hpcbench.submit.submission_record import next_submission_folder
+from hpcbench.submit.submit import render_submission, write_sweep_record
 
 _PREDICTED_FIGURES = ("step_time_s", "peak_memory_bytes", "fits", "bound_by")
 
@@ -134,7 +134,7 @@ def _plan_json(plan: SweepPlan, forecast: PlanForecast) -> dict[str, Any]:
             {
                 "nodes": group.shape.nodes,
                 "tasks_per_node": group.shape.tasks_per_node,
-                "partition": group.shape.partition,
+                "partition": group.shape.partition.key,
                 "time_limit_s": group.shape.time_limit_s,
                 "job_limit_s": group.limit_s,
                 "pack": group.pack,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,15 +56,11 @@ class LoginNodeMatch(TomlTable):
         return hosts
 
 
-_EMPTY_PARTITION = tables.PartitionConfig()
-_EMPTY_ENVIRONMENT = tables.EnvironmentConfig()
-
-
 class ClusterProfile(TomlTable):
     """The description of a cluster: how jobs run on it, and the figures for predictions.
 
     Figures are in bytes, seconds, FLOP/s and bytes/s, time limits in minutes. A partition overrides the tables of the
-    cluster: `node_of`, `request_of` and `variables` return the values that hold for one.
+    cluster: `partition` and `environment` return all that holds for the jobs of one.
     """
 
     name: Annotated[str, Field(pattern=NAME_PATTERN)]
@@ -128,7 +125,8 @@ class ClusterProfile(TomlTable):
     @model_validator(mode="after")
     def _fits_together(self) -> ClusterProfile:
         for key in (None, *self.partitions):
-            request, node = self.request_of(key), self.node_of(key)
+            partition = self.partition(key)
+            request, node = partition.request, partition.node
             if request.gpus == "gres-typed" and not (node.gres_type or node.device_type):
                 raise ValueError("request.gpus = 'gres-typed' needs node.gres_type or node.device_type")
             if node.ranks_per_device > 1 and not self.scheduler.traits.runs_here:
@@ -145,27 +143,34 @@ class ClusterProfile(TomlTable):
             raise ValueError(f"binding.device_order = {order} does not name each of the {devices} devices once")
         return self
 
-    def partition(self, key: str | None) -> tables.PartitionConfig:
-        """The partition called ``key``, the default one, or an empty one."""
+    def partition(self, key: str | None) -> tables.Partition:
+        """The partition called ``key``, else the default one, with the cluster's values where it has none."""
         chosen = key or self.default_partition
-        return self.partitions[chosen] if chosen else _EMPTY_PARTITION
+        own = self.partitions[chosen] if chosen else tables.PartitionConfig()
+        values = dict(own) | {
+            "key": chosen,
+            "name": own.name or chosen,
+            "node": _overlay_table(self.node, own.node),
+            "request": _overlay_table(self.request, own.request),
+            "directives": {**self.directives, **own.directives},
+            "time_limit_min": own.time_limit_min or self.time_limit_min,
+        }
+        return tables.Partition.model_construct(**values)
 
-    def environment(self, key: str | None) -> tables.EnvironmentConfig:
+    def environment(self, key: str | None) -> tables.Environment:
         """The environment called ``key``, the default one, or the submitter's own."""
         chosen = key or self.default_environment
-        return self.environments[chosen] if chosen else _EMPTY_ENVIRONMENT
-
-    def node_of(self, key: str | None) -> tables.NodeConfig:
-        """The nodes of a partition: its own values over the cluster's."""
-        return _overlay_table(self.node, self.partition(key).node)
-
-    def request_of(self, key: str | None) -> tables.ResourceRequest:
-        """Return the resource request of a partition's jobs: the partition's keys replace the cluster's."""
-        return _overlay_table(self.request, self.partition(key).request)
-
-    def variables(self, key: str | None) -> dict[str, str]:
-        """Return the variables of jobs in the environment ``key``: the network's, the cluster's and its own."""
-        return {**self.network.variables, **self.env, **self.environment(key).env}
+        own = self.environments[chosen] if chosen else tables.EnvironmentConfig()
+        python = own.python or (f"{own.venv}/bin/python" if own.venv else None)
+        image_python = "python3" if own.container and own.container.kind else None
+        values = dict(own) | {
+            "key": chosen,
+            "python": python or image_python or sys.executable,
+            "env": {**self.network.variables, **self.env, **own.env},
+            "env_unset": [*self.env_unset, *own.env_unset],
+            "cluster_setup": self.setup,
+        }
+        return tables.Environment.model_construct(**values)
 
 
 def _overlay_table(base: _T, overlay: _T | None) -> _T:

@@ -4,6 +4,7 @@ environments.
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
@@ -159,7 +160,7 @@ class SchedulerConfig(TomlTable):
     max_submitted_jobs: PositiveInt | None = None
     """Jobs that one person may have queued or running; the rest is sent later. Found by trying when absent."""
     max_running_jobs: PositiveInt | None = None
-    """Jobs of one submission that may run at the same time; for `local` 1 when absent."""
+    """Jobs of one submission that may run at the same time; with `local` it is always one."""
     retry_s: Seconds = 60.0
     """Seconds for which calls to a scheduler that does not answer are repeated."""
     poll_s: Seconds | None = None
@@ -318,3 +319,40 @@ class EnvironmentConfig(TomlTable):
     """Variables that the jobs get in addition."""
     env_unset: list[VariableName] = []
     """Variables that the jobs must not have."""
+
+
+class Partition(PartitionConfig):
+    """All that holds for the jobs of a partition: its own values, and the cluster's where it has none.
+
+    ``ClusterProfile.partition`` makes it. ``name`` is the name at the scheduler.
+    """
+
+    key: str | None = None
+    """Its name in the profile; ``None`` where jobs name no partition."""
+    time_limit_min: Minutes = 30.0
+    node: NodeConfig = NodeConfig()
+    request: ResourceRequest = ResourceRequest()
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+class Environment(EnvironmentConfig):
+    """All that holds for the jobs of an environment, with the interpreter and the variables that apply.
+
+    ``ClusterProfile.environment`` makes it. ``env`` are all variables: the network's, the cluster's and its own.
+    """
+
+    key: str | None = None
+    """Its name in the profile; ``None`` where it is the submitter's own."""
+    python: str = sys.executable
+    cluster_setup: list[str] = []
+    """Shell lines before the modules are loaded."""
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    @property
+    def is_made_in_job(self) -> bool:
+        """Whether its software can only be seen inside a job."""
+        return bool(self.modules or self.container or self.setup)

@@ -5,7 +5,7 @@ expansion into points: the product of the axes and the includes, without exclude
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -362,3 +362,9 @@ def _exclusion_matches(exclusion: ExclusionRule, seen: Mapping[str, Any]) -> boo
         if value not in allowed:
             return False
     return exclusion.when is None or exclusion.when.holds(seen)
+
+
+def spec_condition(where: str) -> Callable[[RunSpec], bool]:
+    """Return whether a run satisfies the expression ``where`` over its parameters; ``ConfigError`` if it is invalid."""
+    expression = Expression(where, [*RunSpec.__struct_fields__, *COMPUTED_NAMES], "--where")
+    return lambda spec: expression.holds(expression_values(msgspec.structs.asdict(spec)))

@@ -34,21 +34,21 @@ def machine_of_profile(profile: ClusterProfile, partition: str | None, per_node:
     try:
         machine = fitted_machine(device.fitted)
     except ConfigError as error:
-        name = profile.node_of(partition).device_type
+        name = profile.partition(partition).node.device_type
         raise ConfigError(error.message, where=f"{profile.name}: devices.{name}.fitted", hint=error.hint) from error
     node = replace(machine.device, gpus=per_node)
     intra, inter = profile.links.intra_node, profile.links.inter_node
     if intra is not None:
         node = replace(node, nvlink_bytes_s=intra.bandwidth_bytes_per_s)
     if inter is not None:
-        devices = profile.node_of(partition).devices or per_node
+        devices = profile.partition(partition).node.devices or per_node
         node = replace(node, nic_bytes_s=inter.bandwidth_bytes_per_s * inter.per_node / devices)
     return msgspec.structs.replace(machine, device=node)
 
 
 def device_of_profile(profile: ClusterProfile, partition: str | None) -> DeviceConfig | None:
     """Return the device that a partition's nodes have, where the profile describes it."""
-    name = profile.node_of(partition).device_type
+    name = profile.partition(partition).node.device_type
     return profile.devices.get(name) if name is not None else None
 
 

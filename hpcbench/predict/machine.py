@@ -85,7 +85,7 @@ _DEFAULTS_SPREAD = 0.7
 def nominal_machine(profile: ClusterProfile, partition: str | None = None, tasks_per_node: int = 1) -> Machine:
     """Return a machine from the profile's numbers of ``partition``; missing ones are guessed and noted."""
     notes: list[str] = []
-    node, is_cpu = profile.node_of(partition), profile.device == "cpu"
+    node, is_cpu = profile.partition(partition).node, profile.device == "cpu"
     device = device_description(profile, node)
     memory_bytes = device.memory_bytes - _CONTEXT_BYTES if device and device.memory_bytes else None
     workspace_bytes = _HOPPER_WORKSPACE_BYTES if _HOPPER.match(node.device_type or "") else _WORKSPACE_BYTES

@@ -89,7 +89,7 @@ def default_tasks_per_node(profile: ClusterProfile, partition: str | None) -> in
     """A task for each device; of machines without devices one a node, here one a core."""
     if profile.device == "cpu":
         return available_cores() if profile.scheduler.traits.runs_here else 1
-    return profile.node_of(partition).devices or 1
+    return profile.partition(partition).node.devices or 1
 
 
 def _request_problems(
@@ -152,7 +152,7 @@ def recommend_layouts(
         return []
     device = device_of_profile(profile, wish.partition)
     if device is None or device.fitted is None:
-        name = profile.node_of(wish.partition).device_type or "this device"
+        name = profile.partition(wish.partition).node.device_type or "this device"
         return [
             f"no published run of {name} was learned from (the profile has no devices.{name}.fitted): {wish.model} is "
             "priced by the profile's figures, without context parallelism and mixed layouts"

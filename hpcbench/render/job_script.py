@@ -1,165 +1,253 @@
-"""One job script: its #SBATCH or #PBS directives, the variables of its template, and the rendering of ``job.sh.j2``."""
+"""A job script: the shape of its jobs, directives, the words that launch ranks, and the variables of its template."""
 
 from __future__ import annotations
 
 import math
-import re
-import shlex
-import sys
-import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from markupsafe import Markup
-
 import hpcbench
 from hpcbench.config.cluster_profile import ClusterProfile
-from hpcbench.config.profile_tables import EnvironmentConfig, NodeConfig, ResourceRequest
+from hpcbench.config.profile_tables import ContainerConfig, Environment, Partition
 from hpcbench.config.scheduler_kinds import MakeDirectives
-from hpcbench.errors import EXIT_NOTHING_TO_DO, EXIT_PREEMPTED, RenderError, did_you_mean
-from hpcbench.fileio import printable_text
-from hpcbench.paths import search_folders
-from hpcbench.render import launch_step
+from hpcbench.errors import EXIT_NOTHING_TO_DO, EXIT_PREEMPTED
+from hpcbench.render.template_engine import TemplateEngine
 from hpcbench.units import format_slurm_time
 
-_VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f]")
+LAUNCH_OVERHEAD_S = 30.0
+"""Seconds that starting and ending one launch of a pack may take in addition to the run's own limit."""
+
+BEGIN_PAUSE_S = 30
+"""A job that cannot begin holds its node this long: a broken node that is free again at once gets the whole queue."""
+
+PIPELINE_VARIABLES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
+"""A pipeline's receives wait on the device. Streams that share one of CUDA's 8 hardware queues would wait with them; so
+would the loading of a kernel at its first use, which synchronises the context (CUDA guide, Lazy Loading)."""
 
 
-class TemplateEngine:
-    """Renders templates; those of the project and of the user's folder override the shipped ones by name."""
+@dataclass(frozen=True)
+class JobShape:
+    """The values that determine the text of a job script. Runs of one shape share one script.
 
-    def __init__(self, folders: list[Path] | None = None) -> None:
-        self.folders = search_folders("templates") if folders is None else folders
-        self._environment = jinja2.Environment(
-            loader=jinja2.FileSystemLoader([str(folder) for folder in self.folders]),
-            undefined=jinja2.StrictUndefined,
-            autoescape=True,
-            finalize=_quote_shell_word,
-            trim_blocks=True,
-            lstrip_blocks=True,
-            keep_trailing_newline=True,
-        )
-        self._environment.filters.update(
-            raw=Markup,
-            directive=_quote_directive,
-            variable=_check_variable_name,
-            comment=_comment_text,
-            expandable=_quote_expandable,
-        )
+    ``make_job_shape`` makes it, with the resolved partition and environment.
+    """
 
-    def render(self, name: str, context: dict[str, Any]) -> str:
-        """The text of the template ``name``. Raises ``RenderError`` with the template's file and line."""
-        try:
-            return self._environment.get_template(name).render(context)
-        except jinja2.TemplateSyntaxError as error:
-            raise RenderError(f"{error.message}", where=f"{error.filename or error.name}:{error.lineno}") from error
-        except jinja2.UndefinedError as error:
-            match = re.match(r"'(\w+)' is undefined", str(error.message))
-            hint = did_you_mean(match[1], context) if match else None
-            raise RenderError(str(error.message), where=self._where(error), hint=hint) from error
-        except jinja2.TemplateNotFound as error:
-            folders = ", ".join(str(folder) for folder in self.folders)
-            raise RenderError(f"no template {error.name!r} in {folders or 'any folder'}") from error
-        except (TypeError, ValueError) as error:
-            raise RenderError(str(error), where=self._where(error)) from error
+    profile: ClusterProfile = field(compare=False, repr=False)
+    partition: Partition
+    environment: Environment
+    nodes: int
+    tasks_per_node: int
+    devices_per_task: int
+    time_limit_s: float
+    has_nccl_pipeline: bool = False
+    """Whether ranks send each other messages of a pipeline over NCCL, which needs variables of its own."""
 
-    def _where(self, error: Exception) -> str | None:
-        """The innermost line of a template that the error passed through."""
-        for frame in reversed(traceback.extract_tb(error.__traceback__)):
-            if any(Path(frame.filename).is_relative_to(folder) for folder in self.folders):
-                return f"{frame.filename}:{frame.lineno}"
-        return None
+    @property
+    def ranks(self) -> int:
+        """Processes of one launch."""
+        return self.nodes * self.tasks_per_node
 
+    @property
+    def cpus_per_task(self) -> int:
+        """CPUs of one rank: as the profile sets them, else the node's shared among its ranks, at least one."""
+        request, cores = self.partition.request, self.partition.node.cores
+        if request.cpus_per_task:
+            return request.cpus_per_task
+        if request.cpus_per_device:
+            return request.cpus_per_device * self.devices_per_task
+        return max(1, cores // self.tasks_per_node) if cores else 1
 
-def _quote_shell_word(value: Any) -> Any:
-    """Return the text of ``{{ value }}``: one shell word, unless a filter or a block has made it text of a script."""
-    if isinstance(value, (Markup, jinja2.Undefined)):
-        return value
-    text = str(value)
-    if "\x00" in text:
-        raise ValueError(f"{text!r} holds a NUL, which no shell word can")
-    return Markup(shlex.quote(text))  # noqa: S704 - quoted for the shell; no HTML is made here
+    @property
+    def variables(self) -> dict[str, str]:
+        """The exported variables: the profile's, before them a pipeline's, and the device order of whole nodes."""
+        binding, variables = self.profile.binding, self.environment.env
+        if self.has_nccl_pipeline:
+            variables = {**PIPELINE_VARIABLES, **variables}
+        if self.uses_all_devices and binding.device_order and not self.sees_one_device:
+            order = ",".join(map(str, binding.device_order))
+            variables = {binding.device_variable: order, **variables}
+        return variables
 
+    @property
+    def sees_one_device(self) -> bool:
+        """Whether each rank is shown its own device alone."""
+        is_wanted = self.profile.binding.one_device_per_rank and self.profile.launcher == "srun"
+        return is_wanted and self.devices_per_task == 1
 
-def _quote_directive(value: Any) -> Markup:
-    """A name or a value on an #SBATCH line, which sbatch reads with quotes of its own but never over a line's end."""
-    text = str(value)
-    if _CONTROL_CHARACTERS.search(text):
-        raise ValueError(f"{printable_text(text)!r} cannot stand in an #SBATCH line: it holds a control character")
-    return Markup(shlex.quote(text))  # noqa: S704
+    @property
+    def uses_all_devices(self) -> bool:
+        """Whether the ranks of a node use all of its devices."""
+        return self.tasks_per_node * self.devices_per_task == self.partition.node.devices
+
+    def job_limit_s(self, pack: int = 1) -> float:
+        """The time limit of a job that carries ``pack`` runs, one after another."""
+        return self.time_limit_s if pack == 1 else pack * (self.time_limit_s + LAUNCH_OVERHEAD_S)
 
 
-def _check_variable_name(value: Any) -> Markup:
-    """The name of an environment variable."""
-    if not _VARIABLE_NAME.fullmatch(str(value)):
-        raise ValueError(f"{printable_text(str(value))!r} is no name of an environment variable")
-    return Markup(str(value))  # noqa: S704
+def make_job_shape(
+    profile: ClusterProfile, nodes: int, tasks_per_node: int, devices_per_task: int = 1,
+    time_limit_s: float | None = None, *, partition: str | None = None, environment: str | None = None,
+    has_nccl_pipeline: bool = False,
+) -> JobShape:  # fmt: skip
+    """The shape of jobs in a partition and an environment of ``profile``, or in its default ones.
+
+    Without ``time_limit_s`` it is the partition's usual limit, as far as the partition allows it.
+    """
+    resolved = profile.partition(partition)
+    if time_limit_s is None:
+        longest_min = resolved.longest_min(nodes)
+        limit_min = resolved.time_limit_min
+        time_limit_s = 60 * (limit_min if longest_min is None else min(limit_min, longest_min))
+    return JobShape(
+        profile, resolved, profile.environment(environment), nodes, tasks_per_node, devices_per_task, time_limit_s,
+        has_nccl_pipeline,
+    )  # fmt: skip
 
 
-def _quote_expandable(value: Any) -> Markup:
-    """A path as one word in which ``$VARIABLES`` are the job's; nothing else in it means anything to the shell."""
-    text = str(value)
-    parts = re.split(r"(\$[A-Za-z_][A-Za-z0-9_]*)", text)
-    return Markup("".join(f'"{part}"' if part.startswith("$") else shlex.quote(part) for part in parts if part))  # noqa: S704
+def _container_command(container: ContainerConfig | None) -> list[str]:
+    """Return the words before the interpreter."""
+    if container is None:
+        return []
+    if container.command is not None:
+        return container.command
+    kind, options, image = container.kind, container.options, container.image or ""
+    if kind in ("apptainer", "singularity"):
+        binds = [word for mount in container.mounts for word in ("--bind", mount)]
+        return [kind, "exec", *options, *binds, image]
+    if kind == "podman-hpc":
+        volumes = [word for mount in container.mounts for word in ("--volume", mount)]
+        # The ranks are told who they are, and what the profile sets, by variables of the host.
+        return ["podman-hpc", "run", "--rm", "--env-host", *options, *volumes, image]
+    return ["shifter", *options] if kind == "shifter" else []
 
 
-def _comment_text(value: Any) -> Markup:
-    """Text within a comment: on one line, whatever it holds."""
-    return Markup(_CONTROL_CHARACTERS.sub(" ", printable_text(str(value))))  # noqa: S704
+def _container_step_options(shape: JobShape) -> list[str]:
+    """Return srun's options for a container; the variables of the job are not replaced by those of the image."""
+    container = shape.environment.container
+    if container is None:
+        return []
+    if container.kind == "pyxis":
+        words = [f"--container-image={container.image}"]
+        if container.mounts:
+            words.append(f"--container-mounts={','.join(container.mounts)}")
+        if shape.variables:
+            words.append(f"--container-env={','.join(shape.variables)}")
+        return [*words, *container.options]
+    if container.kind == "cscs-engine":
+        return [f"--environment={container.image}", *container.options]
+    return []
+
+
+def _container_directives(container: ContainerConfig | None) -> dict[str, str]:
+    """Directives that prepare the container on the job's nodes."""
+    if container is None or container.image is None:
+        return {}
+    modules = ",".join(container.modules)
+    directives = {
+        "shifter": {"image": container.image, "volume": ";".join(container.mounts), "module": modules},
+        "uenv": {"uenv": container.image, "view": modules},
+    }
+    return {name: value for name, value in directives.get(container.kind or "", {}).items() if value}
+
+
+def _gpu_option(shape: JobShape, ranks_per_task: int = 1) -> dict[str, int | str]:
+    """Return SLURM's option that requests accelerators, and its value. One task starts ``ranks_per_task`` ranks."""
+    per_node = shape.tasks_per_node * shape.devices_per_task
+    node, style = shape.partition.node, shape.partition.request.gpus
+    values: dict[str, int | str] = {
+        "gpus-per-node": per_node,
+        "gpus-per-task": shape.devices_per_task * ranks_per_task,
+        "gpus": per_node * shape.nodes,
+        "gres": f"gpu:{per_node}",
+        "gres-typed": f"gpu:{node.gres_type or node.device_type}:{per_node}",
+    }
+    return {style.removesuffix("-typed"): values[style]} if style in values else {}
+
+
+def _srun_options(shape: JobShape) -> list[str]:
+    """Options of the srun that starts the ranks, or one torchrun a node."""
+    binding, is_torchrun = shape.profile.binding, shape.profile.launcher == "torchrun"
+    words: list[str] = []
+    if shape.partition.request.gpus_on != "job":
+        options = _gpu_option(shape, shape.tasks_per_node if is_torchrun else 1)
+        words += [f"--{name}={value}" for name, value in options.items()]
+    bind = None if is_torchrun else _choose_cpu_bind(shape)
+    if bind:
+        words.append(f"--cpu-bind={bind}")
+    if binding.gpu_bind and not is_torchrun:
+        words.append(f"--gpu-bind={binding.gpu_bind}")
+    return [*words, *_container_step_options(shape)]
+
+
+def _rank_wrapper(shape: JobShape) -> list[str]:
+    """Words before the interpreter that show a rank its device alone; srun's rank is only known inside of a task."""
+    if not shape.sees_one_device:
+        return []
+    binding = shape.profile.binding
+    device, order = "$SLURM_LOCALID", ""
+    if binding.device_order and shape.uses_all_devices:
+        order = f"order=({' '.join(map(str, binding.device_order))}); "
+        device = "${order[SLURM_LOCALID]}"
+    return ["bash", "-c", f'{order}export {binding.device_variable}={device}; exec "$@"', "rank"]
+
+
+def _choose_cpu_bind(shape: JobShape) -> str | None:
+    """A map of cores is right on whole nodes with one rank per device; elsewhere the job may have other cores."""
+    binding, partition = shape.profile.binding, shape.partition
+    has_whole_nodes = partition.whole_nodes or partition.request.exclusive
+    if has_whole_nodes and shape.tasks_per_node == partition.node.devices:
+        return binding.whole_node_cpu_bind or binding.cpu_bind
+    return binding.cpu_bind
 
 
 DirectiveValue = str | int | bool
 
 
 def sbatch_directives(
-    shape: launch_step.JobShape, profile: ClusterProfile, job_name: str, folder: str, number: int, pack: int = 1,
-    _runs: int = 1,
-) -> list[tuple[str, DirectiveValue]]:  # fmt: skip
+    shape: JobShape, job_name: str, folder: str, number: int, pack: int = 1, _runs: int = 1
+) -> list[tuple[str, DirectiveValue]]:
     """Names and values of the #SBATCH lines; ``True`` is a flag without a value.
 
     ``folder`` is the submission's: jobs run there, and the script's output goes to ``<number>.<job>.<task>.log``.
     """
-    partition = profile.partition(shape.partition)
-    node, request = profile.node_of(shape.partition), profile.request_of(shape.partition)
-    warning_s = profile.scheduler.warning_s
+    partition, request = shape.partition, shape.partition.request
+    warning_s = shape.profile.scheduler.warning_s
     # SLURM replaces what follows a percent sign in the names of logs.
     log = f"{folder.replace('%', '%%')}/{number}.%A.%a.log"
     lines: dict[str, DirectiveValue | list[str] | None] = {
         "job-name": job_name,
         "comment": job_name,
-        "partition": (partition.name or shape.partition) if shape.partition else None,
-        "account": profile.account,
+        "partition": partition.name,
+        "account": shape.profile.account,
         "qos": partition.qos,
         "constraint": partition.constraint,
         "nodes": shape.nodes,
         "ntasks-per-node": shape.tasks_per_node,
-        "cpus-per-task": launch_step.cpus_per_task(shape, profile),
-        **(launch_step.gpu_option(shape, request, profile) if request.gpus_on != "step" else {}),
-        "mem": _requested_memory(request, node),
+        "cpus-per-task": shape.cpus_per_task,
+        **(_gpu_option(shape) if request.gpus_on != "step" else {}),
+        "mem": _requested_memory(partition),
         "exclusive": request.exclusive or None,
         "exclude": ",".join(request.exclude_nodes) or None,
-        "time": format_slurm_time(launch_step.job_time_limit_s(shape, pack)),
+        "time": format_slurm_time(shape.job_limit_s(pack)),
         # A job's ranks are told this long before its limit. In a pack each run watches a limit of its own.
-        "signal": f"USR2@{math.ceil(warning_s if pack == 1 else min(warning_s, launch_step.LAUNCH_OVERHEAD_S))}",
+        "signal": f"USR2@{math.ceil(warning_s if pack == 1 else min(warning_s, LAUNCH_OVERHEAD_S))}",
         "open-mode": "append",
         "chdir": folder,
         "output": log,
         "error": log,
     }
-    lines.update(launch_step.container_directives(profile.environment(shape.environment).container))
-    return _merged_directives(lines, profile, shape.partition)
+    lines.update(_container_directives(shape.environment.container))
+    return _merged_directives(lines, partition)
 
 
 def _merged_directives(
-    directives: Mapping[str, DirectiveValue | list[str] | None], profile: ClusterProfile, partition: str | None
-) -> list[tuple[str, str | int | bool]]:
+    directives: Mapping[str, DirectiveValue | list[str] | None], partition: Partition
+) -> list[tuple[str, DirectiveValue]]:
     """Names and values of ``directives`` without dropped ones, and those of the profile; a list gives several lines."""
-    dropped = profile.request_of(partition).drop
-    own = {name: value for name, value in directives.items() if name not in dropped}
-    merged = {**own, **profile.directives, **profile.partition(partition).directives}
+    own = {name: value for name, value in directives.items() if name not in partition.request.drop}
+    merged = {**own, **partition.directives}
     return [
         (name, line)
         for name, value in merged.items()
@@ -168,7 +256,8 @@ def _merged_directives(
     ]
 
 
-def _requested_memory(request: ResourceRequest, node: NodeConfig) -> DirectiveValue | None:
+def _requested_memory(partition: Partition) -> DirectiveValue | None:
+    request, node = partition.request, partition.node
     if request.memory == "all":
         return 0
     wanted = request.memory_bytes or (node.memory_bytes if request.memory == "node" else None)
@@ -176,28 +265,26 @@ def _requested_memory(request: ResourceRequest, node: NodeConfig) -> DirectiveVa
 
 
 def pbs_directives(
-    shape: launch_step.JobShape, profile: ClusterProfile, job_name: str, folder: str, _number: int, pack: int = 1,
-    runs: int = 1,
-) -> list[tuple[str, str | bool]]:  # fmt: skip
+    shape: JobShape, job_name: str, folder: str, _number: int, pack: int = 1, runs: int = 1
+) -> list[tuple[str, DirectiveValue]]:
     """Option letters and values; ``True`` is an option without a value, a letter may come several times.
 
     The range of the array stands in the script: the caller of qsub need not pass it.
     """
-    partition = profile.partition(shape.partition)
     jobs = -(-runs // pack)
     select = f"select={shape.nodes}:mpiprocs={shape.tasks_per_node}"
     lines: dict[str, str | bool | int | list[str] | None] = {
         "N": job_name,
-        "P": profile.account,
-        "q": (partition.name or shape.partition) if shape.partition else None,
-        "l": [select, f"walltime={_format_walltime(launch_step.job_time_limit_s(shape, pack))}"],
+        "P": shape.profile.account,
+        "q": shape.partition.name,
+        "l": [select, f"walltime={_format_walltime(shape.job_limit_s(pack))}"],
         "J": f"0-{jobs - 1}" if jobs > 1 else None,
         # Otherwise the shell that the person logs in with reads the script.
         "S": "/bin/bash",
         "j": "oe",
         "o": f"{folder}/",
     }
-    merged = _merged_directives(lines, profile, shape.partition)
+    merged = _merged_directives(lines, shape.partition)
     return [(name, value if value is True else str(value)) for name, value in merged]
 
 
@@ -207,11 +294,10 @@ def _format_walltime(seconds: float) -> str:
 
 
 def render_script(
-    engine: TemplateEngine, profile: ClusterProfile, shape: launch_step.JobShape, sweep: str, folder: Path, number: int,
-    pack: int = 1, runs: int = 1,
-) -> str:  # fmt: skip
+    engine: TemplateEngine, shape: JobShape, sweep: str, folder: Path, number: int, pack: int = 1, runs: int = 1
+) -> str:
     """The text of ``<folder>/<number>.sh``, whose jobs carry ``pack`` of the ``runs`` lines of the task file each."""
-    return engine.render("job.sh.j2", template_context(profile, shape, sweep, folder, number, pack, runs))
+    return engine.render("job.sh.j2", template_context(shape, sweep, folder, number, pack, runs))
 
 
 _DIRECTIVES: dict[str, MakeDirectives] = {"slurm": sbatch_directives, "pbs": pbs_directives}
@@ -219,24 +305,17 @@ _DIRECTIVES: dict[str, MakeDirectives] = {"slurm": sbatch_directives, "pbs": pbs
 
 
 def template_context(
-    profile: ClusterProfile,
-    shape: launch_step.JobShape,
-    sweep: str,
-    folder: Path,
-    number: int,
-    pack: int = 1,
-    runs: int = 1,
+    shape: JobShape, sweep: str, folder: Path, number: int, pack: int = 1, runs: int = 1
 ) -> dict[str, Any]:
     """The variables of the templates. ``templates/README.md`` describes each; a test keeps it complete."""
-    environment = profile.environment(shape.environment)
-    traits = profile.scheduler.traits
+    profile, environment, traits = shape.profile, shape.environment, shape.profile.scheduler.traits
     is_slurm = traits.is_slurm
     directives: Sequence[tuple[str, DirectiveValue]] = []
     # Unique, so that a job can be found again by it.
     name = f"hpcbench-{folder.name}-{number}"
     make_directives = traits.directives or _DIRECTIVES.get(profile.scheduler.kind)
     if make_directives is not None:
-        directives = make_directives(shape, profile, name, str(folder), number, pack, runs)
+        directives = make_directives(shape, name, str(folder), number, pack, runs)
     return {
         "sweep": sweep,
         "cluster": profile.name,
@@ -244,9 +323,9 @@ def template_context(
         "scheduler": profile.scheduler.kind,
         "launcher": profile.launcher,
         "launcher_args": profile.launcher_args,
-        "step_words": launch_step.srun_options(shape, profile) if is_slurm else [],
-        "container_words": launch_step.srun_container_options(shape, profile) if is_slurm else [],
-        "rank_wrapper": launch_step.rank_wrapper(shape, profile) if is_slurm else [],
+        "step_words": _srun_options(shape) if is_slurm else [],
+        "container_words": _container_step_options(shape) if is_slurm else [],
+        "rank_wrapper": _rank_wrapper(shape) if is_slurm else [],
         # A scheduler signals the ranks itself; without one the script passes on what it is told.
         "forward_signals": not is_slurm,
         "directives": directives,
@@ -257,31 +336,20 @@ def template_context(
         "tasks_per_node": shape.tasks_per_node,
         "devices_per_task": shape.devices_per_task,
         "ranks": shape.ranks,
-        "cpus_per_task": launch_step.cpus_per_task(shape, profile),
+        "cpus_per_task": shape.cpus_per_task,
         "time_limit_s": math.ceil(shape.time_limit_s),
         "pack": pack,
         "runs": runs,
-        "job_limit_s": math.ceil(launch_step.job_time_limit_s(shape, pack)),
-        "begin_pause_s": launch_step.BEGIN_PAUSE_S,
+        "job_limit_s": math.ceil(shape.job_limit_s(pack)),
+        "begin_pause_s": BEGIN_PAUSE_S,
         "modules": environment.modules,
         "modules_start": environment.modules_start,
-        "cluster_setup": profile.setup,
+        "cluster_setup": environment.cluster_setup,
         "setup": environment.setup,
-        "env": launch_step.job_variables(shape, profile),
-        "env_unset": [*profile.env_unset, *environment.env_unset],
-        "container": launch_step.container_command(environment.container),
-        "python": rank_python(environment),
+        "env": shape.variables,
+        "env_unset": environment.env_unset,
+        "container": _container_command(environment.container),
+        "python": environment.python,
         "nothing_to_do": EXIT_NOTHING_TO_DO,
         "preempted": EXIT_PREEMPTED,
     }
-
-
-def rank_python(environment: EnvironmentConfig) -> str:
-    """The interpreter that runs the ranks: the environment's, else the image's or the submitter's own."""
-    if environment.python:
-        return environment.python
-    if environment.venv:
-        return f"{environment.venv}/bin/python"
-    if environment.container and environment.container.kind:
-        return "python3"
-    return sys.executable

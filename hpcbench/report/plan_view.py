@@ -164,7 +164,7 @@ def _arrays_view(plan: SweepPlan, groups: list[JobGroup], plan_forecast: PlanFor
         Column("time_limit_s", "run limit", attrgetter("shape.time_limit_s"), compact_heading="run\nlimit"),
         Column("limit_s", "job limit", attrgetter("limit_s"), compact_heading="job\nlimit"),
         Column("node_hours", "node-h", lambda group: group.node_hours, lambda group: f"{group.node_hours:.2f}"),
-        text_column("partition", lambda group: group.shape.partition or "default", compact_heading="parti-\ntion"),
+        text_column("partition", lambda group: group.shape.partition.key or "default", compact_heading="parti-\ntion"),
         text_column("strategies", lambda group: _strategy_counts(plan, group), wraps=True),
     ]
     if plan_forecast is not None and plan_forecast.predictions:

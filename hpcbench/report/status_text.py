@@ -13,6 +13,7 @@ import click
 from hpcbench.config.run_spec import RunSpec, run_label, strategy_label
 from hpcbench.fileio import printable_excerpt, printable_text
 from hpcbench.submit.run_state import ACTIVE_STATES, RunState, count_states, suspect_nodes
+from hpcbench.submit.watcher import RunDetails
 from hpcbench.units import format_seconds
 
 STATUS_STYLE = {
@@ -33,16 +34,6 @@ class _StatusRow(NamedTuple):
 
     configuration: str = ""
     elapsed: str = ""
-
-
-class RunDetails(NamedTuple):
-    """The details of a run beside its state."""
-
-    spec: RunSpec | None = None
-    elapsed_s: float | None = None
-    """Since the start of its newest attempt, until its result if it has one."""
-    submitted_by: str | None = None
-    """The account that owns its newest submission."""
 
 
 _HEADINGS = _StatusRow("run", "state", "job", "reason", "configuration", "elapsed")

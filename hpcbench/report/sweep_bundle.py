@@ -23,9 +23,9 @@ from hpcbench.results.bundle_archive import (
     BundleWriter,
 )
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
-from hpcbench.submit.journal import journal_paths, read_journal
+from hpcbench.submit.journal import journal_paths
 from hpcbench.submit.scheduler_registry import job_log, scheduler_class
-from hpcbench.submit.submission_record import NewestSubmission, Submission, SweepRecord, list_submissions
+from hpcbench.submit.submission_record import Submission, SweepRecord, list_submissions, runs_of_submission
 
 MAX_LOG_BYTES = 16 * 2**20
 """Maximum size of a log in a bundle; only the end of a longer one is bundled."""
@@ -140,6 +140,5 @@ def _submission_files(folder: Path, submission: Submission, logs_of: set[str]) -
     for array in submission.arrays:
         yield folder / f"{array.number}.sh"
         yield folder / f"{array.number}.jsonl"
-    newest = NewestSubmission(folder, submission, read_journal(folder), logs_of)
-    logs = (job_log(run) for _, run in newest.runs())
+    logs = (job_log(run) for _, run in runs_of_submission(folder, submission, logs_of))
     yield from dict.fromkeys(log for log in logs if log is not None)

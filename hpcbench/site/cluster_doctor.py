@@ -13,15 +13,14 @@ from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.errors import INSTALL_WORKER, HpcbenchError
 from hpcbench.fileio import printable_text
 from hpcbench.paths import cache_folder, data_folder, expand_path, is_visible
-from hpcbench.render.job_script import rank_python
 from hpcbench.results.data_folder import list_datasets
 from hpcbench.site.node_probe import NodeProbe, decode_report, parse_probe, render_probe, run_probe
 from hpcbench.site.profile_check import scheduler_partitions
 from hpcbench.submit.scheduler import (
     Notify,
-    RunningCommand,
     account_error,
     find_command,
+    run_program,
     scrubbed_environment,
     scrubbed_names,
 )
@@ -90,7 +89,7 @@ def _check_data_folder(profile: ClusterProfile) -> DoctorCheck:
     complete = [dataset for dataset in datasets if dataset.complete]
     names = ", ".join(f"{each.dataset}{f'-{each.size}' if each.size else ''} ({each.kind})" for each in complete)
     mend = "hpcbench data make DATASET, where runs are to read files"
-    if not profile.node_of(None).internet:
+    if not profile.partition(None).node.internet:
         mend += "; here and before they are submitted, as nodes have no internet"
     return _check("data", bool(datasets), f"{folder}: {names or 'nothing'}", mend, needed=False)
 
@@ -128,14 +127,14 @@ def _check_worker(profile: ClusterProfile) -> list[DoctorCheck]:
     if environment.modules and profile.scheduler.traits.runs_here:
         # Without a scheduler this machine is the node.
         script = render_probe(profile, cache_folder())
-        result = RunningCommand(["bash", "-c", script], scrubbed_environment()).result(timeout_s=300)
+        result = run_program(["bash", "-c", script], scrubbed_environment(), timeout_s=300)
         return _check_probe(profile, parse_probe(result.output))
-    if environment.modules or environment.container or environment.setup:
+    if environment.is_made_in_job:
         detail = "made by modules, setup lines or a container: it can only be examined in a job"
         return [_check("job environment", True, detail, needed=False)]
-    python = rank_python(environment)
+    python = environment.python
     command = [python, "-m", "hpcbench.worker", "doctor", "--json"]
-    result = RunningCommand(command, scrubbed_environment()).result(timeout_s=300)
+    result = run_program(command, scrubbed_environment(), timeout_s=300)
     if result.exit_code is None:
         return [_check("python", False, f"{python}: {result.complaint}", INSTALL_WORKER)]
     try:
@@ -170,7 +169,7 @@ def _check_probe(profile: ClusterProfile, probe: NodeProbe) -> list[DoctorCheck]
 
 def compare_probe(profile: ClusterProfile, probe: NodeProbe) -> list[DoctorCheck]:
     """Compare the profile with the inside of a node."""
-    node, interface = profile.node_of(None), profile.network.interface
+    node, interface = profile.partition(None).node, profile.network.interface
     names = probe.interfaces
     checks = []
     if interface:

@@ -1,6 +1,4 @@
-"""A short job that inspects a node in the jobs' own environment: devices, links, interfaces, cores, memory and
-packages.
-"""
+"""A short job that inspects a node in the jobs' own environment: devices, interfaces, cores, memory and packages."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -23,57 +21,11 @@ from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.errors import SubmitError
 from hpcbench.fileio import make_folder, printable_text
 from hpcbench.paths import cache_folder
-from hpcbench.render.job_script import TemplateEngine, template_context
-from hpcbench.render.launch_step import JobShape
+from hpcbench.render.job_script import make_job_shape, template_context
+from hpcbench.render.template_engine import TemplateEngine
 from hpcbench.submit.sbatch import SbatchExecutor
 from hpcbench.submit.scheduler import Notify, command_environment
-from hpcbench.submit.slurm_queue import QueueQuery, first_cluster, run_on_cluster
-
-_ESCAPE_PATTERN = re.compile(r"\x1b\[[0-9;]*m")
-_GPU_NAME_PATTERN = re.compile(r"GPU\d+")
-
-
-@dataclass(frozen=True)
-class DeviceTopology:
-    """The matrix of ``nvidia-smi topo -m``."""
-
-    between_devices: frozenset[str] = frozenset()
-    """Kinds of links between devices: ``NV12`` is twelve NVLinks, ``SYS`` leads from one processor to the other."""
-    cores: tuple[str, ...] = ()
-    """The CPUs next to each device, as ``48-63,112-127``; empty if they are unknown."""
-
-    @property
-    def device_order(self) -> list[int]:
-        """The devices in the order of the cores next to them; empty if that is their own order, or unknown."""
-        matches = [re.match(r"\d+", text) for text in self.cores]
-        first = [int(match[0]) for match in matches if match]
-        if len(set(first)) < len(self.cores) or first == sorted(first):
-            return []
-        return sorted(range(len(first)), key=first.__getitem__)
-
-
-def parse_topology(lines: Sequence[str]) -> DeviceTopology:
-    """The rows of devices; a tab ends a cell, and the first cell of the heading is empty."""
-    rows = [[cell.strip() for cell in _ESCAPE_PATTERN.sub("", line).split("\t")] for line in lines]
-    head = next((row for row in rows if not row[0] and "GPU0" in row), None)
-    if head is None:
-        return DeviceTopology()
-    columns = [column for column, name in enumerate(head) if _GPU_NAME_PATTERN.fullmatch(name)]
-    cpus = head.index("CPU Affinity") if "CPU Affinity" in head else len(head)
-    devices = [row for row in rows if _GPU_NAME_PATTERN.fullmatch(row[0]) and len(row) > columns[-1]]
-    between = frozenset(row[column] for row in devices for column in columns) - {"X", ""}
-    return DeviceTopology(between, tuple(row[cpus] if cpus < len(row) else "" for row in devices))
-
-
-def parse_infiniband_ports(lines: Sequence[str]) -> dict[str, float]:
-    """Bit/s of each adapter that is up, from lines such as ``mlx5_0 InfiniBand 4: ACTIVE 200 Gb/sec (4X HDR)``."""
-    rates: dict[str, float] = {}
-    for line in lines:
-        match = re.match(r"(?P<name>\S+) InfiniBand \d+: ACTIVE (?P<rate>[\d.]+) Gb/sec", line)
-        if match:
-            rates[match["name"]] = rates.get(match["name"], 0.0) + float(match["rate"]) * 1e9
-    return rates
-
+from hpcbench.submit.slurm_queue import first_cluster, query_job_states, run_on_cluster
 
 _SECTION_PREFIX = "=== hpcbench "
 _PROBE_LIMIT_S = 300.0
@@ -112,15 +64,6 @@ class NodeProbe:
         nvidia = [line for line in self.sections.get("nvidia", []) if line.startswith("GPU ")]
         amd = [line for line in self.sections.get("amd", []) if "Card series" in line or "Card Series" in line]
         return nvidia or amd
-
-    @property
-    def topology(self) -> DeviceTopology:
-        return parse_topology(self.sections.get("topology", []))
-
-    @property
-    def ports(self) -> dict[str, float]:
-        """Bit/s of the InfiniBand adapters that are up."""
-        return parse_infiniband_ports(self.sections.get("infiniband", []))
 
     @property
     def cpus(self) -> int | None:
@@ -175,13 +118,12 @@ def parse_probe(text: str) -> NodeProbe:
 
 def render_probe(profile: ClusterProfile, folder: Path) -> str:
     """The script of a job on one node with all its devices; on more if the partition requires more nodes."""
-    devices = profile.node_of(None).devices or 1
-    nodes = profile.partition(None).min_nodes or 1
-    longest_min = profile.partition(None).longest_min(nodes)
+    partition = profile.partition(None)
+    node, nodes = partition.node, partition.min_nodes or 1
+    longest_min = partition.longest_min(nodes)
     limit_s = _PROBE_LIMIT_S if longest_min is None else min(_PROBE_LIMIT_S, longest_min * 60)
-    shape = JobShape(profile.default_partition, profile.default_environment, nodes, devices, 1, limit_s)
-    values = template_context(profile, shape, "probe", folder, 0)
-    node = profile.node_of(None)
+    shape = make_job_shape(profile, nodes, node.devices or 1, 1, limit_s)
+    values = template_context(shape, "probe", folder, 0)
     values["folders"] = [folder for folder in (node.scratch_folder, node.local_folder) if folder]
     log = str(folder / "log")
     values["directives"] = [
@@ -254,7 +196,7 @@ def _wait_for_output(profile: ClusterProfile, job_id: str, cluster: str, log: Pa
             return text
         if time.monotonic() >= next_query_s:
             next_query_s = time.monotonic() + _QUEUE_POLL_S
-            state = QueueQuery([job_id], profile, cluster).job_states([job_id], since).get(job_id)
+            state = query_job_states([job_id], since, profile, cluster).get(job_id)
             reason = state.reason if state else "the scheduler knows nothing of it"
             # A network file system shows the job's last lines late.
             absent = absent + 1 if state is None or state.state not in ("pending", "running", "waiting") else 0

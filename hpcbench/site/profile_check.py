@@ -13,10 +13,10 @@ from hpcbench.config.profile_tables import NodeConfig, PartitionConfig
 from hpcbench.config.toml_tables import TomlSource
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, SubmitError, did_you_mean
 from hpcbench.fileio import printable_text
-from hpcbench.render.job_script import TemplateEngine, render_script
-from hpcbench.render.launch_step import JobShape
+from hpcbench.render.job_script import make_job_shape, render_script
+from hpcbench.render.template_engine import TemplateEngine
 from hpcbench.site.slurm_facts import NodeFacts, PartitionFacts, SiteFacts, query_site
-from hpcbench.submit.scheduler import account_error, run_command
+from hpcbench.submit.scheduler import account_error, command_environment, run_program
 from hpcbench.submit.slurm_queue import SbatchOutcome, classify_sbatch_error, first_cluster
 from hpcbench.units import format_bytes
 
@@ -44,24 +44,14 @@ def sbatch_test_problems(
 
 
 def _sbatch_refusal(profile: ClusterProfile, key: str | None) -> str | None:
-    partition, node = profile.partition(key), profile.node_of(key)
-    nodes = partition.min_nodes or 1
-    longest_min = partition.longest_min(nodes)
-    limit_min = partition.time_limit_min or profile.time_limit_min
-    shape = JobShape(
-        partition=key or profile.default_partition,
-        environment=profile.default_environment,
-        nodes=nodes,
-        tasks_per_node=node.devices or 1,
-        devices_per_task=1,
-        time_limit_s=60 * (limit_min if longest_min is None else min(limit_min, longest_min)),
-    )
+    partition = profile.partition(key)
+    shape = make_job_shape(profile, partition.min_nodes or 1, partition.node.devices or 1, partition=key)
     with tempfile.TemporaryDirectory() as name:
         script = Path(name) / "0.sh"
-        text = render_script(TemplateEngine(), profile, shape, "check", script.parent, 0)
+        text = render_script(TemplateEngine(), shape, "check", script.parent, 0)
         script.write_text(text, encoding="utf-8")
         command = ["sbatch", "--test-only", str(script)]
-        result = run_command(command, profile)
+        result = run_program(command, command_environment(profile))
     if result.exit_code is None or result.exit_code == 0:
         return None
     message = result.complaint or result.output
@@ -121,7 +111,7 @@ def _least(limits: Iterable[tuple[float | None, str]]) -> tuple[float, str]:
 def _live_partition(profile: ClusterProfile, facts: SiteFacts, key: str | None) -> PartitionFacts | None:
     """The scheduler's partition of jobs with the profile's partition ``key``: the default where none is named."""
     named = None if key is None else facts.partitions.get(profile.partition(key).name or key)
-    is_default = key is None or "partition" in profile.request_of(key).drop
+    is_default = key is None or "partition" in profile.partition(key).request.drop
     return facts.default_partition or named if is_default else named
 
 
@@ -225,8 +215,10 @@ class _ProfileCheck:
     def nodes(self, key: str | None, live: PartitionFacts) -> None:
         """Compare with the nodes that the constraint leaves; each number with the best of them."""
         profile = self.profile
-        partition, request, node = profile.partition(key), profile.request_of(key), profile.node_of(key)
-        table = ("partitions", key or "", "node") if partition.node is not None else ("node",)
+        partition = profile.partition(key)
+        request, node = partition.request, partition.node
+        own = profile.partitions.get(key or "")
+        table = ("partitions", key or "", "node") if own is not None and own.node is not None else ("node",)
         required = set(partition.constraint.replace("|", "&").split("&")) if partition.constraint else set()
         features = frozenset[str]().union(*(kind.features for kind in live.kinds))
         unknown = {name for name in required if name.isidentifier()} - features

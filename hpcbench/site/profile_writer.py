@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import count, islice
 
 from hpcbench.config.toml_tables import NAME_PATTERN
-from hpcbench.site.node_probe import DeviceTopology, NodeProbe
+from hpcbench.site.node_probe import NodeProbe
 from hpcbench.site.slurm_facts import NodeFacts, PartitionFacts, SiteFacts
 
 _PROFILE_HEAD = """\
@@ -45,8 +45,6 @@ def profile_toml(name: str, facts: SiteFacts, probe: NodeProbe | None = None, co
         *(_partition_table(partition, keys[name], facts, kind) for name, partition in facts.partitions.items()),
         _network_table(probe),
     ]
-    if probe is not None:
-        tables += [_binding_comment(probe.topology), _links_comment(probe, gpus)]
     if has_devices and kind:
         tables.append(_device_comment(kind))
     return "\n".join("".join(f"{line}\n" for line in lines) for lines in tables if lines)
@@ -253,33 +251,6 @@ def _network_table(probe: NodeProbe | None) -> list[str]:
     addresses = ", ".join(f"{name} {address}" for name, address in probe.interfaces.items())
     lines = [f"# Interfaces of a node: {addresses or 'none with an address'}.", "[network]"]
     lines.append(f'interface = "{probe.fabric}"' if probe.fabric else '# interface = "eth0"')
-    if probe.ports:
-        lines.append(f"# nccl_hcas = {json.dumps(list(probe.ports))}")
-    return lines
-
-
-def _binding_comment(topology: DeviceTopology) -> list[str]:
-    """A comment and no table: a site may bind ranks to cores in a way of its own."""
-    if not topology.device_order:
-        return []
-    cores = "; ".join(f"{number}: {cores}" for number, cores in enumerate(topology.cores))
-    heading = f"# The cores next to each device: {cores}. In their order:"
-    return [heading, "# [binding]", f"# device_order = {topology.device_order}"]
-
-
-def _links_comment(probe: NodeProbe, gpus: int) -> list[str]:
-    """A comment and no table: some ports may be the storage's, and one node shows no latency."""
-    lines = []
-    if probe.topology.between_devices:
-        kinds = ", ".join(sorted(probe.topology.between_devices))
-        lines.append(f"# Between the devices of a node: {kinds} (NV12: twelve NVLinks).")
-    if probe.ports:
-        share = sum(probe.ports.values()) / max(1, gpus)
-        rates = ", ".join(f"{name} {rate / 1e9:g} Gbit/s" for name, rate in probe.ports.items())
-        lines += [
-            f"# Ports that are up: {rates}; shared by {max(1, gpus)} ranks:", "# [links.inter_node]",
-            '# latency_s = "10 us"', f'# bandwidth_bytes_per_s = "{share / 1e9:g} Gbit/s"',
-        ]  # fmt: skip
     return lines
 
 

@@ -10,7 +10,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -19,7 +19,6 @@ from hpcbench.config.sweep_file import SweepFile
 from hpcbench.errors import ConfigError, SubmitError, did_you_mean
 from hpcbench.fileio import encode_indented_json, make_folder, write_error, write_file
 from hpcbench.paths import shared_folder
-from hpcbench.render.job_script import rank_python
 from hpcbench.results.schema import RunResult
 from hpcbench.strategies.catalog import selectable_strategies
 from hpcbench.submit.scheduler import scrubbed_environment
@@ -48,6 +47,7 @@ def write_project(folder: Path) -> list[Path]:
         folder / "templates" / "README.md": _shipped_file("templates", "README.md"),
         folder / "schemas" / "sweep.json": _schema_file("sweep"),
         folder / "schemas" / "cluster.json": _schema_file("cluster"),
+        folder / "schemas" / "result.json": _schema_file("result"),
     }
     written = []
     for path, data in shipped.items():
@@ -86,15 +86,6 @@ def _schema_file(kind: str) -> bytes:
     return encode_indented_json(make_json_schema(kind))
 
 
-class SampleRequest(NamedTuple):
-    """The samples to make; ``None`` stands for the default."""
-
-    dataset: str
-    size: int | None
-    samples: int | None
-    workers: int | None
-
-
 class SampleProgress(msgspec.Struct):
     """A line of output of the sample maker."""
 
@@ -102,21 +93,25 @@ class SampleProgress(msgspec.Struct):
     samples: int
 
 
-def make_samples(profile: ClusterProfile, folder: Path, request: SampleRequest) -> Iterator[SampleProgress]:
+def make_samples(
+    profile: ClusterProfile, folder: Path, dataset: str, **options: int | None
+) -> Iterator[SampleProgress]:
     """Run the sample maker in the profile's environment and yield its progress.
+
+    ``options``: ``size``, ``samples`` and ``workers``; ``None`` stands for the default.
 
     Raises ``SubmitError`` if it fails (the reason is on standard error), or can only be run in a job.
     """
     environment = profile.environment(None)
-    words = ["-m", "hpcbench.worker", "data", "make", request.dataset, "--folder", str(folder)]
-    for name, value in (("--size", request.size), ("--samples", request.samples), ("--workers", request.workers)):
-        words += [] if value is None else [name, str(value)]
-    if environment.modules or environment.container or environment.setup:
+    words = ["-m", "hpcbench.worker", "data", "make", dataset, "--folder", str(folder)]
+    for name, value in options.items():
+        words += [] if value is None else [f"--{name}", str(value)]
+    if environment.is_made_in_job:
         raise SubmitError(
             f"the environment of {profile.name} is made by modules, setup lines or a container",
             hint=f"run this inside it: {shlex.join(['python', *words])}",
         )
-    command = [rank_python(environment), *words]
+    command = [environment.python, *words]
     try:
         process = subprocess.Popen(
             command, env=scrubbed_environment() | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True
@@ -132,7 +127,7 @@ def make_samples(profile: ClusterProfile, folder: Path, request: SampleRequest) 
     finally:
         _stop_process(process)
     if process.returncode:
-        raise SubmitError(f"{request.dataset} was not made: {shlex.join(command)} ended with {process.returncode}")
+        raise SubmitError(f"{dataset} was not made: {shlex.join(command)} ended with {process.returncode}")
 
 
 def _stop_process(process: subprocess.Popen[str]) -> None:

@@ -7,14 +7,12 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import msgspec
-
+from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.errors import SubmitError
 from hpcbench.fileio import printable_text
 from hpcbench.identity import account_name
-from hpcbench.submit.scheduler import HasSchedulerSettings
 from hpcbench.submit.slurm_queue import run_on_cluster
 
 _IN_PARENTHESES = re.compile(r"\([^)]*\)")
@@ -213,13 +211,8 @@ def parse_oneliner(text: str) -> list[dict[str, str]]:
 
 def parse_nodes(text: str) -> dict[str, list[NodeFacts]]:
     """The nodes in the output of ``scontrol show node --oneliner``, by partition."""
-    return _nodes_by_partition(parse_oneliner(text))
-
-
-def _nodes_by_partition(nodes: Iterable[dict[str, str]]) -> dict[str, list[NodeFacts]]:
-    """``nodes``: records with the keys of scontrol."""
     by_partition: dict[str, list[NodeFacts]] = {}
-    for record in nodes:
+    for record in parse_oneliner(text):
         states = re.split(r"[^A-Z_]+", record.get("State", "").upper())
         node = NodeFacts(
             cpus=_parse_int(record.get("CPUEfctv", "")) or _parse_int(record.get("CPUTot", "")) or 0,
@@ -317,58 +310,20 @@ def parse_slurm_config(text: str) -> dict[str, str]:
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
-JSON_NODE_COMMANDS = (["scontrol", "show", "node", "--json"], ["sinfo", "--json"])
-"""The first works from SLURM 23.02 on, the second in 21.08 and 22.05; both only if the JSON plugin was built."""
-
-_JSON_NODE_KEYS = {
-    "CPUEfctv": "effective_cpus", "CPUTot": "cpus", "RealMemory": "real_memory", "Gres": "gres", "CfgTRES": "tres",
-    "AvailableFeatures": "features", "Arch": "architecture", "ThreadsPerCore": "threads", "Partitions": "partitions",
-    "State": "state",
-}  # fmt: skip
-
-
-class _JsonNodes(msgspec.Struct):
-    nodes: list[Any] = []
-
-
-def parse_json_nodes(text: str) -> dict[str, list[NodeFacts]]:
-    """Nodes by partition; empty if ``text`` is not JSON, or has another form."""
-    try:
-        nodes = msgspec.json.decode(text, type=_JsonNodes).nodes
-    except msgspec.DecodeError:
-        return {}
-    records = (node for node in nodes if isinstance(node, dict))
-    return _nodes_by_partition(
-        {key: _json_text(node.get(name)) for key, name in _JSON_NODE_KEYS.items()} for node in records
-    )
-
-
-def _json_text(value: Any) -> str:
-    """The value as in scontrol's text. Lists may be comma-separated text, and numbers tables with the key ``set``."""
-    if isinstance(value, list):
-        return ",".join(str(item) for item in value)
-    if isinstance(value, dict):
-        return str(value.get("number", "")) if value.get("set") else ""
-    return "" if value is None else str(value)
-
-
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 _QOS_FORMAT = "format=Name,MaxWall,MaxJobsPU,MaxSubmitPU,MaxTRES,MinTRES"
 _ASSOCIATION_FORMAT = "format=Account,QOS,DefaultQOS,MaxSubmit"
 
 
-def query_site(profile: HasSchedulerSettings, cluster: str = "") -> SiteFacts:
+def query_site(profile: ClusterProfile, cluster: str = "") -> SiteFacts:
     """The facts from scontrol, and from sacctmgr if there is accounting.
 
     ``cluster``: the scheduler's name of the cluster; empty for the default one.
 
-    Nodes are read from text; from JSON, which not every SLURM prints and whose form changes, only if the text has none.
     Raises ``SubmitError`` if scontrol is absent or does not answer.
     """
     settings = parse_slurm_config(_run_query(["scontrol", "show", "config"], profile, cluster))
     nodes = parse_nodes(_run_optional_query(["scontrol", "show", "node", "--oneliner"], profile, cluster))
-    for command in JSON_NODE_COMMANDS:
-        nodes = nodes or parse_json_nodes(_run_optional_query(command, profile, cluster))
     partitions = parse_partitions(_run_query(["scontrol", "show", "partition", "--oneliner"], profile, cluster), nodes)
     name = settings.get("ClusterName", "")
     # One slurmdbd serves several clusters: the associations of the others are not for jobs here.
@@ -394,7 +349,7 @@ def _own_groups() -> frozenset[str] | None:
         return None
 
 
-def _run_optional_query(command: list[str], profile: HasSchedulerSettings, cluster: str = "") -> str:
+def _run_optional_query(command: list[str], profile: ClusterProfile, cluster: str = "") -> str:
     """The output; empty if the site has no accounting, an older SLURM, or hides this from users."""
     try:
         return _run_query(command, profile, cluster)
@@ -402,7 +357,7 @@ def _run_optional_query(command: list[str], profile: HasSchedulerSettings, clust
         return ""
 
 
-def _run_query(command: list[str], profile: HasSchedulerSettings, cluster: str = "") -> str:
+def _run_query(command: list[str], profile: ClusterProfile, cluster: str = "") -> str:
     result = run_on_cluster(command, cluster, profile)
     if result.exit_code is None:
         raise SubmitError(f"{command[0]}: {result.complaint}", hint="run this on a login node of the cluster")

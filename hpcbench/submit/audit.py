@@ -19,12 +19,13 @@ from pathlib import Path
 
 import msgspec
 
+from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.run_spec import read_task
 from hpcbench.results.attempts import Attempt, attempt_numbers
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_OK
 from hpcbench.submit.journal import read_journal
-from hpcbench.submit.scheduler import HasSchedulerSettings, QueueTable
+from hpcbench.submit.scheduler import QueueTable
 from hpcbench.submit.slurm_queue import JobRow, on_cluster, queue_rows, run_on_cluster
 from hpcbench.submit.submission_record import Submission, find_submitted_runs, list_submissions
 
@@ -76,7 +77,7 @@ def clusters_of(tree: ClusterTree) -> set[str]:
 
 
 def cancel_findings(
-    findings: Sequence[AuditFinding], settings: HasSchedulerSettings
+    findings: Sequence[AuditFinding], settings: ClusterProfile
 ) -> tuple[list[AuditFinding], dict[str, str]]:
     """Cancel the jobs that carry nothing that is wanted.
 

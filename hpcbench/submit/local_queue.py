@@ -1,9 +1,8 @@
 """The job queue of a machine without a scheduler: ``python -m hpcbench.submit.local_queue SUBMISSION_FOLDER
 WARNING_S``.
 
-Runs start in order, one at a time. A submission with ``max_running_jobs`` above 1 starts as many at once, as far as
-there are cores. Cores are file locks in the temporary folder, so that two submissions of one user share the machine and
-a dead queue releases its cores. A run alone locks all of them, oversubscribed where it has more ranks."""
+Runs start in order, one at a time: side by side they would disturb each other. A file lock in the temporary folder lets
+two submissions of one user share the machine; a dead queue releases it."""
 
 from __future__ import annotations
 
@@ -27,45 +26,29 @@ from submitit.local.local import LocalJob, start_controller
 
 from hpcbench.errors import StorageError
 from hpcbench.submit.journal import JobBatch, JournalWriter, read_dropped_runs
-from hpcbench.submit.plan import available_cores
 from hpcbench.submit.submission_record import JobArray, read_submission
 
 _POLL_S = 0.1
 _KILL_AFTER_S = 60.0
 
 
-class CoreLocks:
-    """The cores of this machine as locks that this user's queues share."""
+def take_machine() -> IO[bytes] | None:
+    """The lock that this user's queues share, held until it is closed; ``None`` if another queue has it now.
 
-    def __init__(self, count: int, folder: Path | None = None) -> None:
-        self.count = count
-        self._folder = folder or Path(tempfile.gettempdir()) / f"hpcbench-cores-{os.getuid()}"
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-        state = self._folder.lstat()
-        if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid():
-            raise StorageError(f"{self._folder} is not a folder of this user", hint="remove it, or set TMPDIR")
-
-    def take(self, wanted: int) -> list[IO[bytes]] | None:
-        """``wanted`` cores, or all if there are fewer; ``None`` if they are not free now."""
-        needed = min(max(1, wanted), self.count)
-        held: list[IO[bytes]] = []
-        for core in range(self.count):
-            file: IO[bytes] = open(self._folder / str(core), "ab")  # noqa: SIM115 - held until the run has ended
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                file.close()
-                continue
-            held.append(file)
-            if len(held) == needed:
-                return held
-        _release_cores(held)
-        return None
-
-
-def _release_cores(cores: list[IO[bytes]]) -> None:
-    for file in cores:
+    Raises ``StorageError`` if the folder of the lock is not this user's.
+    """
+    folder = Path(tempfile.gettempdir()) / f"hpcbench-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    state = folder.lstat()
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid():
+        raise StorageError(f"{folder} is not a folder of this user", hint="remove it, or set TMPDIR")
+    file: IO[bytes] = open(folder / "machine", "ab")  # noqa: SIM115 - held until the run has ended
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
         file.close()
+        return None
+    return file
 
 
 class LocalScriptJob(LocalJob[Any]):
@@ -127,81 +110,52 @@ def terminate_worker(job: int, index: int) -> None:
 
 
 class LocalQueue:
-    """Runs the jobs of one submission, in order, as cores become free."""
+    """Runs the jobs of one submission, in order, whenever the machine is free."""
 
     def __init__(self, folder: Path, warning_s: float) -> None:
         record = read_submission(folder)
         assert record is not None, f"{folder} holds no submission"
-        self.folder = folder
-        self.record = record
-        self.warning_s = warning_s
+        self.folder, self.record, self.warning_s = folder, record, warning_s
         # submitit replaces %j, %t and %a in paths; this process and its children are in the submission's folder.
         self.executor = LocalScriptExecutor(Path("/proc/self/cwd/jobs") if "%" in str(folder) else folder / "jobs")
-        self.cores = CoreLocks(available_cores())
         self.journal = JournalWriter(folder)
-        self.running: list[tuple[LocalScriptJob, list[IO[bytes]]]] = []
         self.stopping = False
 
     def work(self) -> None:
-        """Start every run and wait for all. After a signal to stop none is started; running ones get SIGTERM."""
+        """Run every job. After a signal to stop none is started; a running one gets SIGTERM."""
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, self._stop)
         for array in self.record.arrays:
             for number in range(array.jobs):
-                cores = self._wait_for_cores(array)
-                if cores is None:
-                    break
-                if read_dropped_runs(self.folder).issuperset(array.runs_of(number)):
-                    _release_cores(cores)
-                else:
-                    self._start(array, number, cores)
-        self._finish()
+                machine = self._wait_for_machine()
+                if machine is None:
+                    return
+                with machine:
+                    if not read_dropped_runs(self.folder).issuperset(array.runs_of(number)):
+                        self._run(array, number)
 
-    def _wait_for_cores(self, array: JobArray) -> list[IO[bytes]] | None:
-        limit = self.record.max_running_jobs
+    def _wait_for_machine(self) -> IO[bytes] | None:
         while not self.stopping:
-            self._reap()
-            is_full = limit is not None and len(self.running) >= limit
-            cores = None if is_full else self.cores.take(array.cores_per_run)
-            if cores is not None:
-                return cores
+            if (machine := take_machine()) is not None:
+                return machine
             time.sleep(_POLL_S)
         return None
 
-    def _start(self, array: JobArray, number: int, cores: list[IO[bytes]]) -> None:
-        job = self.executor.submit_script(
-            self.folder / f"{array.number}.sh",
-            number,
-            time_limit_s=array.job_limit_s,
-            warning_s=self.warning_s,
-        )
-        self.running.append((job, cores))
+    def _run(self, array: JobArray, number: int) -> None:
+        script = self.folder / f"{array.number}.sh"
+        job = self.executor.submit_script(script, number, time_limit_s=array.job_limit_s, warning_s=self.warning_s)
         self.journal.record(JobBatch(array=array.number, first=number, count=1, job_id=str(job.job_id)))
-
-    def _reap(self) -> None:
-        for job, cores in list(self.running):
-            if job.done():
-                _release_cores(cores)
-                self.running.remove((job, cores))
-
-    def _finish(self) -> None:
         stopped_s: float | None = None
-        while self.running:
+        while not job.done():
             if self.stopping and stopped_s is None:
                 stopped_s = time.monotonic()
-                for job, _ in self.running:
-                    job.cancel(check=False)
+                job.cancel(check=False)
             if stopped_s is not None and time.monotonic() - stopped_s > _KILL_AFTER_S:
-                self._kill()
-            self._reap()
+                with contextlib.suppress(psutil.Error):
+                    controller = psutil.Process(int(job.job_id))
+                    for process in [*controller.children(recursive=True), controller]:
+                        process.kill()
             time.sleep(_POLL_S)
-
-    def _kill(self) -> None:
-        for job, _ in self.running:
-            with contextlib.suppress(psutil.Error):
-                controller = psutil.Process(int(job.job_id))
-                for process in [*controller.children(recursive=True), controller]:
-                    process.kill()
 
     def _stop(self, signum: int, frame: FrameType | None) -> None:
         self.stopping = True

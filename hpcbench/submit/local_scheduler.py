@@ -19,11 +19,9 @@ from hpcbench.identity import find_process
 from hpcbench.results.decode import read_record
 from hpcbench.submit.lock import exclusive_lock
 from hpcbench.submit.scheduler import JobStatus, Notify, QueueTable, Scheduler, SendOutcome, command_environment
-from hpcbench.submit.submission_record import NewestSubmission, Submission, SubmittedRun
+from hpcbench.submit.submission_record import Submission, SubmittedRun
 
 if TYPE_CHECKING:
-    from hpcbench.config.cluster_profile import ClusterProfile
-    from hpcbench.errors import ConfigError
     from hpcbench.results.attempts import AttemptStart
     from hpcbench.results.results_tree import ClusterTree
 
@@ -34,21 +32,21 @@ class LocalScheduler(Scheduler):
     poll_s: ClassVar[float] = 1.0
     queue_log: ClassVar[str | None] = "queue.log"
 
-    def account(self, profile: ClusterProfile) -> ConfigError | None:
-        return None
+    def check(self) -> None:
+        """This machine takes jobs without an account."""
 
-    def submit(
-        self, folder: Path, record: Submission, profile: ClusterProfile, tree: ClusterTree, notify: Notify
-    ) -> SendOutcome:
+    def submit(self, folder: Path, record: Submission, tree: ClusterTree, notify: Notify) -> SendOutcome:
         """Start the submission's queue process, unless that was done before."""
         if not queue_was_started(folder):
             with exclusive_lock(folder / ".sending"):
                 if not queue_was_started(folder):
-                    start_local_queue(folder, command_environment(profile), profile.scheduler.warning_s)
+                    start_local_queue(folder, command_environment(self.profile), self.profile.scheduler.warning_s)
         return SendOutcome()
 
-    def state(self, submissions: Sequence[NewestSubmission], queue: QueueTable | None = None) -> _LocalQuery:
-        return _LocalQuery([submission.folder for submission in submissions])
+    def state(self, runs: Mapping[str, SubmittedRun], queue: QueueTable | None = None) -> Mapping[str, JobStatus]:
+        folders = {run.folder for run in runs.values()}
+        alive = {folder: is_queue_alive(folder) for folder in folders if queue_was_started(folder)}
+        return {run_id: _job_status(run, alive.get(run.folder)) for run_id, run in runs.items()}
 
     def attempts_at_work(self, starts: Mapping[str, tuple[AttemptStart, str]]) -> dict[str, str]:
         return {
@@ -72,28 +70,17 @@ class LocalScheduler(Scheduler):
         return run.folder / "jobs" / f"{run.job_id}_0_log.out" if run.job_id else None
 
 
-SCHEDULER: type[Scheduler] = LocalScheduler
-
-
-class _LocalQuery:
-    """The state of queue processes; a run has a job id once its queue has started it."""
-
-    def __init__(self, folders: Sequence[Path]) -> None:
-        self._alive = {folder: is_queue_alive(folder) for folder in folders if queue_was_started(folder)}
-
-    def result(self, runs: Mapping[str, SubmittedRun]) -> Mapping[str, JobStatus]:
-        return {run_id: self._status(run) for run_id, run in runs.items()}
-
-    def _status(self, run: SubmittedRun) -> JobStatus:
-        if run.folder not in self._alive:
-            return JobStatus("waiting", "not started yet; the next submit starts it")
-        if self._alive[run.folder]:
-            return (
-                JobStatus("running", "") if run.job_id else JobStatus("pending", "waits for the cores of another run")
-            )
-        if run.job_id:
-            return JobStatus("lost", "its queue has ended")
-        return JobStatus("planned", "its queue ended before it began")
+def _job_status(run: SubmittedRun, is_alive: bool | None) -> JobStatus:
+    """``is_alive``: whether its queue is; ``None`` if it was never started. A run has a job id once it has begun."""
+    if is_alive is None:
+        return JobStatus("waiting", "not started yet; the next submit starts it")
+    if is_alive:
+        return JobStatus("running", "") if run.job_id else JobStatus("pending", "waits for another run")
+    return (
+        JobStatus("lost", "its queue has ended")
+        if run.job_id
+        else JobStatus("planned", "its queue ended before it began")
+    )
 
 
 class LocalQueueRecord(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""An exclusive lock with a lease on a results tree that several users share.
+"""An exclusive lock with a lease on a results tree that several users share, and messages while a user waits for it.
 
 The lock is a file created with O_EXCL (or a hard link), because ``flock`` does not work on every shared file system."""
 
@@ -10,7 +10,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +20,31 @@ from hpcbench.errors import StorageError
 from hpcbench.fileio import join_without_links, make_folder, read_error, read_regular, write_exclusive
 from hpcbench.identity import account_name, owner_name, process_namespace
 from hpcbench.results.decode import decode_record
-from hpcbench.submit.silence import SILENCE_S, announce
+
+SILENCE_S = 3.0
+"""Seconds without an answer of the scheduler or of a lock's holder after which a message is printed."""
+_listeners: list[Callable[[str], None]] = []
+
+
+@contextlib.contextmanager
+def announce_silence(notify: Callable[[str], None]) -> Iterator[None]:
+    """Call ``notify`` with a message whenever the scheduler, or the holder of a lock, lets the body wait."""
+    _listeners.append(notify)
+    try:
+        yield
+    finally:
+        _listeners.remove(notify)
+
+
+def has_listeners() -> bool:
+    """Whether anybody reads the messages."""
+    return bool(_listeners)
+
+
+def announce(message: str) -> None:
+    """Send ``message`` to everyone who waits."""
+    for notify in _listeners:
+        notify(message)
 
 
 class LockHeldError(StorageError):

@@ -5,13 +5,10 @@ Also the limits that the profile sets on them, and the runs that can stop one an
 
 from __future__ import annotations
 
-import hashlib
 import operator
 import os
-import re
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,27 +16,24 @@ from typing import Any
 
 import msgspec
 
-import hpcbench
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.run_spec import DEGREE_NAMES, RunSpec, run_id
 from hpcbench.config.sweep_file import TABLE_PARAMETERS, ParameterPath, StopRule, SubmitTable
 from hpcbench.config.sweep_loader import ExcludedPoint, Sweep, expand_sweep, find_exclusion
 from hpcbench.errors import ConfigError
 from hpcbench.paths import data_folder
-from hpcbench.render.job_script import rank_python
-from hpcbench.render.launch_step import LAUNCH_OVERHEAD_S, JobShape, has_nccl_pipeline, job_time_limit_s, make_job_shape
+from hpcbench.render.job_script import LAUNCH_OVERHEAD_S, JobShape, make_job_shape
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_BROKEN, STATUS_OK, ResultSummary
 from hpcbench.results.stop_rules import StopGroup, format_stop_reason, is_smaller_run
 from hpcbench.strategies.catalog import get_strategy
 from hpcbench.strategies.check_names import check_names, custom_model_folder
 from hpcbench.strategies.resolve import InfeasiblePoint, PartitionLimits, resolve_point
+from hpcbench.submit.job_software import environment_key
 from hpcbench.submit.run_order import MAX_SLICES, interleave, order_seed, shuffle_runs
 from hpcbench.workloads.datasets import sample_shape
 from hpcbench.workloads.models import get_model
 
-_VERSIONED_PACKAGES = ("torch", "torchvision", "numpy", "scikit_learn", "horovod", "fairscale")
-_DIST_INFO_PATTERN = re.compile(r"(?P<name>[A-Za-z0-9_.]+)-(?P<version>[^-]+)\.dist-info")
 _IGNORED_PARAMETERS = frozenset({("repeat",), ("seed",), ("time_limit_min",), ("spec_version",)})
 _WORLD_SIZE_PARAMETERS = frozenset({("nodes",), ("tasks_per_node",), ("devices_per_task",)})
 
@@ -165,7 +159,7 @@ class JobGroup:
     @property
     def limit_s(self) -> float:
         """Time limit of one job."""
-        return job_time_limit_s(self.shape, self.pack)
+        return self.shape.job_limit_s(self.pack)
 
     @property
     def node_hours(self) -> float:
@@ -173,20 +167,18 @@ class JobGroup:
         return self.shape.nodes * self.shape.time_limit_s * len(self.run_ids) / 3600
 
 
-def group_jobs(groups: dict[JobShape, list[str]], table: SubmitTable, profile: ClusterProfile) -> list[JobGroup]:
+def group_jobs(groups: Iterable[tuple[JobShape, list[str]]], table: SubmitTable) -> list[JobGroup]:
     """``groups`` (``run_id``s by shape) as jobs, packed by the sweep's table and the partition's time limit."""
-    return [
-        JobGroup(shape, keys, min(runs_per_job(shape, table, profile), len(keys))) for shape, keys in groups.items()
-    ]
+    return [JobGroup(shape, keys, min(runs_per_job(shape, table), len(keys))) for shape, keys in groups]
 
 
-def runs_per_job(shape: JobShape, table: SubmitTable, profile: ClusterProfile) -> int:
+def runs_per_job(shape: JobShape, table: SubmitTable) -> int:
     """Runs of one job: as many as the sweep asks for and the partition's time limit allows; at least one."""
     launch_s = shape.time_limit_s + LAUNCH_OVERHEAD_S
     pack = table.pack or 1
     if table.pack_minutes is not None:
         pack = int(table.pack_minutes * 60 // launch_s)
-    longest_min = profile.partition(shape.partition).longest_min(shape.nodes)
+    longest_min = shape.partition.longest_min(shape.nodes)
     if longest_min is not None:
         pack = min(pack, int(longest_min * 60 // launch_s))
     return max(1, pack)
@@ -268,10 +260,9 @@ class SweepPlan:
         return str(self.profile_file or self.profile.name)
 
     def environment_key(self, environment: str | None) -> str:
-        name = environment or self.profile.default_environment
-        if name not in self._keys:
-            self._keys[name] = environment_key(self.profile, name)
-        return self._keys[name]
+        if environment not in self._keys:
+            self._keys[environment] = environment_key(self.profile.environment(environment))
+        return self._keys[environment]
 
     @property
     def missing(self) -> dict[str, RunSpec]:
@@ -280,12 +271,19 @@ class SweepPlan:
 
     def shape(self, spec: RunSpec) -> JobShape:
         """The resources that the job script of a run depends on; runs of one shape share the object."""
+        entry = get_strategy(spec.strategy)
+        # A pipeline on CUDA devices communicates over NCCL, unless one process drives all of them.
+        is_pipeline = entry.pipeline.schedule is not None and not entry.drives_several_devices
         resources = (
             spec.nodes, spec.tasks_per_node, spec.devices_per_task, spec.partition, spec.environment,
-            spec.time_limit_min, has_nccl_pipeline(spec, self.profile),
+            spec.time_limit_min, self.profile.device == "cuda" and is_pipeline,
         )  # fmt: skip
         if resources not in self._shapes:
-            self._shapes[resources] = make_job_shape(spec, self.profile)
+            limit_s = None if spec.time_limit_min is None else 60 * spec.time_limit_min
+            self._shapes[resources] = make_job_shape(
+                self.profile, spec.nodes, spec.tasks_per_node, spec.devices_per_task, limit_s,
+                partition=spec.partition, environment=spec.environment, has_nccl_pipeline=resources[-1],
+            )  # fmt: skip
         return self._shapes[resources]
 
     def groups(self, runs: dict[str, RunSpec]) -> dict[JobShape, list[str]]:
@@ -297,16 +295,15 @@ class SweepPlan:
 
     def jobs(self, runs: dict[str, RunSpec]) -> list[JobGroup]:
         """``runs`` by shape, packed as the sweep asks; ``arrays`` has them in the order in which submit sends them."""
-        return group_jobs(self.groups(runs), self.sweep.submit, self.profile)
+        return group_jobs(self.groups(runs).items(), self.sweep.submit)
 
     def node_warnings(self) -> list[str]:
         """The missing runs on more nodes than their partition has, by partition and number of nodes."""
         counts: Counter[tuple[str, int, int]] = Counter()
         for shape, keys in self.groups(self.missing).items():
-            available = self.profile.partition(shape.partition).nodes
+            available = shape.partition.nodes
             if available is not None and shape.nodes > available:
-                name = shape.partition or self.profile.default_partition or self.profile.name
-                counts[name, shape.nodes, available] += len(keys)
+                counts[shape.partition.key or self.profile.name, shape.nodes, available] += len(keys)
         return [
             f"{count} run{'s' if count > 1 else ''} on {nodes} nodes, but {name} has {available}: the scheduler "
             "refuses such jobs, or keeps them pending"
@@ -328,10 +325,8 @@ class SweepPlan:
             stops = self.stops.groups
             groups = {shape: shuffle_runs(keys, runs, stops, seed) for shape, keys in groups.items()}
         slices = 1 if seed is None else MAX_SLICES
-        ordered = interleave(groups, lambda shape: runs_per_job(shape, table, self.profile), slices=slices)
-        return [
-            JobGroup(shape, keys, min(runs_per_job(shape, table, self.profile), len(keys))) for shape, keys in ordered
-        ]
+        ordered = interleave(groups, lambda shape: runs_per_job(shape, table), slices=slices)
+        return group_jobs(ordered, table)
 
     @property
     def budget(self) -> tuple[float, str] | None:
@@ -345,6 +340,18 @@ class SweepPlan:
     def node_hours(self, runs: dict[str, RunSpec]) -> float:
         """The maximum cost of ``runs``: nodes times time limit."""
         return sum(shape.nodes * shape.time_limit_s * len(keys) for shape, keys in self.groups(runs).items()) / 3600
+
+    def check_budget(self, runs: dict[str, RunSpec]) -> None:
+        """Raise ``ConfigError`` if ``runs`` may cost more node-hours than the sweep or the profile allows at once."""
+        cost = self.node_hours(runs)
+        if self.budget is not None and cost > self.budget[0]:
+            budget, owner = self.budget
+            raise ConfigError(
+                f"{len(runs)} runs may cost {cost:.2f} node-hours at their time limits, "
+                f"the budget of {owner} is {budget:g}",
+                where=str(self.sweep.source.path),
+                hint="lower time_limit_min, submit fewer runs, raise budget_node_hours, or add --yes",
+            )
 
 
 def make_plan(sweep: Sweep, profile: ClusterProfile, tree: ClusterTree) -> SweepPlan:
@@ -386,7 +393,7 @@ def partition_limits(profile: ClusterProfile, partition: str | None) -> Partitio
     """The limits of a partition. The local machine accepts more ranks than cores, but is one node."""
     is_local = profile.scheduler.traits.runs_here
     queue = profile.partition(partition)
-    node, request = profile.node_of(partition), profile.request_of(partition)
+    node, request = queue.node, queue.request
     return PartitionLimits(
         partition=partition or profile.name,
         max_nodes=1 if is_local else queue.max_nodes,
@@ -403,52 +410,3 @@ def partition_limits(profile: ClusterProfile, partition: str | None) -> Partitio
 
 def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def environment_key(profile: ClusterProfile, name: str | None) -> str:
-    """12 hex digits that identify the software of an environment: its definition and the versions installed in it.
-
-    Versions are read from the folder of the interpreter if this machine can see it; inside an image or behind a module
-    they cannot be known here, and only the image's or the module's name counts.
-    """
-    environment = profile.environment(name)
-    python, container = rank_python(environment), environment.container
-    known: dict[str, Any] = {
-        "hpcbench": hpcbench.__version__,
-        "python": python,
-        "modules": environment.modules,
-        "setup": [*profile.setup, *environment.setup],
-        "container": (container.command or container.model_dump(exclude_defaults=True)) if container else [],
-        "env": profile.variables(name),
-        "versions": {} if container else installed_versions(Path(python)),
-    }
-    unset = [*profile.env_unset, *environment.env_unset]
-    if unset:
-        known["env_unset"] = unset
-    return hashlib.sha256(msgspec.json.encode(known, order="deterministic")).hexdigest()[:12]
-
-
-def installed_versions(python: Path) -> dict[str, str]:
-    """Versions of the packages that a measurement depends on, by package; empty if this machine cannot see them."""
-    versions: dict[str, str] = {}
-    for folder in _site_packages(python):
-        try:
-            names = os.listdir(folder)
-        except OSError:
-            continue
-        for name in names:
-            match = _DIST_INFO_PATTERN.fullmatch(name)
-            if match and match["name"].lower() in _VERSIONED_PACKAGES:
-                versions[match["name"].lower()] = match["version"]
-    return versions
-
-
-def _site_packages(python: Path) -> list[Path]:
-    """The package folders of an interpreter; those of this process if it runs in the same one."""
-    if str(python) == sys.executable:
-        prefix = Path(sys.prefix)
-    elif python.is_absolute():
-        prefix = python.parent.parent
-    else:
-        return []
-    return sorted(prefix.glob("lib*/python3*/*-packages"))

@@ -33,7 +33,8 @@ def shuffle_runs(
     """``run_ids`` of one shape in the order ``shuffled``.
 
     The n-th launches of all configurations come before the next launches of any; each of these parts is shuffled.
-    Within a part, runs that a stop rule compares are ascending: a small run that ends badly spares the larger ones.
+    Within a part, runs that a stop rule compares are ascending, after those that none compares: a small run that ends
+    badly spares the larger ones.
     The place of a run within its part depends on the seed and its id alone, not on which other runs are sent.
 
     Args:
@@ -50,13 +51,11 @@ def shuffle_runs(
             parts.append([])
         parts[launch].append(run_id)
     sizes = _sizes(stops)
-    return [
-        run_id for part in parts for run_id in _ascend(sorted(part, key=lambda key: _place(seed, key)), stops, sizes)
-    ]
 
+    def place(run_id: str) -> tuple[float, bytes]:
+        return sizes.get(run_id, 0.0), hashlib.sha256(f"{seed} {run_id}".encode()).digest()
 
-def _place(seed: int, run_id: str) -> bytes:
-    return hashlib.sha256(f"{seed} {run_id}".encode()).digest()
+    return [run_id for part in parts for run_id in sorted(part, key=place)]
 
 
 def _sizes(stops: Sequence[StopGroup]) -> dict[str, float]:
@@ -66,32 +65,6 @@ def _sizes(stops: Sequence[StopGroup]) -> dict[str, float]:
         for run_id, parameters in group.runs:
             values.setdefault(run_id, {}).update(zip(group.along, parameters, strict=True))
     return {run_id: sum(parameters.values()) for run_id, parameters in values.items()}
-
-
-def _ascend(run_ids: list[str], stops: Sequence[StopGroup], sizes: Mapping[str, float]) -> list[str]:
-    """``run_ids`` with the compared runs ascending in the places that they have together."""
-    here = set(run_ids)
-    owner = {run_id: run_id for run_id in run_ids if run_id in sizes}
-
-    def root(run_id: str) -> str:
-        while owner[run_id] != run_id:
-            owner[run_id] = run_id = owner[owner[run_id]]
-        return run_id
-
-    for group in stops:
-        members = [run_id for run_id, _ in group.runs if run_id in here]
-        for member in members[1:]:
-            owner[root(member)] = root(members[0])
-    together: dict[str, list[int]] = {}
-    for position, run_id in enumerate(run_ids):
-        if run_id in owner:
-            together.setdefault(root(run_id), []).append(position)
-    ordered = list(run_ids)
-    for positions in together.values():
-        members = sorted((run_ids[position] for position in positions), key=sizes.__getitem__)
-        for position, run_id in zip(positions, members, strict=True):
-            ordered[position] = run_id
-    return ordered
 
 
 def interleave(

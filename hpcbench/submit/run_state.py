@@ -19,11 +19,12 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
+from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.run_spec import read_task
 from hpcbench.errors import HpcbenchError
 from hpcbench.fileio import printable_text, read_tail
@@ -32,12 +33,10 @@ from hpcbench.results.attempts import AttemptStart, latest_start
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_BROKEN, STATUS_OK, STATUSES, FailureRecord, ResultSummary, RunResult
 from hpcbench.submit.journal import drop_runs
-from hpcbench.submit.scheduler import HasSchedulerSettings, JobStatus, QueueTable, StateQuery
+from hpcbench.submit.scheduler import JobStatus, QueueTable
 from hpcbench.submit.scheduler_registry import scheduler_class
 from hpcbench.submit.submission_record import (
-    NewestSubmission,
     SubmittedRun,
-    find_submissions,
     find_submitted_runs,
     started_attempt,
 )
@@ -79,7 +78,7 @@ _PLANNED_STATE = RunState("planned")
 def run_states(
     tree: ClusterTree,
     run_ids: Collection[str],
-    profile: HasSchedulerSettings,
+    profile: ClusterProfile,
     now_unix_s: float,
     stale: Collection[str] = (),
     queue: QueueTable | None = None,
@@ -99,11 +98,10 @@ def run_states(
     """
     heads = tree.summaries(run_ids)
     unfinished = [key for key in run_ids if key in stale or key not in heads or heads[key].status != STATUS_OK]
-    submissions = find_submissions(tree, unfinished)
-    if not heads and not submissions:
+    runs = find_submitted_runs(tree, unfinished)
+    if not heads and not runs:
         return dict.fromkeys(run_ids, _PLANNED_STATE)
-    runs, statuses = _query_jobs(submissions, profile, queue)
-    resolver = _StateResolver(tree, statuses, now_unix_s)
+    resolver = _StateResolver(tree, _query_jobs(tree, runs, profile, queue), now_unix_s)
     states: dict[str, RunState] = {}
     for key in run_ids:
         head, run = heads.get(key), runs.get(key)
@@ -132,7 +130,7 @@ def run_states(
 
 
 def _attempts_at_work(
-    tree: ClusterTree, states: Mapping[str, RunState], heads: Mapping[str, ResultSummary], profile: HasSchedulerSettings
+    tree: ClusterTree, states: Mapping[str, RunState], heads: Mapping[str, ResultSummary], profile: ClusterProfile
 ) -> dict[str, RunState]:
     """Return the runs whose newest attempt has no result and was started by another job than the one of their state.
 
@@ -160,34 +158,22 @@ def _attempts_at_work(
 
 
 def _query_jobs(
-    submissions: Sequence[NewestSubmission], profile: HasSchedulerSettings, queue: QueueTable | None
-) -> tuple[dict[str, SubmittedRun], dict[str, JobStatus]]:
-    """The runs of ``submissions``, and the statuses of their jobs by one query for each kind of scheduler.
+    tree: ClusterTree, runs: Mapping[str, SubmittedRun], profile: ClusterProfile, queue: QueueTable | None
+) -> dict[str, JobStatus]:
+    """The statuses of the jobs of ``runs`` by one query for each kind of scheduler.
 
     Jobs of a scheduler that does not answer, or is unknown, are ``waiting``, with the reason.
     """
-    by_kind: dict[str, list[NewestSubmission]] = {}
-    for submission in submissions:
-        by_kind.setdefault(submission.record.scheduler, []).append(submission)
-    queries: dict[str, StateQuery | HpcbenchError] = {}
+    by_kind: dict[str, dict[str, SubmittedRun]] = {}
+    for key, run in runs.items():
+        by_kind.setdefault(run.record.scheduler, {})[key] = run
+    statuses: dict[str, JobStatus] = {}
     for kind, of_kind in by_kind.items():
         try:
-            scheduler = scheduler_class(kind, of_kind[0].record.cluster)(profile)
-            queries[kind] = scheduler.state(of_kind) if queue is None else scheduler.state(of_kind, queue)
+            statuses |= scheduler_class(kind, tree.root.name)(profile).state(of_kind, queue)
         except HpcbenchError as error:
-            queries[kind] = error
-    # The queries run meanwhile.
-    runs = {key: run for submission in submissions for key, run in submission.runs()}
-    statuses: dict[str, JobStatus] = {}
-    for kind, query in queries.items():
-        runs_of_kind = {key: run for key, run in runs.items() if run.record.scheduler == kind}
-        try:
-            if isinstance(query, HpcbenchError):
-                raise query
-            statuses |= query.result(runs_of_kind)
-        except HpcbenchError as error:
-            statuses |= {key: JobStatus("waiting", error.message) for key, run in runs_of_kind.items() if run.job_id}
-    return runs, statuses
+            statuses |= {key: JobStatus("waiting", error.message) for key, run in of_kind.items() if run.job_id}
+    return statuses
 
 
 class _StateResolver:
@@ -392,7 +378,7 @@ class CancelOutcome:
     """The reason by run of those whose job the scheduler did not cancel: it stays in the queue."""
 
 
-def cancel_runs(tree: ClusterTree, states: Mapping[str, RunState], profile: HasSchedulerSettings) -> CancelOutcome:
+def cancel_runs(tree: ClusterTree, states: Mapping[str, RunState], profile: ClusterProfile) -> CancelOutcome:
     """Cancel the active runs among ``states``.
 
     They are removed from their submissions first, so that none is sent or begun meanwhile. Then jobs that carry

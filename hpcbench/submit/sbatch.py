@@ -39,7 +39,7 @@ from hpcbench.errors import SubmitError
 from hpcbench.fileio import printable_text, shared_umask
 from hpcbench.identity import account_name
 from hpcbench.results.results_tree import ClusterTree
-from hpcbench.submit.batch_call import sbatch_command
+from hpcbench.submit.batches import sbatch_command
 from hpcbench.submit.journal import JobBatch, Journal, JournalWriter
 from hpcbench.submit.lock import LeaseLock
 from hpcbench.submit.scheduler import Notify, command_environment, scrubbed_names

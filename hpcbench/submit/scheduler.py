@@ -1,15 +1,9 @@
-"""The base class of every scheduler, the look-up of an implementation by its kind, and the calls of its commands.
+"""The base class of every scheduler, and the calls of its commands.
 
-A scheduler of kind ``K`` is one module ``hpcbench.submit.K_scheduler`` whose name ``SCHEDULER`` is its class:
-``slurm_scheduler`` and ``local_scheduler`` are found in the same way as a third one. Kinds to which hpcbench does not
-submit have no module; their properties are here.
-
-    submit  --->  Scheduler.submit  --->  the scheduler's queue  --->  job script  --->  result.json
-                                              ^            ^
-    status, wait  -->  Scheduler.state -------+            |
-    cancel        -->  Scheduler.cancel -------------------+
-
-The settings are read without validating the whole profile, which takes longer than the scheduler takes to answer.
+submit  --->  Scheduler.submit  --->  the scheduler's queue  --->  job script  --->  result.json
+                                          ^            ^
+status, wait  -->  Scheduler.state -------+            |
+cancel        -->  Scheduler.cancel -------------------+
 """
 
 from __future__ import annotations
@@ -22,18 +16,14 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple, Protocol, TypeAlias
-
-import msgspec
-from msgspec import Meta
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias
 
 from hpcbench.errors import ConfigError, SubmitError
 from hpcbench.fileio import printable_text
-from hpcbench.paths import search_folders, user_folder
-from hpcbench.submit.job_limits import SchedulerLimits
-from hpcbench.submit.silence import SILENCE_S, announce, has_listeners
-from hpcbench.submit.submission_record import NewestSubmission, Submission, SubmittedRun
-from hpcbench.units import MAX_TIME_S
+from hpcbench.paths import user_folder
+from hpcbench.submit.lock import SILENCE_S, announce, has_listeners
+from hpcbench.submit.submission_record import Submission, SubmittedRun
 
 if TYPE_CHECKING:
     from hpcbench.config.cluster_profile import ClusterProfile
@@ -68,6 +58,41 @@ QueueTable: TypeAlias = Mapping[str, str]
 """The scheduler's table of all jobs, as text, by cluster; an empty name is the default cluster."""
 
 
+class JobLimit(NamedTuple):
+    """A limit on jobs that the user may have queued and running, and the part of it that is left."""
+
+    most: int
+    free: int
+    of: str
+    """The place that it holds for, for messages."""
+
+
+class SchedulerLimits(NamedTuple):
+    """Limits on what may be submitted now."""
+
+    max_array_size: int = 1
+    """Jobs that one call may submit."""
+    everywhere: JobLimit | None = None
+    """The limit on all jobs; ``None``: none is known, or the number of queued jobs is not."""
+    by_partition: Mapping[str | None, JobLimit] = MappingProxyType({})
+    """The limits on the jobs of a partition, by its name in the profile."""
+
+    def tightest(self, partition: str | None) -> JobLimit | None:
+        """The limit that leaves the fewest jobs for ``partition``."""
+        limits = [limit for limit in (self.everywhere, self.by_partition.get(partition)) if limit is not None]
+        return min(limits, key=lambda limit: limit.free, default=None)
+
+    def after(self, partition: str | None, jobs: int) -> SchedulerLimits:
+        """The limits once ``jobs`` were submitted to ``partition``."""
+
+        def reduced(limit: JobLimit) -> JobLimit:
+            return limit._replace(free=limit.free - jobs)
+
+        everywhere = reduced(self.everywhere) if self.everywhere is not None else None
+        of_others = {key: reduced(limit) if key == partition else limit for key, limit in self.by_partition.items()}
+        return self._replace(everywhere=everywhere, by_partition=of_others)
+
+
 @dataclass
 class SendOutcome:
     """The outcome of submitting the jobs of one or several submissions."""
@@ -92,22 +117,6 @@ class SendOutcome:
         self.failed = self.failed or other.failed
 
 
-class StateQuery(Protocol):
-    """A query that runs while this process does something else."""
-
-    def result(self, runs: Mapping[str, SubmittedRun]) -> Mapping[str, JobStatus]:
-        """Wait for the answer and return the status of each run of ``runs`` whose job the scheduler lists.
-
-        A run whose job is unknown is left out: unknown is never taken for failed.
-
-        Args:
-            runs: submitted runs by ``run_id``.
-
-        Raises:
-            SubmitError: the scheduler does not answer.
-        """
-
-
 class Scheduler(abc.ABC):
     """A scheduler, or the jobs of one machine without a scheduler.
 
@@ -115,9 +124,9 @@ class Scheduler(abc.ABC):
     ``_unix_s``. Example of a third kind (see ``tests/submit/test_third_scheduler.py``)::
 
         class FluxScheduler(Scheduler):
-            def submit(self, folder, record, profile, tree, notify): ...  # flux batch, journal, lock
-            def state(self, submissions): ...                             # flux jobs
-            def cancel(self, whole, parts): ...                           # flux cancel
+            def submit(self, folder, record, tree, notify): ...  # flux batch, journal, lock
+            def state(self, runs): ...                           # flux jobs
+            def cancel(self, whole, parts): ...                  # flux cancel
 
         SCHEDULER: type[Scheduler] = FluxScheduler
     """
@@ -131,33 +140,22 @@ class Scheduler(abc.ABC):
     queue_log: ClassVar[str | None] = None
     """File in a submission's folder with the words of its queue process, if there is one."""
 
-    def __init__(self, settings: HasSchedulerSettings) -> None:
-        """``settings``: a cluster profile, or only its table ``[scheduler]``. Nothing is called yet."""
-        self.settings = settings
+    def __init__(self, profile: ClusterProfile) -> None:
+        """Nothing is called yet."""
+        self.profile = profile
 
-    def check(self, profile: ClusterProfile) -> None:
+    def check(self) -> None:
         """Check that jobs can be submitted from this machine, before anything is written.
-
-        Args:
-            profile: the cluster.
 
         Raises:
             SubmitError: the scheduler's commands or configuration are absent.
-            ConfigError: the profile lacks something that the scheduler requires.
+            ConfigError: the profile lacks something that the scheduler requires, by default its account.
         """
-        if error := self.account(profile):
+        if error := account_error(self.profile):
             raise error
 
-    def account(self, profile: ClusterProfile) -> ConfigError | None:
-        """Return the error if the scheduler requires an account and the profile has none; else ``None``."""
-        return account_error(profile)
-
-    def limits(self, record: Submission, profile: ClusterProfile) -> SchedulerLimits:
+    def limits(self, record: Submission) -> SchedulerLimits:
         """Return the limits that hold now for the jobs of a submission; by default one job per call and no other.
-
-        Args:
-            record: the submission.
-            profile: the cluster.
 
         Raises:
             SubmitError: the scheduler does not answer.
@@ -165,16 +163,13 @@ class Scheduler(abc.ABC):
         return SchedulerLimits()
 
     @abc.abstractmethod
-    def submit(
-        self, folder: Path, record: Submission, profile: ClusterProfile, tree: ClusterTree, notify: Notify
-    ) -> SendOutcome:
+    def submit(self, folder: Path, record: Submission, tree: ClusterTree, notify: Notify) -> SendOutcome:
         """Submit every job of a submission that was not submitted yet, each exactly once.
 
         Args:
             folder: the submission's folder; array ``n`` has the script ``<n>.sh``, called with the job's number, and
                 the journal ``sent-*.jsonl`` records each accepted job.
             record: the contents of the folder's ``submission.json``.
-            profile: the cluster.
             tree: the cluster's results, where start markers show jobs that have run.
             notify: called with messages about retries.
 
@@ -187,12 +182,17 @@ class Scheduler(abc.ABC):
         """
 
     @abc.abstractmethod
-    def state(self, submissions: Sequence[NewestSubmission], queue: QueueTable | None = None) -> StateQuery:
-        """Start one query about the jobs of ``submissions`` and return it; its ``result`` waits for the answer.
+    def state(self, runs: Mapping[str, SubmittedRun], queue: QueueTable | None = None) -> Mapping[str, JobStatus]:
+        """Return the status of each run of ``runs`` whose job the scheduler lists.
+
+        A run whose job is unknown is left out: unknown is never taken for failed.
 
         Args:
-            submissions: submissions to this kind of scheduler, of one cluster.
+            runs: runs of one cluster by ``run_id``, submitted to this kind of scheduler.
             queue: the whole queue, if it has been read already: nothing is asked for then.
+
+        Raises:
+            SubmitError: the scheduler does not answer.
         """
 
     def attempts_at_work(self, starts: Mapping[str, tuple[AttemptStart, str]]) -> dict[str, str]:
@@ -261,11 +261,7 @@ def scrubbed_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in scrubbed}
 
 
-HasSchedulerSettings: TypeAlias = "ClusterProfile | _ProfileHead"
-"""A whole cluster profile, or the part of it that ``read_scheduler_settings`` reads."""
-
-
-def command_environment(profile: HasSchedulerSettings) -> dict[str, str]:
+def command_environment(profile: ClusterProfile) -> dict[str, str]:
     """The environment for the scheduler's commands: scrubbed, with the profile's configuration file and folder."""
     environment = scrubbed_environment()
     if profile.scheduler.config_file is not None:
@@ -275,7 +271,7 @@ def command_environment(profile: HasSchedulerSettings) -> dict[str, str]:
     return environment
 
 
-def find_command(command: str, profile: HasSchedulerSettings) -> Path | None:
+def find_command(command: str, profile: ClusterProfile) -> Path | None:
     """Return the path of a scheduler's command; ``None`` if it is in no folder of the profile's PATH."""
     path = shutil.which(command, path=command_environment(profile).get("PATH"))
     return Path(path) if path else None
@@ -296,73 +292,24 @@ class CommandResult(NamedTuple):
         return None if self.exit_code == 0 else f"{self.name}: {printable_text(self.complaint.strip())}"
 
 
-class RunningCommand:
-    """A command of the scheduler that runs while this process does something else."""
-
-    def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
-        self._name = command[0]
-        self._process: subprocess.Popen[str] | OSError
-        try:
-            self._process = subprocess.Popen(
-                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
-            )
-        except OSError as error:
-            self._process = error
-
-    def result(self, timeout_s: float = 60.0) -> CommandResult:
-        """Wait for the end. A command that takes longer than ``timeout_s`` is killed."""
-        if isinstance(self._process, OSError):
-            return CommandResult(self._name, "", str(self._process), None)
-        try:
-            output, complaint = self._communicate(timeout_s)
-        except subprocess.TimeoutExpired as error:
-            self._process.kill()
-            return CommandResult(self._name, "", str(error), None)
-        return CommandResult(self._name, output, complaint, self._process.returncode)
-
-    def _communicate(self, timeout_s: float) -> tuple[str, str]:
-        assert not isinstance(self._process, OSError)
+def run_program(command: list[str], environment: Mapping[str, str], timeout_s: float = 60.0) -> CommandResult:
+    """Run a command to its end, or kill it after ``timeout_s``; it never raises. A long silence is announced."""
+    name = command[0]
+    try:
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+        )
+    except OSError as error:
+        return CommandResult(name, "", str(error), None)
+    try:
         if timeout_s > SILENCE_S and has_listeners():
             with contextlib.suppress(subprocess.TimeoutExpired):
-                return self._process.communicate(timeout=SILENCE_S)
-            announce(f"{self._name} has not answered for {SILENCE_S:g} s; waiting {timeout_s - SILENCE_S:g} s longer")
+                output, complaint = process.communicate(timeout=SILENCE_S)
+                return CommandResult(name, output, complaint, process.returncode)
             timeout_s -= SILENCE_S
-        return self._process.communicate(timeout=timeout_s)
-
-
-def run_command(command: list[str], profile: HasSchedulerSettings, timeout_s: float = 60.0) -> CommandResult:
-    """Run a command of the scheduler to its end; it never raises."""
-    return RunningCommand(command, command_environment(profile)).result(timeout_s)
-
-
-class _SchedulerTable(msgspec.Struct, frozen=True):
-    config_file: str | None = None
-    bin_folder: str | None = None
-    # Other values are for the whole profile's schema, which refuses those that are too large.
-    poll_s: (
-        Annotated[float, Meta(ge=0, le=MAX_TIME_S)] | Annotated[str, Meta(pattern=r"^[0-9.]{1,4} ?[a-z]+$")] | None
-    ) = None
-
-
-class _ProfileHead(msgspec.Struct, frozen=True):
-    scheduler: _SchedulerTable = _SchedulerTable()
-    extends: str | None = None
-
-
-def read_scheduler_settings(cluster: str) -> HasSchedulerSettings:
-    """The scheduler settings in the profile ``cluster``, a name or a path.
-
-    Errors elsewhere in the profile do not matter. Raises ``ConfigError`` if there is no such profile or its table
-    ``[scheduler]`` is invalid.
-    """
-    paths = (folder / f"{cluster}.toml" for folder in search_folders("clusters"))
-    path = next((path for path in paths if path.is_file()), None)
-    if path is not None:
-        # After an error here, validating the whole profile gives a better message.
-        with contextlib.suppress(OSError, ValueError):
-            profile = msgspec.toml.decode(path.read_bytes(), type=_ProfileHead)
-            if profile.extends is None:
-                return profile
-    from hpcbench.config.cluster_profile import load_cluster  # status starts without pydantic
-
-    return load_cluster(cluster)[0]
+            announce(f"{name} has not answered for {SILENCE_S:g} s; waiting {timeout_s:g} s longer")
+        output, complaint = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired as error:
+        process.kill()
+        return CommandResult(name, "", str(error), None)
+    return CommandResult(name, output, complaint, process.returncode)

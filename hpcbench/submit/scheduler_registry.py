@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 from hpcbench.config.scheduler_kinds import load_scheduler_plugin
 from hpcbench.errors import ConfigError
 from hpcbench.submit.local_scheduler import LocalScheduler
-from hpcbench.submit.scheduler import HasSchedulerSettings, Notify, Scheduler, SendOutcome, ignore_message
+from hpcbench.submit.scheduler import Notify, Scheduler, SendOutcome, ignore_message
 from hpcbench.submit.slurm_scheduler import SlurmScheduler
 from hpcbench.submit.submission_record import SubmittedRun, list_submissions
-from hpcbench.units import parse_quantity
 
 if TYPE_CHECKING:
     from hpcbench.config.cluster_profile import ClusterProfile
@@ -54,17 +53,15 @@ def scheduler_class(kind: str, cluster: str) -> type[Scheduler]:
     return implementation
 
 
-def poll_period_s(kind: str, cluster: str, settings: HasSchedulerSettings) -> float:
+def poll_period_s(kind: str, cluster: str, profile: ClusterProfile) -> float:
     """Pause (s) between two queries of a scheduler: ``scheduler.poll_s`` of the profile, else that of the kind."""
-    period = settings.scheduler.poll_s
-    if isinstance(period, str):
-        return parse_quantity(period, "time")
+    period = profile.scheduler.poll_s
     return scheduler_class(kind, cluster).poll_s if period is None else period
 
 
 def check_scheduler(profile: ClusterProfile) -> None:
     """Raise ``SubmitError`` or ``ConfigError`` if no job can be submitted to the cluster from this machine."""
-    scheduler_class(profile.scheduler.kind, profile.name)(profile).check(profile)
+    scheduler_class(profile.scheduler.kind, profile.name)(profile).check()
 
 
 def send_unsent(
@@ -76,7 +73,7 @@ def send_unsent(
     for folder, record in list_submissions(tree):
         if not wanted.isdisjoint(run_id for array in record.arrays for run_id in array.run_ids):
             scheduler = scheduler_class(record.scheduler, record.cluster)(profile)
-            total.add(scheduler.submit(folder, record, profile, tree, notify))
+            total.add(scheduler.submit(folder, record, tree, notify))
             if total.failed is not None:
                 break
     return total

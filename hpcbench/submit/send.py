@@ -8,15 +8,20 @@ from pathlib import Path
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.errors import SubmitError
 from hpcbench.results.results_tree import ClusterTree
-from hpcbench.submit.batch_call import batch_options, new_batch
-from hpcbench.submit.job_limits import SchedulerLimits
+from hpcbench.submit.batches import (
+    Throttle,
+    batch_options,
+    new_batch,
+    split_arrays,
+    throttle_group_sizes,
+    throttle_scopes,
+)
 from hpcbench.submit.journal import JobBatch, Journal, read_journal
 from hpcbench.submit.lock import LockHeldError, exclusive_lock
 from hpcbench.submit.sbatch import JobSubmitter, SbatchError, check_job_parameters
-from hpcbench.submit.scheduler import Notify, SendOutcome
+from hpcbench.submit.scheduler import Notify, SchedulerLimits, SendOutcome
 from hpcbench.submit.slurm_queue import SbatchOutcome, count_queued_jobs, queued_job_numbers, scheduler_cluster
 from hpcbench.submit.submission_record import JobArray, Submission
-from hpcbench.submit.throttle_groups import Throttle, split_arrays, throttle_group_sizes, throttle_scopes
 
 JobRanges = list[tuple[int, int]]
 """First number and count of consecutive jobs of an array."""

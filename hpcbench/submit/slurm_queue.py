@@ -20,11 +20,10 @@ from hpcbench.fileio import printable_text
 from hpcbench.submit.journal import JobBatch
 from hpcbench.submit.scheduler import (
     CommandResult,
-    HasSchedulerSettings,
     JobStatus,
     QueueTable,
-    RunningCommand,
     command_environment,
+    run_program,
 )
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ _ENDED_JOB_STATES = {
     "PREEMPTED": "preempted", "OUT_OF_MEMORY": "oom", "FAILED": "failed", "NODE_FAIL": "failed",
     "BOOT_FAIL": "failed", "LAUNCH_FAILED": "failed", "COMPLETED": "lost",
 }  # fmt: skip
-_SQUEUE_IDS_PER_CALL = 2000
+_IDS_PER_CALL = 2000
 _TASK_RANGE_PATTERN = r"\d+(?:-\d+(?::\d+)?)?"
 _JOB_ID_PATTERN = re.compile(
     rf"(?P<array>\d+)(?:_(?:\d+|\[(?P<tasks>{_TASK_RANGE_PATTERN}(?:,{_TASK_RANGE_PATTERN})*)(?:%\d+)?\]))?"
@@ -108,91 +107,70 @@ def on_cluster(cluster: str) -> list[str]:
     return ["-M", cluster] if cluster else []
 
 
-def start_on_cluster(
-    command: list[str], cluster: str, profile: HasSchedulerSettings, more: Mapping[str, str] = MappingProxyType({})
-) -> RunningCommand:
-    """Start a command about jobs of ``cluster``, empty for the default one.
+def run_on_cluster(
+    command: list[str], cluster: str, profile: ClusterProfile, timeout_s: float = 60.0,
+    more: Mapping[str, str] = MappingProxyType({}),
+) -> CommandResult:  # fmt: skip
+    """Run a command about jobs of ``cluster``, empty for the default one, to its end; it never raises.
 
     ``SLURM_CLUSTERS`` of this shell need not be that of the shell which submitted, so it does not count. ``more`` is
     added to the environment.
     """
     environment = {**command_environment(profile), **more}
     environment.pop("SLURM_CLUSTERS", None)
-    return RunningCommand([command[0], *on_cluster(cluster), *command[1:]], environment)
+    return run_program([command[0], *on_cluster(cluster), *command[1:]], environment, timeout_s)
 
 
-def run_on_cluster(
-    command: list[str], cluster: str, profile: HasSchedulerSettings, timeout_s: float = 60.0
-) -> CommandResult:
-    """Run a command of ``start_on_cluster`` to its end; it never raises."""
-    return start_on_cluster(command, cluster, profile).result(timeout_s)
+def query_job_states(
+    job_ids: Collection[str], since_unix_s: float, profile: ClusterProfile, cluster: str = "", table: str | None = None
+) -> dict[str, JobStatus]:
+    """The status of each job that SLURM lists: from squeue, else from sacct.
 
-
-class QueueQuery:
-    """A query of squeue about arrays of one cluster. It is started at once and runs while this process goes on."""
-
-    def __init__(
-        self,
-        arrays: Collection[str],
-        profile: HasSchedulerSettings,
-        cluster: str = "",
-        queue: QueueTable | None = None,
-    ) -> None:
-        """``queue``: the whole queue of each cluster, if it has been read already."""
-        self._profile, self._cluster = profile, cluster
-        self._table = (queue or {}).get(cluster)
-        parts = _id_lists(arrays) if self._table is None else []
+    A job that neither command lists, though both answered, is left out. Other tasks of the arrays may be in it. A
+    job that is in neither answer while one of them is missing is ``waiting``, with the reason: it is not known to
+    have ended. ``table``: the whole queue, if it has been read already. Raises ``SubmitError`` if neither squeue nor
+    sacct answers.
+    """
+    queue_error = None
+    if table is not None:
+        queued = parse_job_states(table, are_queued=True)
+    else:
         command = ["squeue", "-t", "all", "-o", "%i|%T|%r|%e|%j|%N"]
-        self._calls = [start_on_cluster([*command, "-j", part], cluster, profile, _WHOLE_ARRAYS) for part in parts]
-
-    def job_states(self, job_ids: Collection[str], since_unix_s: float) -> dict[str, JobStatus]:
-        """The status of each job that SLURM lists: from squeue, else from sacct.
-
-        A job that neither command lists, though both answered, is left out. Other tasks of the arrays may be in it. A
-        job that is in neither answer while one of them is missing is ``waiting``, with the reason: it is not known to
-        have ended. Raises ``SubmitError`` if neither squeue nor sacct answers.
-        """
-        queued, queue_error = _collect_job_states(self._calls, "squeue", are_queued=True)
-        if self._table is not None:
-            queued = parse_job_states(self._table, are_queued=True)
-        missing = [job_id for job_id in job_ids if job_id not in queued]
-        if not missing:
-            return queued
-        start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since_unix_s - 86400))
-        command = ["sacct", "-X", "-P", "-S", start, "-o", "JobID,State,Reason,End,JobName,NodeList"]
-        arrays = {job_id.partition("_")[0] for job_id in missing}
-        ended, account_error = _collect_job_states(
-            [start_on_cluster([*command, "-j", part], self._cluster, self._profile) for part in _id_lists(arrays)],
-            "sacct",
-        )
-        if account_error and not queue_error and _NO_ACCOUNTING_PATTERN.search(account_error):
-            # This cluster keeps no accounts: squeue's answer is all that there is.
-            account_error = None
-        if queue_error and account_error:
-            raise SubmitError(f"the scheduler does not answer: {queue_error}", hint=f"sacct: {account_error}")
-        assumed: dict[str, JobStatus] = {}
-        if queue_error:
-            # Accounting lags behind the queue: a job that it lacks may well be queued or running.
-            assumed = dict.fromkeys(missing, JobStatus("pending", f"the scheduler does not answer: {queue_error}"))
-            ended = {
-                job_id: status._replace(
-                    reason=f"{status.reason} in accounting; the scheduler does not answer: {queue_error}"
-                )
-                if status.state in ("pending", "running")
-                else status
-                for job_id, status in ended.items()
-            }
-        elif account_error:
-            reason = f"it has left the queue, and the accounting does not answer how it ended: {account_error}"
-            assumed = dict.fromkeys(missing, JobStatus("waiting", reason))
-        return {**assumed, **ended, **queued}
+        queued, queue_error = _collect_job_states(command, job_ids, profile, cluster)
+    missing = [job_id for job_id in job_ids if job_id not in queued]
+    if not missing:
+        return queued
+    start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since_unix_s - 86400))
+    command = ["sacct", "-X", "-P", "-S", start, "-o", "JobID,State,Reason,End,JobName,NodeList"]
+    ended, account_error = _collect_job_states(command, missing, profile, cluster)
+    if account_error and not queue_error and _NO_ACCOUNTING_PATTERN.search(account_error):
+        # This cluster keeps no accounts: squeue's answer is all that there is.
+        account_error = None
+    if queue_error and account_error:
+        raise SubmitError(f"the scheduler does not answer: {queue_error}", hint=f"sacct: {account_error}")
+    assumed: dict[str, JobStatus] = {}
+    if queue_error:
+        # Accounting lags behind the queue: a job that it lacks may well be queued or running.
+        assumed = dict.fromkeys(missing, JobStatus("pending", f"the scheduler does not answer: {queue_error}"))
+        ended = {
+            job_id: status._replace(
+                reason=f"{status.reason} in accounting; the scheduler does not answer: {queue_error}"
+            )
+            if status.state in ("pending", "running")
+            else status
+            for job_id, status in ended.items()
+        }
+    elif account_error:
+        reason = f"it has left the queue, and the accounting does not answer how it ended: {account_error}"
+        assumed = dict.fromkeys(missing, JobStatus("waiting", reason))
+    return {**assumed, **ended, **queued}
 
 
 _WHOLE_ARRAYS = MappingProxyType({"SLURM_BITSTR_LEN": "0"})
 """Without -r the tasks of an array that wait are one line, which squeue would cut short."""
 
 
-def read_queue(profile: HasSchedulerSettings, clusters: Iterable[str]) -> QueueTable:
+def read_queue(profile: ClusterProfile, clusters: Iterable[str]) -> QueueTable:
     """The whole queue of each cluster: lines ``id|STATE|reason|end|name|nodes|user|folder|command``.
 
     Raises ``SubmitError`` if a cluster does not answer with a table.
@@ -200,7 +178,7 @@ def read_queue(profile: HasSchedulerSettings, clusters: Iterable[str]) -> QueueT
     tables: dict[str, str] = {}
     for cluster in clusters:
         command = ["squeue", "-t", "all", "-o", "%i|%T|%r|%e|%j|%N|%u|%Z|%o"]
-        result = start_on_cluster(command, cluster, profile, _WHOLE_ARRAYS).result()
+        result = run_on_cluster(command, cluster, profile, more=_WHOLE_ARRAYS)
         if result.error is not None or not has_header(result.output):
             reason = result.error or f"squeue: {_describe_no_answer(result.output)}"
             raise SubmitError(f"the scheduler does not answer: {reason}")
@@ -246,30 +224,26 @@ def queue_rows(table: str) -> list[JobRow]:
     return [JobRow(*row) for row in rows if len(row) == len(JobRow._fields) and _JOB_ID_PATTERN.fullmatch(row[0])]
 
 
-def _id_lists(arrays: Collection[str]) -> list[str]:
-    """Comma-separated lists that fit on a command line."""
-    ordered = sorted(arrays)
-    return [
-        ",".join(ordered[first : first + _SQUEUE_IDS_PER_CALL])
-        for first in range(0, len(ordered), _SQUEUE_IDS_PER_CALL)
-    ]
-
-
 def _collect_job_states(
-    calls: Iterable[RunningCommand], name: str, *, are_queued: bool = False
+    command: list[str], job_ids: Collection[str], profile: ClusterProfile, cluster: str
 ) -> tuple[dict[str, JobStatus], str | None]:
-    """Statuses by job id, and the last error. For squeue an id that it has forgotten is an error; here it is not."""
+    """Statuses by job id from squeue or sacct, and the last error.
+
+    For squeue an id that it has forgotten is an error; here it is not.
+    """
     statuses: dict[str, JobStatus] = {}
     error = None
-    for call in calls:
-        result = call.result()
+    arrays = sorted({job_id.partition("_")[0] for job_id in job_ids})
+    for first in range(0, len(arrays), _IDS_PER_CALL):
+        part = ",".join(arrays[first : first + _IDS_PER_CALL])
+        result = run_on_cluster([*command, "-j", part], cluster, profile, more=_WHOLE_ARRAYS)
         if result.error is not None and "Invalid job id" not in result.error:
             error = result.error
             continue
-        found = parse_job_states(result.output, are_queued=are_queued)
+        found = parse_job_states(result.output, are_queued=command[0] == "squeue")
         statuses |= found
         if not found and result.error is None and not has_header(result.output):
-            error = f"{name}: {_describe_no_answer(result.output)}"
+            error = f"{command[0]}: {_describe_no_answer(result.output)}"
     return statuses, error
 
 
@@ -334,7 +308,7 @@ class JobLookup(NamedTuple):
     wall_s: float
 
 
-def find_jobs(batch: JobBatch, profile: HasSchedulerSettings) -> JobLookup:
+def find_jobs(batch: JobBatch, profile: ClusterProfile) -> JobLookup:
     """Ask squeue for the queued, running and just ended jobs of ``batch``, by their name and command.
 
     Raises ``SubmitError`` if squeue does not answer.
@@ -359,7 +333,7 @@ def find_jobs(batch: JobBatch, profile: HasSchedulerSettings) -> JobLookup:
     return JobLookup(jobs, bool(jobs) or has_header(result.output), time.monotonic() - began_s)
 
 
-def queued_job_numbers(numbers: Iterable[str], profile: HasSchedulerSettings, cluster: str = "") -> set[str]:
+def queued_job_numbers(numbers: Iterable[str], profile: ClusterProfile, cluster: str = "") -> set[str]:
     """The ``numbers`` of jobs that are queued or running. Raises ``SubmitError`` if squeue does not answer."""
     result = run_on_cluster(["squeue", "-o", "%F|%T", "-j", ",".join(numbers)], cluster, profile)
     if result.error is not None and "Invalid job id" not in result.error:
@@ -370,7 +344,7 @@ def queued_job_numbers(numbers: Iterable[str], profile: HasSchedulerSettings, cl
     return {number for number in first_columns if number.isdecimal()}
 
 
-def count_queued_jobs(profile: HasSchedulerSettings, cluster: str = "") -> Counter[tuple[str, str]] | None:
+def count_queued_jobs(profile: ClusterProfile, cluster: str = "") -> Counter[tuple[str, str]] | None:
     """The user's jobs in the queue by partition and QOS, array tasks counted singly; ``None`` without an answer."""
     command = ["squeue", "-r", "-o", "%i|%P|%q", "-u", str(os.getuid())]
     result = run_on_cluster(command, cluster, profile)
@@ -380,7 +354,7 @@ def count_queued_jobs(profile: HasSchedulerSettings, cluster: str = "") -> Count
     return Counter((partition, qos) for _, partition, qos, *_ in rows)
 
 
-def private_data(profile: HasSchedulerSettings, cluster: str = "") -> str | None:
+def private_data(profile: ClusterProfile, cluster: str = "") -> str | None:
     """The value of PrivateData in slurm.conf, such as ``jobs,usage``; ``None`` if scontrol does not answer."""
     result = run_on_cluster(["scontrol", "show", "config"], cluster, profile)
     if result.error is not None:
@@ -396,7 +370,7 @@ def hides_jobs(private: str | None) -> bool:
 
 def scheduler_cluster(profile: ClusterProfile, partition: str | None = None) -> str:
     """The cluster, or clusters, that the profile's directives send a job to; else those of SLURM_CLUSTERS; or empty."""
-    directives = {**profile.directives, **profile.partition(partition).directives}
+    directives = profile.partition(partition).directives
     named = directives.get("clusters", directives.get("cluster", directives.get("M")))
     if isinstance(named, list):
         named = ",".join(named)

@@ -9,25 +9,31 @@ from typing import TYPE_CHECKING, ClassVar
 
 from hpcbench.errors import SubmitError
 from hpcbench.identity import account_name
-from hpcbench.submit.job_limits import JobLimit, SchedulerLimits
 from hpcbench.submit.journal import read_journal
-from hpcbench.submit.scheduler import JobStatus, Notify, QueueTable, Scheduler, SendOutcome, find_command
+from hpcbench.submit.scheduler import (
+    JobLimit,
+    JobStatus,
+    Notify,
+    QueueTable,
+    Scheduler,
+    SchedulerLimits,
+    SendOutcome,
+    find_command,
+)
 from hpcbench.submit.slurm_queue import (
-    QueueQuery,
     count_queued_jobs,
     hides_jobs,
     max_array_size,
     private_data,
+    query_job_states,
     run_on_cluster,
     scheduler_cluster,
 )
-from hpcbench.submit.submission_record import NewestSubmission, Submission, SubmittedRun
+from hpcbench.submit.submission_record import Submission, SubmittedRun
 
 if TYPE_CHECKING:
-    from hpcbench.config.cluster_profile import ClusterProfile
     from hpcbench.results.attempts import AttemptStart
     from hpcbench.results.results_tree import ClusterTree
-    from hpcbench.submit.scheduler import HasSchedulerSettings
 
 _SCANCEL_IDS_PER_CALL = 50
 """An id may list the tasks of an array, and a command line has an end."""
@@ -41,8 +47,9 @@ class SlurmScheduler(Scheduler):
     requeues: ClassVar[bool] = True
     has_arrays: ClassVar[bool] = True
 
-    def check(self, profile: ClusterProfile) -> None:
-        super().check(profile)
+    def check(self) -> None:
+        super().check()
+        profile = self.profile
         config = profile.scheduler.config_file
         if config and not Path(config).exists():
             hint = "is the cluster up? the profile's scheduler.config_file names it"
@@ -55,7 +62,8 @@ class SlurmScheduler(Scheduler):
             hint = "run this on a login node of the cluster, or set scheduler.bin_folder in its profile"
             raise SubmitError(f"cluster {profile.name}: sbatch is not on PATH", hint=hint)
 
-    def limits(self, record: Submission, profile: ClusterProfile) -> SchedulerLimits:
+    def limits(self, record: Submission) -> SchedulerLimits:
+        profile = self.profile
         has_arrays = any(array.jobs > 1 for array in record.arrays)
         of_partitions = {array.partition: profile.partition(array.partition) for array in record.arrays}
         limited = {
@@ -70,35 +78,52 @@ class SlurmScheduler(Scheduler):
         everywhere = None if most is None else JobLimit(most, most - queued.total(), "")
         by_partition: dict[str | None, JobLimit] = {}
         for key, (partition, limit) in limited.items():
-            named = {partition.name or key or ""}
+            named = partition.name or ""
             counted = sum(
-                count for (where, qos), count in queued.items() if where in named and partition.qos in (None, qos)
+                count for (where, qos), count in queued.items() if where == named and partition.qos in (None, qos)
             )
             by_partition[key] = JobLimit(limit, limit - counted, f"in partition {key}")
         return SchedulerLimits(size, everywhere, by_partition)
 
-    def submit(
-        self, folder: Path, record: Submission, profile: ClusterProfile, tree: ClusterTree, notify: Notify
-    ) -> SendOutcome:
+    def submit(self, folder: Path, record: Submission, tree: ClusterTree, notify: Notify) -> SendOutcome:
         from hpcbench.submit.send import send_submission, unsent_jobs  # submitit is for sending alone
 
         journal = read_journal(folder)
         is_unanswered = any(batch.is_unanswered for batch in journal.batches)
         if not is_unanswered and not any(unsent_jobs(record, journal).values()):
             return SendOutcome()
-        return send_submission(folder, record, profile, tree, notify, lambda: self.limits(record, profile))
+        return send_submission(folder, record, self.profile, tree, notify, lambda: self.limits(record))
 
-    def state(self, submissions: Sequence[NewestSubmission], queue: QueueTable | None = None) -> _SlurmQuery:
-        batches = [batch for submission in submissions for batch in submission.journal.batches]
-        numbers: dict[str, set[str]] = {}
-        for batch in batches:
-            if batch.job_id is not None:
-                numbers.setdefault(batch.job_cluster, set()).add(batch.job_id)
-        return _SlurmQuery(self._queries(numbers, queue), self.settings)
+    def state(self, runs: Mapping[str, SubmittedRun], queue: QueueTable | None = None) -> Mapping[str, JobStatus]:
+        by_cluster: dict[str, dict[str, SubmittedRun]] = {}
+        for key, run in runs.items():
+            if run.job_id and run.batch is not None:
+                by_cluster.setdefault(run.batch.job_cluster, {})[key] = run
+        statuses: dict[str, JobStatus] = {}
+        for cluster, of_cluster in by_cluster.items():
+            table = (queue or {}).get(cluster)
+            job_ids = {key: run.job_id for key, run in of_cluster.items() if run.job_id}
+            since_unix_s = min(run.record.created_unix_s for run in of_cluster.values())
+            jobs = query_job_states(set(job_ids.values()), since_unix_s, self.profile, cluster, table)
+            for key, job_id in job_ids.items():
+                status, batch = jobs.get(job_id), of_cluster[key].batch
+                # SLURM uses numbers again: a job with another name is not this run's.
+                if status and batch and status.name in ("", batch.name):
+                    statuses[key] = status
+            unknown = {key: run for key, run in of_cluster.items() if key not in statuses}
+            statuses |= self._hidden_statuses(cluster, unknown)
+        return statuses
 
-    def _queries(self, numbers: Mapping[str, set[str]], queue: QueueTable | None = None) -> dict[str, QueueQuery]:
+    def _hidden_statuses(self, cluster: str, unknown: Mapping[str, SubmittedRun]) -> dict[str, JobStatus]:
+        """``hidden`` for jobs that other accounts submitted, if SLURM shows an account its own jobs alone."""
+        me = account_name()
+        owners = {key: run.submitted_by for key, run in unknown.items()}
+        foreign = {key: owner for key, owner in owners.items() if owner not in (None, me)}
+        if not foreign or not hides_jobs(private_data(self.profile, cluster)):
+            return {}
         return {
-            cluster: QueueQuery(of_cluster, self.settings, cluster, queue) for cluster, of_cluster in numbers.items()
+            key: JobStatus("hidden", f"submitted by {owner}, whose jobs SLURM hides from {me} (PrivateData)")
+            for key, owner in foreign.items()
         }
 
     def attempts_at_work(self, starts: Mapping[str, tuple[AttemptStart, str]]) -> dict[str, str]:
@@ -106,9 +131,11 @@ class SlurmScheduler(Scheduler):
         for start, cluster in starts.values():
             if start.job_id is not None:
                 numbers.setdefault(cluster, set()).add(start.job_id)
-        queries = self._queries({key: {one.partition("_")[0] for one in ids} for key, ids in numbers.items()})
         since_unix_s = min((start.started_unix_s for start, _ in starts.values()), default=0.0)
-        statuses = {key: query.job_states(numbers[key], since_unix_s) for key, query in queries.items()}
+        statuses = {
+            cluster: query_job_states(job_ids, since_unix_s, self.profile, cluster)
+            for cluster, job_ids in numbers.items()
+        }
         reasons: dict[str, str] = {}
         for run_id, (start, cluster) in starts.items():
             status = statuses[cluster].get(start.job_id or "") if cluster in statuses else None
@@ -130,7 +157,7 @@ class SlurmScheduler(Scheduler):
             job_ids = job_expressions(of_cluster)
             for first in range(0, len(job_ids), _SCANCEL_IDS_PER_CALL):
                 part = job_ids[first : first + _SCANCEL_IDS_PER_CALL]
-                result = run_on_cluster(["scancel", *options, *part], cluster, self.settings, timeout_s=120)
+                result = run_on_cluster(["scancel", *options, *part], cluster, self.profile, timeout_s=120)
                 # A job that has ended meanwhile need not be cancelled.
                 if result.error and not _ENDED_JOB_PATTERN.search(result.complaint):
                     refused |= {job.partition("_")[0]: result.error for job in part}
@@ -166,47 +193,3 @@ def _format_tasks(numbers: Sequence[int]) -> str:
         else:
             ranges.append([number, number])
     return f"[{','.join(str(first) if first == last else f'{first}-{last}' for first, last in ranges)}]"
-
-
-SCHEDULER: type[Scheduler] = SlurmScheduler
-
-
-class _SlurmQuery:
-    """A ``QueueQuery`` for each cluster, answered by run instead of by job."""
-
-    def __init__(self, queries: Mapping[str, QueueQuery], settings: HasSchedulerSettings) -> None:
-        self._queries, self._settings = queries, settings
-
-    def result(self, runs: Mapping[str, SubmittedRun]) -> Mapping[str, JobStatus]:
-        by_cluster: dict[str, dict[str, SubmittedRun]] = {}
-        for key, run in runs.items():
-            if run.job_id and run.batch is not None:
-                by_cluster.setdefault(run.batch.job_cluster, {})[key] = run
-        statuses: dict[str, JobStatus] = {}
-        for cluster, of_cluster in by_cluster.items():
-            statuses |= self._statuses(cluster, of_cluster)
-        return statuses
-
-    def _statuses(self, cluster: str, runs: Mapping[str, SubmittedRun]) -> dict[str, JobStatus]:
-        job_ids = {key: run.job_id for key, run in runs.items() if run.job_id}
-        since_unix_s = min((runs[key].record.created_unix_s for key in job_ids), default=0.0)
-        jobs = self._queries[cluster].job_states(set(job_ids.values()), since_unix_s)
-        statuses: dict[str, JobStatus] = {}
-        for key, job_id in job_ids.items():
-            status, batch = jobs.get(job_id), runs[key].batch
-            # SLURM uses numbers again: a job with another name is not this run's.
-            if status and batch and status.name in ("", batch.name):
-                statuses[key] = status
-        return statuses | self._hidden_statuses(cluster, {key: runs[key] for key in job_ids.keys() - statuses.keys()})
-
-    def _hidden_statuses(self, cluster: str, unknown: Mapping[str, SubmittedRun]) -> dict[str, JobStatus]:
-        """``hidden`` for jobs that other accounts submitted, if SLURM shows an account its own jobs alone."""
-        me = account_name()
-        owners = {key: run.submitted_by for key, run in unknown.items()}
-        foreign = {key: owner for key, owner in owners.items() if owner not in (None, me)}
-        if not foreign or not hides_jobs(private_data(self._settings, cluster)):
-            return {}
-        return {
-            key: JobStatus("hidden", f"submitted by {owner}, whose jobs SLURM hides from {me} (PrivateData)")
-            for key, owner in foreign.items()
-        }

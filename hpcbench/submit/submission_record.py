@@ -9,24 +9,19 @@ import functools
 import hashlib
 import os
 import re
-import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from hpcbench.config.run_spec import RunSpec, RunTask
 from hpcbench.errors import ConfigError, StorageError, did_you_mean
-from hpcbench.fileio import MAX_GENERATED_FILE_BYTES, make_folder, read_error, read_regular, write_atomic
+from hpcbench.fileio import MAX_GENERATED_FILE_BYTES, read_error, read_regular, write_atomic
 from hpcbench.identity import account_name, owner_name
 from hpcbench.results.attempts import Attempt, AttemptStart, attempt_numbers
 from hpcbench.results.decode import decode_record, read_record
 from hpcbench.results.results_tree import RUN_ID_PATTERN, ClusterTree, ResultsTree
-from hpcbench.submit.journal import JobBatch, Journal, read_journal
-
-if TYPE_CHECKING:
-    from hpcbench.submit.plan import SweepPlan
+from hpcbench.submit.journal import JobBatch, read_journal
 
 
 class SweepRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -45,46 +40,6 @@ class SweepRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     def profile(self) -> str:
         """Name or path of the cluster's profile."""
         return self.profile_file if self.profile_file and Path(self.profile_file).is_file() else self.cluster
-
-
-def write_sweep_record(plan: SweepPlan, tree: ClusterTree) -> tuple[bytes, bytes | None]:
-    """Write the record of a sweep; return its bytes and those of the record that was there."""
-    record = SweepRecord(
-        sweep=plan.sweep.name,
-        cluster=plan.profile.name,
-        description=plan.sweep.description,
-        run_ids=list(plan.runs),
-        dropped=len(plan.dropped),
-        written_unix_s=time.time(),
-        profile_file=str(plan.profile_file) if plan.profile_file else None,
-    )
-    path = tree.sweep_path(plan.sweep.name)
-    make_folder(path.parent)
-    earlier, data = _read_if_present(path), msgspec.json.encode(record) + b"\n"
-    write_atomic(path, data)
-    return data, earlier
-
-
-def restore_sweep_record(plan: SweepPlan, tree: ClusterTree, written: bytes, earlier: bytes | None) -> None:
-    """Put the ``earlier`` record back after a submit of which the scheduler accepted nothing.
-
-    Without one, the sweep is forgotten if none of its runs has left anything. A record that another submit has
-    ``written`` meanwhile stays.
-    """
-    path = tree.sweep_path(plan.sweep.name)
-    if _read_if_present(path) != written:
-        return
-    if earlier is not None:
-        write_atomic(path, earlier)
-    elif tree.existing_runs().isdisjoint(plan.runs):
-        path.unlink(missing_ok=True)
-
-
-def _read_if_present(path: Path) -> bytes | None:
-    try:
-        return read_regular(path)
-    except OSError:
-        return None
 
 
 def read_sweep_record(tree: ClusterTree, name: str) -> SweepRecord | None:
@@ -106,7 +61,6 @@ class JobArray(msgspec.Struct, kw_only=True):
     partition: str | None = None
     max_running_jobs: int | None = None
     """The limit of its partition."""
-    cores_per_run: int
     job_limit_s: float
 
     @property
@@ -290,58 +244,35 @@ def started_attempt(tree: ClusterTree, run_id: str, submission: str) -> tuple[At
     return None
 
 
-class NewestSubmission(msgspec.Struct, frozen=True, gc=False):
-    """A submission with those of its runs that were not submitted again later."""
-
-    folder: Path
-    record: Submission
-    journal: Journal
-    run_ids: Collection[str]
-
-    def runs(self) -> Iterator[tuple[str, SubmittedRun]]:
-        dropped, waiting = self.journal.dropped, self.journal.waiting
-        for array in self.record.arrays:
-            batches: list[JobBatch | None] = [None] * array.jobs
-            for sent in self.journal.of(array.number):
-                end = min(sent.first + sent.count, array.jobs)
-                batches[sent.first : end] = [sent] * (end - sent.first)
-            for index, run_id in enumerate(array.run_ids):
-                if run_id in self.run_ids:
-                    batch, is_dropped = batches[index // array.pack], run_id in dropped
-                    yield run_id, SubmittedRun(self.folder, self.record, array, index, batch, is_dropped, waiting)
-
-
-def accepted_submission(folder: Path, record: Submission, run_ids: Iterable[str]) -> NewestSubmission:
-    """The submission with those of ``run_ids`` that the scheduler did not refuse."""
-    journal, accepted = read_journal(folder), set(run_ids)
-    for batch in journal.batches:
-        if batch.refused:
-            accepted.difference_update(record.arrays[batch.array].runs_of(batch.first, batch.count))
-    return NewestSubmission(folder, record, journal, accepted)
-
-
-def find_submissions(tree: ClusterTree, wanted: Iterable[str]) -> list[NewestSubmission]:
-    """The newest submission of each of the ``wanted`` runs, the newest first.
-
-    Runs that a scheduler refused belong to no submission.
-    """
-    missing = set(wanted)
-    submissions: list[NewestSubmission] = []
-    for folder, record in reversed(list_submissions(tree)) if missing else ():
-        run_ids = {run_id for array in record.arrays for run_id in missing.intersection(array.run_ids)}
-        if not run_ids:
-            continue
-        submission = accepted_submission(folder, record, run_ids)
-        submissions.append(submission)
-        missing.difference_update(submission.run_ids)
-        if not missing:
-            break
-    return submissions
+def runs_of_submission(folder: Path, record: Submission, wanted: Collection[str]) -> Iterator[tuple[str, SubmittedRun]]:
+    """Yield the ``wanted`` runs that a submission has and the scheduler did not refuse."""
+    journal = read_journal(folder)
+    for array in record.arrays:
+        batches: list[JobBatch | None] = [None] * array.jobs
+        for sent in journal.of(array.number):
+            end = min(sent.first + sent.count, array.jobs)
+            batches[sent.first : end] = [sent] * (end - sent.first)
+        for index, run_id in enumerate(array.run_ids):
+            batch = batches[index // array.pack]
+            if run_id in wanted and not (batch and batch.refused):
+                is_dropped = run_id in journal.dropped
+                yield run_id, SubmittedRun(folder, record, array, index, batch, is_dropped, journal.waiting)
 
 
 def find_submitted_runs(tree: ClusterTree, wanted: Iterable[str]) -> dict[str, SubmittedRun]:
-    """Each of the ``wanted`` runs in its newest submission; runs that were never submitted are absent."""
-    return {run_id: run for submission in find_submissions(tree, wanted) for run_id, run in submission.runs()}
+    """Each of the ``wanted`` runs in its newest submission.
+
+    Runs that were never submitted, or that the scheduler refused, are absent.
+    """
+    missing, runs = set(wanted), dict[str, SubmittedRun]()
+    for folder, record in reversed(list_submissions(tree)) if missing else ():
+        if not all(missing.isdisjoint(array.run_ids) for array in record.arrays):
+            found = dict(runs_of_submission(folder, record, missing))
+            runs |= found
+            missing.difference_update(found)
+        if not missing:
+            break
+    return runs
 
 
 def select_sweeps(tree: ResultsTree, names: Sequence[str], cluster: str | None) -> list[tuple[str, SweepRecord]]:

@@ -9,49 +9,37 @@ scheduler.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
 import msgspec
 
-from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.run_spec import RunSpec, RunTask, TaskFileHeader, config_id, encode_task_file
-from hpcbench.errors import INSTALL_WORKER, ConfigError, SubmitError
 from hpcbench.fileio import make_folder, make_shared_folder, share_with_group, write_atomic, write_error
-from hpcbench.paths import is_visible
-from hpcbench.render.job_script import TemplateEngine, rank_python, render_script
-from hpcbench.render.launch_step import JobShape, cpus_per_task
+from hpcbench.render.job_script import render_script
+from hpcbench.render.template_engine import TemplateEngine
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import FailureRecord, RunResult
+from hpcbench.submit.job_software import check_job_packages, environment_key
 from hpcbench.submit.journal import read_journal
-from hpcbench.submit.lock import exclusive_lock
+from hpcbench.submit.lock import announce_silence, exclusive_lock
 from hpcbench.submit.plan import RERUN_ON_SUBMIT, JobGroup, StopGroups, SweepPlan
 from hpcbench.submit.run_state import ACTIVE_STATES, RunState, record_scheduler_failures, run_states
-from hpcbench.submit.scheduler import Notify, SendOutcome, ignore_message, scrubbed_environment, scrubbed_names
+from hpcbench.submit.scheduler import Notify, SendOutcome, ignore_message, scrubbed_names
 from hpcbench.submit.scheduler_registry import check_scheduler, send_unsent
-from hpcbench.submit.silence import announce_silence
 from hpcbench.submit.submission_record import (
     JobArray,
     Submission,
+    SweepRecord,
     count_submission,
     next_submission_folder,
-    restore_sweep_record,
     submission_token,
-    write_sweep_record,
 )
-
-_SYSTEM_FOLDERS = ("/usr/", "/bin/")
-_LOOK_TIMEOUT_S = 60.0
-_ABSENT = 3
-_LOOK = f"import importlib.util, sys; sys.exit({_ABSENT} if importlib.util.find_spec('torch') is None else 0)"
 
 
 @dataclass(frozen=True)
@@ -85,9 +73,7 @@ def render_submission(
         files["stop.jsonl"] = stops.lines()
     for number, group in enumerate(plan.arrays(runs)):
         shape, keys = group.shape, group.run_ids
-        script = render_script(
-            engine, plan.profile, shape, plan.sweep.name, folder, number, pack=group.pack, runs=len(keys)
-        )
+        script = render_script(engine, shape, plan.sweep.name, folder, number, pack=group.pack, runs=len(keys))
         files[f"{number}.sh"] = script.encode()
         tasks = [
             RunTask(
@@ -109,9 +95,8 @@ def render_submission(
                 pack=group.pack,
                 ranks=shape.ranks,
                 nodes=shape.nodes,
-                partition=shape.partition,
-                max_running_jobs=plan.profile.partition(shape.partition).max_running_jobs,
-                cores_per_run=_cores_per_run(shape, plan),
+                partition=shape.partition.key,
+                max_running_jobs=shape.partition.max_running_jobs,
                 job_limit_s=group.limit_s,
             )
         )
@@ -134,25 +119,10 @@ def _max_running_jobs(plan: SweepPlan) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-ALL_CORES = 2**20
-"""More cores than any machine has: such a run waits until it is alone."""
-
-
-def _cores_per_run(shape: JobShape, plan: SweepPlan) -> int:
-    """The cores that the local queue reserves for a run: all, unless several may run at once.
-
-    Runs side by side disturb each other. Runs on an accelerator are alone on the machine in any case.
-    """
-    profile = plan.profile
-    is_alone = profile.request_of(shape.partition).exclusive or profile.device != "cpu"
-    if is_alone or (_max_running_jobs(plan) or 1) == 1:
-        return ALL_CORES
-    return shape.tasks_per_node * cpus_per_task(shape, profile)
-
-
 def _task_header(plan: SweepPlan, tree: ClusterTree, folder: Path, group: JobGroup) -> TaskFileHeader:
     profile, shape = plan.profile, group.shape
-    device = profile.devices.get(profile.node_of(shape.partition).device_type or "")
+    node = shape.partition.node
+    device = profile.devices.get(node.device_type or "")
     return TaskFileHeader(
         cluster=profile.name,
         device=profile.device,
@@ -165,10 +135,10 @@ def _task_header(plan: SweepPlan, tree: ClusterTree, folder: Path, group: JobGro
         warning_s=profile.scheduler.warning_s,
         data_folder=plan.data_folder,
         peak_flops_per_s={str(key): value for key, value in device.peak_flops_per_s.items()} if device else {},
-        cores_per_task=cpus_per_task(shape, profile),
-        ranks_per_device=profile.node_of(shape.partition).ranks_per_device,
+        cores_per_task=shape.cpus_per_task,
+        ranks_per_device=node.ranks_per_device,
         pack=group.pack,
-        environment_key=plan.environment_key(shape.environment),
+        environment_key=environment_key(shape.environment),
         model_folder=str(plan.model_folder) if plan.model_folder else None,
         scrubbed=scrubbed_names(),
     )
@@ -247,7 +217,8 @@ def submit(
         LockHeldError: another submit holds the lock of the tree.
     """
     check_scheduler(plan.profile)
-    check_job_packages(plan.profile, {spec.environment for spec in plan.missing.values()})
+    environments = [plan.profile.environment(name) for name in {spec.environment for spec in plan.missing.values()}]
+    check_job_packages(environments, runs_here=plan.profile.scheduler.traits.runs_here)
     make_folder(tree.submissions)
     outcome = SubmitOutcome()
     with announce_silence(notify), exclusive_lock(tree.submissions / ".lock") as lock:
@@ -255,8 +226,8 @@ def submit(
         runs, outcome.states = _select_runs(plan, tree, choice, superseded)
         outcome.active = [key for key, state in outcome.states.items() if state.state in ACTIVE_STATES]
         if not choice.over_budget:
-            _check_budget(plan, runs)
-        records = write_sweep_record(plan, tree)
+            plan.check_budget(runs)
+        write_sweep_record(plan, tree)
         if not choice.only_again:
             _write_skipped_results(plan, tree, outcome.active)
         if runs:
@@ -273,9 +244,23 @@ def submit(
     if outcome.folder and outcome.sent.refused and all(batch.refused for batch in read_journal(outcome.folder).batches):
         # The scheduler accepted nothing of it, and nothing is sent again.
         shutil.rmtree(outcome.folder, ignore_errors=True)
-        with exclusive_lock(tree.submissions / ".lock"):
-            restore_sweep_record(plan, tree, *records)
     return outcome
+
+
+def write_sweep_record(plan: SweepPlan, tree: ClusterTree) -> None:
+    """Write the record of a sweep, which ``status`` reads; a submission of another sweep of its name replaces it."""
+    record = SweepRecord(
+        sweep=plan.sweep.name,
+        cluster=plan.profile.name,
+        description=plan.sweep.description,
+        run_ids=list(plan.runs),
+        dropped=len(plan.dropped),
+        written_unix_s=time.time(),
+        profile_file=str(plan.profile_file) if plan.profile_file else None,
+    )
+    path = tree.sweep_path(plan.sweep.name)
+    make_folder(path.parent)
+    write_atomic(path, msgspec.json.encode(record) + b"\n")
 
 
 def accepted_runs(outcome: SubmitOutcome) -> list[str]:
@@ -323,56 +308,3 @@ def _write_skipped_results(plan: SweepPlan, tree: ClusterTree, active: Collectio
                 error=FailureRecord(type="Stopped", message=reason),
             )
             tree.write_result(result)
-
-
-def _check_budget(plan: SweepPlan, runs: dict[str, RunSpec]) -> None:
-    """Raise ``ConfigError`` if ``runs`` may cost more node-hours than the sweep or the profile allows at once."""
-    if plan.budget is None:
-        return
-    budget, owner = plan.budget
-    cost = plan.node_hours(runs)
-    if cost > budget:
-        raise ConfigError(
-            f"{len(runs)} runs may cost {cost:.2f} node-hours at their time limits, "
-            f"the budget of {owner} is {budget:g}",
-            where=str(plan.sweep.source.path),
-            hint="lower time_limit_min, submit fewer runs, raise budget_node_hours, or add --yes",
-        )
-
-
-def check_job_packages(profile: ClusterProfile, environments: Iterable[str | None]) -> None:
-    """Check that the jobs' interpreters have torch, as far as this machine can see them.
-
-    Raises ``SubmitError`` with the command that installs it: without torch, every run would end as ``unsupported``.
-    """
-    for python in dict.fromkeys(_visible_python(profile, name) for name in environments):
-        if python is not None and not _has_torch(python):
-            raise SubmitError(
-                f"the jobs' interpreter {python} has no torch: nothing is submitted",
-                hint=f"{python} -m {INSTALL_WORKER}",
-            )
-
-
-def _visible_python(profile: ClusterProfile, name: str | None) -> str | None:
-    """The interpreter of an environment; ``None`` where a job makes its software itself."""
-    environment = profile.environment(name)
-    is_made_in_job = environment.modules or environment.container or environment.setup or profile.setup
-    if is_made_in_job or "PYTHONPATH" in profile.variables(name):
-        return None
-    python = rank_python(environment)
-    # The system's interpreter of a login node is not the nodes'.
-    is_elsewhere = not profile.scheduler.traits.runs_here and python.startswith(_SYSTEM_FOLDERS)
-    return None if is_elsewhere or not is_visible(python) else python
-
-
-def _has_torch(python: str) -> bool:
-    if python == sys.executable:
-        return importlib.util.find_spec("torch") is not None
-    try:
-        done = subprocess.run(
-            [python, "-c", _LOOK],
-            env=scrubbed_environment(), capture_output=True, timeout=_LOOK_TIMEOUT_S, check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return True
-    return done.returncode != _ABSENT

@@ -122,7 +122,7 @@ def planted(tmp_path: Path) -> ClusterTree:
     task = RunTask(run_id=ID, config_id=config_id(SPEC), sweep="carol", spec=SPEC, time_limit_s=1)
     (submission / "0.jsonl").write_bytes(encode_task_file(header, [task]) + everything.encode())
     (submission / "0.4711.4294967294.log").write_text(everything)
-    array = {"number": 0, "run_ids": [ID], "ranks": 1, "nodes": 1, "cores_per_run": 1, "job_limit_s": 1}
+    array = {"number": 0, "run_ids": [ID], "ranks": 1, "nodes": 1, "job_limit_s": 1}
     record = {
         "submission": "carol-0001", "token": "t", "sweep": "carol", "cluster": "c", "scheduler": "slurm",
         "created_unix_s": 1, "arrays": [array], everything: everything,

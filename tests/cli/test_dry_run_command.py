@@ -12,7 +12,6 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from hpcbench.cli import run_commands
 from hpcbench.cli.dry_run_command import dry_run
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec
@@ -211,14 +210,6 @@ def test_a_strategy_of_another_library_that_does_not_fit_is_out_of_memory(tmp_pa
     assert "GiB by the oracle; its device has 36.7 GiB" in one["reason"]
 
 
-def test_submit_dry_run_first_submits_a_strategy_that_cannot_be_stepped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sweep = write_sweep(tmp_path, 'model = ["vgg11"]\nstrategy = ["horovod"]')
-    with pytest.raises(Submitted):
-        submit_sweep(tmp_path, monkeypatch, sweep, "local", "--dry-run-first")
-
-
 @pytest.mark.parametrize("block", ["Reader", "Copier"])
 def test_on_cpus_the_host_waits_for_no_device(tmp_path: Path, block: str) -> None:
     grid = f'model = ["mine:model"]\nstrategy = ["single"]\nmodel_options = {{block = ["{block}"]}}'
@@ -322,28 +313,6 @@ def test_the_steps_of_replicas_that_share_nothing_are_equal() -> None:
     assert step_key(sharded) != step_key(msgspec.structs.replace(larger, strategy="fsdp"))
 
 
-class Submitted(Exception):
-    """Raised in place of sending jobs."""
-
-
-def submit_sweep(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, sweep: str, cluster: str, *options: str
-) -> tuple[int, str]:
-    def send(*_arguments: Any) -> None:
-        raise Submitted
-
-    monkeypatch.setattr(run_commands, "submit_plan", send)
-    arguments = [sweep, "--cluster", cluster, "--results", str(folder / "results"), *options]
-    done = CliRunner().invoke(run_commands.submit_sweep, arguments, catch_exceptions=False)
-    assert not (folder / "results").exists()
-    return done.exit_code, done.stdout
-
-
-def submit(folder: Path, monkeypatch: pytest.MonkeyPatch, block: str, *options: str) -> tuple[int, str]:
-    grid = f'model = ["mine:model"]\nstrategy = ["single"]\nmodel_options = {{block = ["{block}"]}}'
-    return submit_sweep(folder, monkeypatch, write_sweep(folder, grid), "local", *options)
-
-
 @pytest.mark.parametrize("counts", [[1], [7], [20] * 24, [3, 50, 1]])
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_processes_get_steps_of_one_model_together_and_about_as_many(counts: list[int], processes: int) -> None:
@@ -358,32 +327,3 @@ def test_processes_get_steps_of_one_model_together_and_about_as_many(counts: lis
     assert max(sizes) - min(sizes) <= max(1, len(tasks) // (2 * processes))
     if len(counts) == 24:
         assert all(len({task.spec.model for task in share}) == 24 // processes for share in shares)
-
-
-@pytest.mark.parametrize(("block", "code"), [("Keeper", 0), ("Wrong", 1)])
-def test_submit_dry_run_sends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: str, code: int) -> None:
-    found, output = submit(tmp_path, monkeypatch, block, "--dry-run", "--json")
-    assert found == code
-    assert [set(one) for one in json.loads(output)["dry_runs"]] == [FIELDS]
-
-
-def test_submit_dry_run_first_submits_what_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Submitted):
-        submit(tmp_path, monkeypatch, "Keeper", "--dry-run-first")
-
-
-def test_submit_dry_run_first_sends_nothing_if_one_would_not_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code, output = submit(tmp_path, monkeypatch, "Wrong", "--dry-run-first")
-    assert code == 1
-    assert "unsupported" in output
-
-
-@pytest.mark.slow
-def test_submit_dry_run_first_sends_nothing_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sweep = write_large(tmp_path, 1)
-    code, output = submit_sweep(tmp_path, monkeypatch, sweep, "snellius", "--dry-run-first")
-    assert code == 1
-    assert "oom" in output
-    assert "out of memory" in output

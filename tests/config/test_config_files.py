@@ -167,4 +167,8 @@ def test_partition_overrides_the_node(tmp_path: Path) -> None:
         tmp_path, 'name = "mine"\n[node]\ncores = 64\ndevices = 4\n[partitions.fat]\nnode = { devices = 8 }\n'
     )
     loaded, _ = load_cluster_file(path)
-    assert (loaded.node_of("fat").cores, loaded.node_of("fat").devices, loaded.node_of(None).devices) == (64, 8, 4)
+    assert (
+        loaded.partition("fat").node.cores,
+        loaded.partition("fat").node.devices,
+        loaded.partition(None).node.devices,
+    ) == (64, 8, 4)

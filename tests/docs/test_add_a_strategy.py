@@ -67,11 +67,9 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "results").mkdir()
     shutil.copy(ROOT / "results" / "README.md", folder / "results")
     assert follow(folder) == FILES
-    # `make reference schemas`: the overview of strategies and the schema of sweeps are generated.
+    # `make reference`: the overview of strategies and the schema of sweeps are generated.
     generated = run(folder, "docs/make_reference.py")
     assert generated.returncode == 0, generated.stderr
-    schema = run(folder, "-m", "hpcbench", "schema", "sweep")
-    (folder / "docs" / "schemas" / "sweep.json").write_text(schema.stdout, encoding="utf-8")
     return folder
 
 

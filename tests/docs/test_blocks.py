@@ -29,7 +29,8 @@ from hpcbench.report.comparison import load_reference_bands
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.strategies.check_names import check_names
 from hpcbench.submit.plan import make_plan
-from hpcbench.submit.submission_record import read_sweep_record, write_sweep_record
+from hpcbench.submit.submission_record import read_sweep_record
+from hpcbench.submit.submit import write_sweep_record
 from tests.docs.blocks import Block, blocks, make_targets, pages
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,8 +10,8 @@ import pytest
 
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.paths import shared_folder
-from hpcbench.render.job_script import TemplateEngine, render_script
-from hpcbench.render.launch_step import JobShape
+from hpcbench.render.job_script import make_job_shape, render_script
+from hpcbench.render.template_engine import TemplateEngine
 from hpcbench.site.node_probe import parse_probe, render_probe
 
 LMOD = """module() {
@@ -45,9 +45,9 @@ def run_job(folder: Path, modules: list[str], startup: str, has_python: bool = T
     if has_python:
         python.write_text(f"#!/bin/bash\nprintf '%s\\n' \"$@\" > {folder}/arguments\nexit 10\n")
         python.chmod(0o755)
-    shape = JobShape(None, "v", 1, 2, 1, 600.0)
+    shape = make_job_shape(profile_of(modules, python), 1, 2)
     engine = TemplateEngine([shared_folder("templates")])
-    script = render_script(engine, profile_of(modules, python), shape, "s", folder, 0, pack=1, runs=2)
+    script = render_script(engine, shape, "s", folder, 0, pack=1, runs=2)
     done = run_script(script, folder, startup)
     assert done.returncode == 0, done.stderr
     return (folder / "arguments").read_text() if has_python else done.stderr

@@ -14,13 +14,19 @@ import pytest
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.paths import shared_folder
-from hpcbench.render.job_script import TemplateEngine, render_script, sbatch_directives, template_context
-from hpcbench.render.launch_step import PIPELINE_VARIABLES, JobShape, job_time_limit_s, job_variables, make_job_shape
+from hpcbench.render.job_script import (
+    PIPELINE_VARIABLES,
+    JobShape,
+    make_job_shape,
+    render_script,
+    sbatch_directives,
+    template_context,
+)
+from hpcbench.render.template_engine import TemplateEngine
+from hpcbench.submit.plan import SweepPlan
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 FOLDER = Path("/shared/results/cluster/submissions/sweep-0001")
-SHAPE = JobShape(None, None, nodes=2, tasks_per_node=4, devices_per_task=1, time_limit_s=1800.0)
-LOCAL = JobShape(None, None, nodes=1, tasks_per_node=2, devices_per_task=1, time_limit_s=1800.0)
 
 RICH = {
     "name": "rich", "device": "cuda", "account": "project 42", "default_partition": "gpu", "launcher_args": ["--cpu-bind=cores"],
@@ -40,24 +46,22 @@ def profile_of(**values: Any) -> ClusterProfile:
     return ClusterProfile.model_validate({**RICH, **values})
 
 
-CASES: dict[str, tuple[Callable[[], ClusterProfile], JobShape]] = {
-    "local-pack": (lambda: load_cluster("local")[0], LOCAL),
-    "slurmbox-pack": (lambda: load_cluster("slurmbox")[0], JobShape("normal", None, 2, 1, 1, 600.0)),
-    "local": (lambda: load_cluster("local")[0], LOCAL),
-    "slurmbox": (lambda: load_cluster("slurmbox")[0], JobShape("normal", None, 2, 1, 1, 600.0)),
-    "generic-slurm": (lambda: load_cluster("generic-slurm")[0], SHAPE),
-    "rich-srun": (profile_of, JobShape("gpu", "mod", 2, 4, 1, 5400.0)),
-    "rich-torchrun": (lambda: profile_of(launcher="torchrun"), JobShape("gpu", "mod", 2, 4, 1, 5400.0)),
-    "rich-pipeline": (profile_of, JobShape("gpu", "mod", 2, 4, 1, 5400.0, has_nccl_pipeline=True)),
-    "rich-mpirun": (lambda: profile_of(launcher="mpirun"), JobShape("gpu", "mod", 2, 4, 1, 5400.0)),
+def shape_of(limit_s: float = 5400.0, **values: Any) -> JobShape:
+    return make_job_shape(profile_of(**values), 2, 4, 1, limit_s)
+
+
+CASES: dict[str, Callable[[], JobShape]] = {
+    "local": lambda: make_job_shape(load_cluster("local")[0], 1, 2, 1, 1800.0),
+    "slurmbox-pack": lambda: make_job_shape(load_cluster("slurmbox")[0], 2, 1, 1, 600.0, partition="normal"),
+    "rich-srun": shape_of,
+    "rich-mpirun": lambda: shape_of(launcher="mpirun"),
 }
 
 
 def rendered(case: str) -> str:
-    make, shape = CASES[case]
     pack = 3 if case.endswith("-pack") else 1
     engine = TemplateEngine([shared_folder("templates")])
-    script = render_script(engine, make(), shape, "sweep", FOLDER, 0, pack=pack, runs=8)
+    script = render_script(engine, CASES[case](), "sweep", FOLDER, 0, pack=pack, runs=8)
     return script.replace(sys.executable, "/venv/bin/python")
 
 
@@ -99,8 +103,7 @@ def test_scripts_pass_bash_and_shellcheck(case: str, tmp_path: Path) -> None:
 def test_device_requests_become_the_sbatch_directive_of_the_profile(
     request_: dict[str, Any], expected: tuple[str, Any]
 ) -> None:
-    lines = sbatch_directives(SHAPE, profile_of(request=request_), "job", "/f", 0)
-    assert expected in lines
+    assert expected in sbatch_directives(shape_of(request=request_), "job", "/f", 0)
 
 
 @pytest.mark.parametrize(
@@ -114,9 +117,9 @@ def test_device_requests_become_the_sbatch_directive_of_the_profile(
 def test_the_limit_of_a_job_is_that_of_its_runs_and_their_launches(
     limit_s: float, pack: int, job_s: float, time: str, warning: str
 ) -> None:
-    shape = JobShape("gpu", "mod", 2, 4, 1, limit_s)
-    assert job_time_limit_s(shape, pack) == job_s
-    lines = dict(sbatch_directives(shape, profile_of(), "job", "/f", 0, pack))
+    shape = shape_of(limit_s)
+    assert shape.job_limit_s(pack) == job_s
+    lines = dict(sbatch_directives(shape, "job", "/f", 0, pack))
     assert (lines["time"], lines["signal"]) == (time, warning)
 
 
@@ -131,26 +134,25 @@ def test_the_limit_of_a_job_is_that_of_its_runs_and_their_launches(
     ],
 )
 def test_only_pipelines_over_nccl_get_their_variables(device: str, strategy: str, needs: bool) -> None:
-    profile = profile_of(device=device)
+    plan: Any = SweepPlan(sweep=None, profile=profile_of(device=device), runs={}, dropped=[], tree=None)  # type: ignore[arg-type]
     spec = RunSpec(model="vgg11", dataset="digits", strategy=strategy, batch_size=8, pp_degree=2, tasks_per_node=2)
-    variables = job_variables(make_job_shape(spec, profile), profile)
+    variables = plan.shape(spec).variables
     assert (variables.keys() >= PIPELINE_VARIABLES.keys()) is needs
 
 
 def test_the_profile_decides_about_the_variables_of_pipelines() -> None:
     profile = profile_of(env={"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
-    shape = JobShape("gpu", "mod", 2, 4, 1, 5400.0, has_nccl_pipeline=True)
-    assert job_variables(shape, profile)["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+    shape = make_job_shape(profile, 2, 4, has_nccl_pipeline=True)
+    assert shape.variables["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
 
 
 def test_a_bare_request_names_neither_devices_nor_memory() -> None:
-    names = {
-        name for name, _ in sbatch_directives(SHAPE, profile_of(request={"drop": ["signal", "nodes"]}), "job", "/f", 0)
-    }
+    shape = shape_of(request={"drop": ["signal", "nodes"]})
+    names = {name for name, _ in sbatch_directives(shape, "job", "/f", 0)}
     assert not names & {"gres", "gpus-per-node", "gpus-per-task", "mem", "exclusive", "signal", "nodes"}
 
 
 def test_the_readme_of_the_templates_lists_every_variable() -> None:
     text = (shared_folder("templates") / "README.md").read_text(encoding="utf-8")
-    names = template_context(profile_of(), SHAPE, "sweep", FOLDER, 0)
+    names = template_context(shape_of(), "sweep", FOLDER, 0)
     assert [name for name in names if f"| `{name}` |" not in text] == []

@@ -15,14 +15,13 @@ from pydantic import ValidationError
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.errors import RenderError
 from hpcbench.paths import shared_folder
-from hpcbench.render.job_script import TemplateEngine, render_script
-from hpcbench.render.launch_step import JobShape
+from hpcbench.render.job_script import make_job_shape, render_script
+from hpcbench.render.template_engine import TemplateEngine
 
 TEXT = st.text(alphabet=st.characters(exclude_characters="\x00", exclude_categories=["Cs"]), max_size=30)
 LINE = st.text(alphabet=st.characters(exclude_categories=["Cs", "Cc"]), max_size=30)
 PATH = st.text(alphabet=st.characters(exclude_characters="\x00/", exclude_categories=["Cs"]), min_size=1, max_size=30)
 HOSTILE = "'\"$(touch owned)`id`\\\n#SBATCH --x; * ~ {{ 7 }} \u202e\x85\u2028 !! -n\t"
-SHAPE = JobShape(None, "e", nodes=1, tasks_per_node=1, devices_per_task=1, time_limit_s=60.0)
 ENGINE = TemplateEngine([shared_folder("templates")])
 
 # Stands in for the worker's interpreter: writes down how it was called and with which environment, then says that
@@ -77,7 +76,9 @@ def test_values_reach_what_the_script_starts_byte_by_byte(
         "local", env={"V0": values[0]}, environments={"e": {"python": str(python), "env": {**env, "V0": values[0]}}}
     )
     place = folder / f"tasks{task_folder}"
-    arguments, environment = run(checked(render_script(ENGINE, made, SHAPE, "sweep", place, 3)), folder)
+    arguments, environment = run(
+        checked(render_script(ENGINE, make_job_shape(made, 1, 1, environment="e"), "sweep", place, 3)), folder
+    )
     python.unlink()
     assert arguments[0] == str(python).encode()
     assert str(place / "3.jsonl").encode() in arguments
@@ -92,7 +93,7 @@ def test_directives_stay_on_their_line_or_are_refused(account: str, comment: str
     where = Path("/shared") / place
     try:
         made = profile("slurm", account=account, directives={"comment": comment, f"x{name}": True})
-        script = render_script(ENGINE, made, JobShape(None, None, 1, 1, 1, 60.0), "sweep", where, 0)
+        script = render_script(ENGINE, make_job_shape(made, 1, 1), "sweep", where, 0)
     except (ValidationError, RenderError):
         assert any(ord(letter) < 32 or ord(letter) == 127 for letter in comment + name + place)
         return

@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 
 from hpcbench.config.cluster_profile import ClusterProfile
-from hpcbench.config.run_spec import RunSpec
 from hpcbench.paths import shared_folder
-from hpcbench.render.job_script import TemplateEngine, render_script
-from hpcbench.render.launch_step import JobShape, cpus_per_task, make_job_shape
+from hpcbench.render.job_script import make_job_shape, render_script
+from hpcbench.render.template_engine import TemplateEngine
 from hpcbench.submit.plan import partition_limits
 
 FOLDER = Path("/shared/submissions/sweep-0001")
 ENGINE = TemplateEngine([shared_folder("templates")])
-WHOLE = JobShape("p", None, nodes=2, tasks_per_node=4, devices_per_task=1, time_limit_s=600.0)
-PART = JobShape("p", None, nodes=1, tasks_per_node=2, devices_per_task=1, time_limit_s=600.0)
+WHOLE, PART = (2, 4), (1, 2)
+"""Nodes and ranks on each: all devices of the nodes, and half of them."""
 
 
 def profile(**values: Any) -> ClusterProfile:
@@ -34,8 +33,8 @@ def contained(kind: str, **values: Any) -> dict[str, Any]:
     return {"environments": {"e": environment}, "default_environment": "e"}
 
 
-def script(shape: JobShape, made: ClusterProfile, runs: int = 1) -> str:
-    text = render_script(ENGINE, made, shape, "sweep", FOLDER, 0, runs=runs)
+def script(ranks: tuple[int, int], made: ClusterProfile, runs: int = 1) -> str:
+    text = render_script(ENGINE, make_job_shape(made, *ranks, 1, 600.0, partition="p"), "sweep", FOLDER, 0, runs=runs)
     checked = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False)
     assert checked.returncode == 0, checked.stderr
     # A word may hold commas: masks of cores, lists of mounts.
@@ -61,7 +60,7 @@ MASKS = "mask_cpu:fe,fe00"
 
 
 @pytest.mark.parametrize(
-    ("shape", "values", "words", "absent"),
+    ("ranks", "values", "words", "absent"),
     [
         (WHOLE, {"request": {"gpus": "gpus-per-task", "gpus_on": "step"}}, ["--gpus-per-task=1"], []),
         (WHOLE, {"request": {"gpus": "gpus", "gpus_on": "both"}}, ["--gpus=8"], []),
@@ -107,9 +106,9 @@ MASKS = "mask_cpu:fe,fe00"
     ],
 )  # fmt: skip
 def test_the_launcher_has_the_arguments_of_its_step(
-    shape: JobShape, values: dict[str, Any], words: list[str], absent: list[str]
+    ranks: tuple[int, int], values: dict[str, Any], words: list[str], absent: list[str]
 ) -> None:
-    found = launch(script(shape, profile(**values)))
+    found = launch(script(ranks, profile(**values)))
     assert [word for word in words if word not in found] == []
     assert [word for word in absent if word in found] == []
 
@@ -168,8 +167,7 @@ def test_short_steps_run_where_the_container_is() -> None:
     text = script(WHOLE, profile(**contained("pyxis")))
     start = "worker=(srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --container-image=im:age "
     assert f'\n{start}"${{python[@]}}" -m hpcbench.worker)\n' in text
-    alone = JobShape("p", None, 1, 1, 1, 600.0)
-    assert "--container-image=im:age" in launch(script(alone, profile(launcher="torchrun", **contained("pyxis"))))
+    assert "--container-image=im:age" in launch(script((1, 1), profile(launcher="torchrun", **contained("pyxis"))))
 
 
 def test_the_device_order_is_exported_for_whole_nodes_only() -> None:
@@ -194,20 +192,16 @@ def test_the_environment_of_a_job_is_prepared_in_order() -> None:
     assert 0 < text.index(before) < text.index("\n".join(lines))
 
 
-def spec(**values: Any) -> RunSpec:
-    return RunSpec(model="resnet18", dataset="digits", strategy="ddp", batch_size=8, **values)
-
-
 def test_the_default_time_limit_is_the_partitions() -> None:
     steps = [{"nodes": 2, "max_time_min": "10 min"}]
     made = profile(partition={"max_time_by_nodes": steps, "max_time_min": "20 min"}, default_partition="p")
-    assert make_job_shape(spec(nodes=2), made).time_limit_s == 600.0
-    assert make_job_shape(spec(nodes=3), made).time_limit_s == 1200.0
+    assert make_job_shape(made, 2, 1).time_limit_s == 600.0
+    assert make_job_shape(made, 3, 1).time_limit_s == 1200.0
     assert partition_limits(made, "p").time_steps == ((2, 10.0),)
 
 
 def test_cpus_come_with_the_devices() -> None:
-    assert cpus_per_task(JobShape("p", None, 1, 2, 2, 60.0), profile(request={"cpus_per_device": 20})) == 40
+    assert make_job_shape(profile(request={"cpus_per_device": 20}), 1, 2, 2).cpus_per_task == 40
 
 
 def test_a_pbs_script_has_pbs_directives() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcbench.errors import RenderError
-from hpcbench.render.job_script import TemplateEngine
+from hpcbench.render.template_engine import TemplateEngine
 
 HOSTILE = [
     "$(touch /tmp/owned)", "`id`", "a; rm -rf ~", "it's", 'say "x"', "two\nlines", "#SBATCH --x", "{{ 7*7 }}",

@@ -14,7 +14,7 @@ from hpcbench.cli.cluster_commands import cluster
 from hpcbench.config.cluster_profile import ClusterProfile, LoginNodeMatch, is_login_node, load_cluster_file
 from hpcbench.errors import SubmitError
 from hpcbench.site.cluster_doctor import check_cluster, compare_probe
-from hpcbench.site.node_probe import parse_probe, parse_topology, render_probe, run_probe
+from hpcbench.site.node_probe import parse_probe, render_probe, run_probe
 from hpcbench.site.profile_writer import profile_toml
 from hpcbench.submit.slurm_scheduler import SlurmScheduler
 from tests.site.test_slurm_facts import box, recorded
@@ -26,18 +26,6 @@ PROBED = """=== hpcbench interfaces
 3: eth0    inet6 fe80::1/64 scope link
 === hpcbench nvidia
 GPU 0: NVIDIA GH200 120GB (UUID: GPU-1)
-=== hpcbench topology
-\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
-GPU0\t X \tNV4\tSYS\t4-5\t1\t\tN/A
-GPU1\tNV4\t X \tSYS\t0-1\t0\t\tN/A
-NIC0\tSYS\tSYS\t X \t\t\t\t
-
-Legend:
-=== hpcbench infiniband
-mlx5_0 InfiniBand 4: ACTIVE 200 Gb/sec (4X HDR)
-mlx5_1 InfiniBand 4: ACTIVE 200 Gb/sec (4X HDR)
-mlx5_2 Ethernet 4: ACTIVE 25 Gb/sec (1X EDR)
-mlx5_3 InfiniBand 1: DOWN 10 Gb/sec (4X)
 === hpcbench cores
 pid 123's current affinity list: 0-3,5-6
 === hpcbench memory
@@ -59,34 +47,15 @@ def test_a_probe_report_is_parsed_into_a_profile() -> None:
     assert probe.interfaces == {"hsn0": "10.1.0.3", "eth0": "10.77.0.1"}
     assert (probe.fabric, len(probe.devices), probe.tmp_in_memory, probe.memory_bytes) == ("hsn", 1, True, 1024000)
     assert (probe.runtimes, probe.worker) == (["apptainer"], {"ready": True, "host": "n1"})
-    assert probe.ports == {"mlx5_0": 2e11, "mlx5_1": 2e11}
-    assert probe.topology.between_devices == {"NV4"}
-    assert (probe.topology.device_order, probe.cpus) == ([1, 0], 6)
+    assert probe.cpus == 6
     text = profile_toml("site", box(), probe)
     for line in (
         'interface = "hsn"', 'device = "cuda"', "tmp_in_memory = true", "# memory_includes_devices = true", "# cores = 6",
-        '# nccl_hcas = ["mlx5_0", "mlx5_1"]', "# device_order = [1, 0]", '# bandwidth_bytes_per_s = "100 Gbit/s"',
-        "# Between the devices of a node: NV4 (NV12: twelve NVLinks).",
     ):  # fmt: skip
         assert f"\n{line}\n" in text
     blind = profile_toml("site", box(), parse_probe(PROBED.replace("GPU 0", "no device")))
     assert '\ndevice = "cpu"\n' in blind
     assert '\ngpus = "none"\n' in blind
-
-
-@pytest.mark.parametrize(
-    ("rows", "order"),
-    [
-        (["\tGPU0\tCPU Affinity", "GPU0\t X \t0-7"], []),
-        (["\tGPU0\tGPU1\tCPU Affinity", "GPU0\t X \tSYS\t0-7", "GPU1\tSYS\t X \t0-7"], []),
-        (["\tGPU0\tGPU1\tCPU Affinity", "GPU0\t X \tSYS\t8-15", "GPU1\tSYS\t X \t0-7"], [1, 0]),
-        (["\tGPU0\tGPU1", "GPU0\t X \tSYS", "GPU1\tSYS\t X "], []),
-        (["\tGPU0\tGPU1\tCPU Affinity", "GPU0\t X", "GPU1\tSYS\t X \t"], []),
-        (["No devices were found"], []), ([], []),
-    ],
-)  # fmt: skip
-def test_devices_are_ordered_by_their_cores(rows: list[str], order: list[int]) -> None:
-    assert parse_topology(rows).device_order == order
 
 
 def test_a_probe_that_contradicts_the_profile_gives_findings() -> None:
@@ -123,7 +92,7 @@ def test_folders_of_a_profile_that_do_not_exist_are_named(tmp_path: Path, fake_s
     assert checks["scheduler"].detail == "not queried: scheduler.bin_folder does not exist"
     (tmp_path / "slurm.conf").touch()
     with pytest.raises(SubmitError, match=f"no folder {tmp_path}/bin"):
-        SlurmScheduler(made).check(made)
+        SlurmScheduler(made).check()
 
 
 def test_the_probe_runs_in_the_jobs_own_environment(tmp_path: Path) -> None:

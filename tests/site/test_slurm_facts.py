@@ -18,7 +18,6 @@ from hpcbench.site.slurm_facts import (  # fmt: skip
     SiteFacts,
     parse_associations,
     parse_gres,
-    parse_json_nodes,
     parse_minutes,
     parse_nodes,
     parse_oneliner,
@@ -111,31 +110,6 @@ def test_devices_missing_in_gres_are_read_from_the_totals() -> None:
         "NodeName=a CPUTot=64 RealMemory=1000 Gres=(null) Partitions=p CfgTRES=cpu=64,mem=1000M,gres/gpu=4 AllocTRES=\n"
     )
     assert parse_nodes(text)["p"][0].gpus == (GpuCount(None, 4),)
-
-
-def test_nodes_from_json_equal_those_from_text() -> None:
-    text = (RECORDED / "box-sinfo.json").read_text(encoding="utf-8")
-    assert parse_json_nodes(text) == parse_nodes(recorded("box-node"))
-    newer = (
-        '{"nodes": [{"name": "g1", "cpus": 72, "effective_cpus": 64, "real_memory": {"set": true, "infinite": false, "number": 9},'
-        ' "gres": "gpu:h100:4(S:0-1)", "features": ["nvme", "h100"], "partitions": ["gpu"], "threads": 2, "architecture": null}]}'
-    )
-    found = NodeFacts(64, 9 * 2**20, (GpuCount("h100", 4),), frozenset({"nvme", "h100"}), "", 2)
-    assert parse_json_nodes(newer) == {"gpu": [found]}
-
-
-@pytest.mark.parametrize(
-    "text", ["", "sinfo: unrecognized option", "[]", "{}", '{"nodes": {"a": 1}}', '{"nodes": [3]}', "\xff{"]
-)
-def test_json_of_another_form_gives_no_nodes(text: str) -> None:
-    assert parse_json_nodes(text) == {}
-
-
-def test_json_is_read_if_the_text_lists_no_nodes(fake_slurm: Path) -> None:
-    (fake_slurm / "scontrol").write_text(recorded("box-config") + recorded("box-partition"))
-    (fake_slurm / "sinfo").write_text((RECORDED / "box-sinfo.json").read_text(encoding="utf-8"))
-    facts = query_site(ClusterProfile.model_validate({"name": "c"}))
-    assert facts.partitions["normal"].kinds[0].gpus == (GpuCount(None, 4),)
 
 
 @pytest.mark.parametrize(
@@ -295,7 +269,11 @@ def test_a_profile_of_several_node_kinds_is_written(tmp_path: Path) -> None:
     gpu, cpu = profile.partitions["gpu"], profile.partitions["cpu"]
     assert (gpu.max_time_min, gpu.max_nodes, gpu.whole_nodes, cpu.max_nodes) == (20.0, 1, True, 1)
     assert (profile.request.gpus, profile.request.memory, profile.node.gres_type) == ("gres", "node", "h100")
-    assert (profile.node.arch, profile.node_of("cpu").devices, profile.request_of("cpu").gpus) == ("aarch64", 0, "none")
+    assert (profile.node.arch, profile.partition("cpu").node.devices, profile.partition("cpu").request.gpus) == (
+        "aarch64",
+        0,
+        "none",
+    )
     assert profile.time_limit_min == 20.0
     assert "# Its nodes are of 2 kinds" in source.text
 
@@ -324,8 +302,8 @@ def test_gpus_are_requested_although_the_default_partition_has_none(tmp_path: Pa
     partitions = "PartitionName=cpu Default=YES TotalNodes=1 State=UP\nPartitionName=gpu TotalNodes=1 State=UP\n"
     profile, text = written(facts_of(partitions, f"{CPU_NODE}cpu\n{GPU_NODE}gpu\n"), tmp_path)
     assert (profile.device, profile.default_partition) == ("cuda", "gpu")
-    assert (profile.request_of("gpu").gpus, profile.node_of("gpu").devices) == ("gpus-per-node", 4)
-    assert (profile.request_of("cpu").gpus, profile.node_of("cpu").devices) == ("none", 0)
+    assert (profile.partition("gpu").request.gpus, profile.partition("gpu").node.devices) == ("gpus-per-node", 4)
+    assert (profile.partition("cpu").request.gpus, profile.partition("cpu").node.devices) == ("none", 0)
     assert "# The scheduler's default partition, cpu, has no devices, and `device` holds for all partitions." in text
 
 

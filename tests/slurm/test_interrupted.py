@@ -16,8 +16,8 @@ import pytest
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec, encode_task_file, run_id
 from hpcbench.paths import shared_folder
-from hpcbench.render.job_script import TemplateEngine, render_script
-from hpcbench.render.launch_step import JobShape
+from hpcbench.render.job_script import make_job_shape, render_script
+from hpcbench.render.template_engine import TemplateEngine
 from hpcbench.results.attempts import Attempt, AttemptStart
 from hpcbench.results.schema import RunResult
 from tests.slurm.box import Box
@@ -67,9 +67,9 @@ class Job:
         )
         tasks = [make_task(spec, time_limit_s) for spec in specs]
         (self.folder / "0.jsonl").write_bytes(encode_task_file(header, tasks))
-        shape = JobShape(partition, None, specs[0].nodes, 1, 1, time_limit_s)
+        shape = make_job_shape(profile, specs[0].nodes, 1, 1, time_limit_s, partition=partition)
         engine = TemplateEngine([shared_folder("templates")])
-        text = render_script(engine, profile, shape, "s", self.folder, 0, pack=pack or len(specs), runs=len(specs))
+        text = render_script(engine, shape, "s", self.folder, 0, pack=pack or len(specs), runs=len(specs))
         (self.folder / "0.sh").write_text(text)
         self.id = self.slurm("sbatch", "--parsable", *options, str(self.folder / "0.sh"), "0").strip()
 

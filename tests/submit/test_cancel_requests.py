@@ -9,7 +9,6 @@ import pytest
 
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.submit.journal import JobBatch
-from hpcbench.submit.scheduler import _ProfileHead, _SchedulerTable
 from hpcbench.submit.scheduler_registry import poll_period_s
 from hpcbench.submit.slurm_scheduler import job_expressions
 from hpcbench.submit.submission_record import JobArray, Submission, SubmittedRun
@@ -19,9 +18,7 @@ _SIZE = 2000
 
 def runs_of(job_id: str, tasks: Collection[int], *, is_array: bool = True) -> list[SubmittedRun]:
     """Runs of one array, or of a job that is none."""
-    array = JobArray(
-        number=0, run_ids=[f"{task:016x}" for task in range(_SIZE)], ranks=1, nodes=1, cores_per_run=1, job_limit_s=60
-    )
+    array = JobArray(number=0, run_ids=[f"{task:016x}" for task in range(_SIZE)], ranks=1, nodes=1, job_limit_s=60)
     record = Submission(
         submission="s-0001", token="t", sweep="s", cluster="c", scheduler="slurm", created_unix_s=0.0, arrays=[array]
     )
@@ -53,4 +50,3 @@ def test_every_array_and_single_job_is_one_expression() -> None:
 def test_the_profile_sets_the_pause_between_queries(kind: str, keys: dict[str, str], expected: float) -> None:
     profile = ClusterProfile.model_validate({"name": "c", "scheduler": {"kind": kind, **keys}})
     assert poll_period_s(kind, "c", profile) == expected
-    assert poll_period_s(kind, "c", _ProfileHead(_SchedulerTable(**keys))) == expected

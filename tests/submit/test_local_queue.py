@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,15 +16,11 @@ from typing import Any
 import psutil
 import pytest
 
-from hpcbench.config.cluster_profile import ClusterProfile
-from hpcbench.config.sweep_loader import Sweep
-from hpcbench.results.results_tree import ClusterTree
 from hpcbench.submit.journal import drop_runs, read_journal
-from hpcbench.submit.local_queue import CoreLocks, LocalScriptExecutor, LocalScriptJob
+from hpcbench.submit.local_queue import LocalScriptExecutor, LocalScriptJob, take_machine
 from hpcbench.submit.local_scheduler import queue_process, start_local_queue
-from hpcbench.submit.plan import make_plan
 from hpcbench.submit.submission_record import JobArray, Submission
-from hpcbench.submit.submit import ALL_CORES, RenderedSubmission, render_submission, write_submission
+from hpcbench.submit.submit import RenderedSubmission, write_submission
 
 NOTE = """
 note() { printf '%s %s %s\\n' "$1" "$2" "$(date +%s.%N)" >> notes; }
@@ -44,15 +41,12 @@ def wait_for(what: str, found: Callable[[], Any], limit_s: float = 60.0) -> Any:
     raise AssertionError(f"waited {limit_s:g} s for {what}")
 
 
-def submission(
-    folder: Path, runs: int, cores: int, seconds: float, time_limit_s: float = 60.0, at_once: int | None = None
-) -> Path:
+def submission(folder: Path, runs: int, seconds: float, time_limit_s: float = 60.0) -> Path:
     array = JobArray(
         number=0,
         run_ids=[f"{index:016x}" for index in range(runs)],
-        ranks=cores,
+        ranks=1,
         nodes=1,
-        cores_per_run=cores,
         job_limit_s=time_limit_s,
     )
     script = NOTE.replace('sleep "$2"', f"sleep {seconds}").encode()
@@ -64,7 +58,6 @@ def submission(
             cluster="local",
             scheduler="local",
             created_unix_s=time.time(),
-            max_running_jobs=at_once,
             arrays=[array],
         ),
         {"0.sh": script},
@@ -102,6 +95,7 @@ def cores_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Locks of this test's own: other queues on this machine must not hold it up."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
     return tmp_path / "tmp"
 
 
@@ -110,37 +104,19 @@ def start(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("cores_folder")
-def test_never_more_runs_at_once_than_the_cores_carry(tmp_path: Path) -> None:
-    folder = submission(tmp_path / "s-0001", runs=5, cores=1, seconds=0.3)
-    start(folder)
-    wait_for("all runs to end", lambda: sum(word == "end" for word, _, _ in notes(folder)) == 5)
-    wait_for("the queue to end", lambda: queue_process(folder) is None)
-    assert sorted(index for word, index, _ in notes(folder) if word == "begin") == list(range(5))
-    assert 1 <= most_at_once(notes(folder)) <= len(os.sched_getaffinity(0))
-    assert len(set(read_journal(folder).job_ids())) == 5
-
-
-@pytest.mark.usefixtures("cores_folder")
-def test_never_more_runs_at_once_than_are_allowed(tmp_path: Path) -> None:
-    folder = submission(tmp_path / "s-0001", runs=4, cores=1, seconds=0.2, at_once=1)
-    start(folder)
-    wait_for("all runs to end", lambda: sum(word == "end" for word, _, _ in notes(folder)) == 4)
-    assert most_at_once(notes(folder)) == 1
-
-
-@pytest.mark.usefixtures("cores_folder")
-def test_runs_with_too_many_ranks_run_one_by_one(tmp_path: Path) -> None:
-    folder = submission(tmp_path / "s-0001", runs=3, cores=1000, seconds=0.2)
+def test_runs_are_run_one_by_one(tmp_path: Path) -> None:
+    folder = submission(tmp_path / "s-0001", runs=3, seconds=0.2)
     start(folder)
     wait_for("all runs to end", lambda: sum(word == "end" for word, _, _ in notes(folder)) == 3)
+    wait_for("the queue to end", lambda: queue_process(folder) is None)
     assert [index for word, index, _ in notes(folder) if word == "begin"] == [0, 1, 2]
     assert most_at_once(notes(folder)) == 1
+    assert len(set(read_journal(folder).job_ids())) == 3
 
 
 @pytest.mark.usefixtures("cores_folder")
 def test_two_submissions_share_the_machine(tmp_path: Path) -> None:
-    """Each of them alone takes all cores, so no two of their runs may overlap."""
-    folders = [submission(tmp_path / f"s-000{number}", runs=2, cores=1000, seconds=0.3) for number in (1, 2)]
+    folders = [submission(tmp_path / f"s-000{number}", runs=2, seconds=0.3) for number in (1, 2)]
     for folder in folders:
         start(folder)
     for folder in folders:
@@ -150,7 +126,7 @@ def test_two_submissions_share_the_machine(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("cores_folder")
 def test_sigterm_to_the_queue_stops_its_runs_and_starts_no_more(tmp_path: Path) -> None:
-    folder = submission(tmp_path / "s-0001", runs=50, cores=1000, seconds=30)
+    folder = submission(tmp_path / "s-0001", runs=50, seconds=30)
     start(folder)
     wait_for("the first to begin", lambda: notes(folder))
     process = queue_process(folder)
@@ -162,21 +138,22 @@ def test_sigterm_to_the_queue_stops_its_runs_and_starts_no_more(tmp_path: Path) 
 
 @pytest.mark.usefixtures("cores_folder")
 def test_the_time_limit_ends_a_run_and_the_next_one_begins(tmp_path: Path) -> None:
-    folder = submission(tmp_path / "s-0001", runs=2, cores=1000, seconds=30, time_limit_s=3)
+    folder = submission(tmp_path / "s-0001", runs=2, seconds=30, time_limit_s=3)
     start(folder)
     wait_for("both to be stopped", lambda: queue_process(folder) is None)
     assert [index for word, index, _ in notes(folder) if word == "begin"] == [0, 1]
     assert not [word for word, _, _ in notes(folder) if word == "end"]
 
 
-def test_cores_are_free_again_when_their_holder_dies(tmp_path: Path) -> None:
-    code = f"from hpcbench.submit.local_queue import CoreLocks; from pathlib import Path; import time\nheld = CoreLocks(2, Path({str(tmp_path)!r})).take(2)\nprint(len(held), flush=True); time.sleep(60)"
+@pytest.mark.usefixtures("cores_folder")
+def test_the_machine_is_free_again_when_its_holder_dies() -> None:
+    code = "from hpcbench.submit.local_queue import take_machine; import time\nheld = take_machine()\nprint(held.closed, flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
-        assert holder.stdout.readline() == "2\n"
-        assert CoreLocks(2, tmp_path).take(1) is None
+        assert holder.stdout.readline() == "False\n"
+        assert take_machine() is None
         holder.kill()
-    assert wait_for("the cores", lambda: CoreLocks(2, tmp_path).take(5), 10)
+    wait_for("the machine", take_machine, 10).close()
 
 
 def test_a_local_submitit_job_reports_its_state_and_cancels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +180,7 @@ def test_a_local_submitit_job_reports_its_state_and_cancels(tmp_path: Path, monk
 
 @pytest.mark.usefixtures("cores_folder")
 def test_dropped_runs_do_not_begin(tmp_path: Path) -> None:
-    folder = submission(tmp_path / "s-0001", runs=4, cores=1000, seconds=1)
+    folder = submission(tmp_path / "s-0001", runs=4, seconds=1)
     drop_runs(folder, [f"{1:016x}"])
     drop_runs(folder, [f"{3:016x}"])
     start(folder)
@@ -224,33 +201,3 @@ def test_a_run_sees_the_devices_that_its_submitter_saw(
     job = LocalScriptExecutor(tmp_path / "jobs").submit_script(script, 0, time_limit_s=60, warning_s=5)
     wait_for("the script to end", job.done)
     assert (tmp_path / "seen").read_text() == ("all" if visible is None else visible)
-
-
-@pytest.mark.parametrize(
-    ("changes", "cores"),
-    [
-        ({}, ALL_CORES),
-        ({"scheduler": {"kind": "local", "max_running_jobs": 1}}, ALL_CORES),
-        ({"scheduler": {"kind": "local", "max_running_jobs": 3}}, 2),
-        ({"scheduler": {"kind": "local", "max_running_jobs": 3}, "device": "cuda"}, ALL_CORES),
-    ],
-)
-def test_a_run_gets_all_cores_unless_several_may_run(
-    write_sweep: Callable[[str], Sweep], tmp_path: Path, changes: dict[str, Any], cores: int
-) -> None:
-    profile = ClusterProfile.model_validate(
-        {
-            "name": "here",
-            "scheduler": {"kind": "local"},
-            "launcher": "torchrun",
-            "request": {"cpus_per_task": 1},
-            **changes,
-        }
-    )
-    tree = ClusterTree(tmp_path / "here")
-    sweep = write_sweep(
-        'name = "s"\n[fixed]\nmodel = "resnet18"\ndataset = "digits"\nstrategy = "ddp"\nbatch_size = 8\ntasks_per_node = 2\n'
-    )
-    plan = make_plan(sweep, profile, tree)
-    rendered = render_submission(plan, plan.missing, tree, tmp_path / "s-0001")
-    assert [array.cores_per_run for array in rendered.record.arrays] == [cores]

@@ -13,8 +13,7 @@ import pytest
 from hpcbench.errors import StorageError
 from hpcbench.fileio import write_atomic
 from hpcbench.submit import lock
-from hpcbench.submit.lock import LeaseLock, LockHeldError, LockHolder, exclusive_lock
-from hpcbench.submit.silence import announce_silence
+from hpcbench.submit.lock import LeaseLock, LockHeldError, LockHolder, announce_silence, exclusive_lock
 
 
 def test_only_one_is_inside(tmp_path: Path) -> None:

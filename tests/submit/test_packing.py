@@ -9,20 +9,16 @@ from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.sweep_file import SubmitTable
 from hpcbench.config.sweep_loader import Sweep
 from hpcbench.errors import ConfigError, ConfigErrors
-from hpcbench.render.launch_step import LAUNCH_OVERHEAD_S, JobShape, job_time_limit_s
+from hpcbench.render.job_script import LAUNCH_OVERHEAD_S, JobShape, make_job_shape
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.submit.plan import group_jobs, make_plan, runs_per_job
 from hpcbench.submit.submit import RunSelection, submit
 from tests.submit.conftest import SWEEP
 
 
-def shape(limit_min: float) -> JobShape:
-    return JobShape("short", None, 2, 4, 1, limit_min * 60)
-
-
-def profile(**keys: Any) -> ClusterProfile:
-    partition = {"max_time_min": keys.pop("max_time_min")} if "max_time_min" in keys else {}
-    return ClusterProfile.model_validate({"name": "test", "partitions": {"short": partition}, **keys})
+def shape(limit_min: float, max_time_min: float | None = None) -> JobShape:
+    profile = ClusterProfile.model_validate({"name": "t", "partitions": {"short": {"max_time_min": max_time_min}}})
+    return make_job_shape(profile, 2, 4, 1, limit_min * 60, partition="short")
 
 
 @pytest.mark.parametrize(
@@ -41,22 +37,22 @@ def profile(**keys: Any) -> ClusterProfile:
 def test_the_runs_of_a_job_follow_pack_and_time_limit(
     table: dict[str, Any], limit_min: float, max_time_min: float, size: int
 ) -> None:
-    assert runs_per_job(shape(limit_min), SubmitTable(**table), profile(max_time_min=max_time_min)) == size
+    assert runs_per_job(shape(limit_min, max_time_min), SubmitTable(**table)) == size
 
 
 def test_the_time_limit_of_a_job_covers_all_its_runs() -> None:
-    assert job_time_limit_s(shape(10), 1) == 600
-    assert job_time_limit_s(shape(10), 3) == 3 * (600 + LAUNCH_OVERHEAD_S)
+    assert shape(10).job_limit_s() == 600
+    assert shape(10).job_limit_s(3) == 3 * (600 + LAUNCH_OVERHEAD_S)
 
 
 def test_a_partial_pack_has_a_shorter_time_limit() -> None:
-    (group,) = group_jobs({shape(10): ["a", "b"]}, SubmitTable(pack=8), profile())
+    (group,) = group_jobs([(shape(10), ["a", "b"])], SubmitTable(pack=8))
     assert (group.pack, group.jobs, group.limit_s) == (2, 1, 2 * (600 + LAUNCH_OVERHEAD_S))
     assert group.node_hours == pytest.approx(2 * 2 * 600 / 3600)
 
 
 def test_the_last_pack_is_what_is_left() -> None:
-    (group,) = group_jobs({shape(10): [str(run) for run in range(10)]}, SubmitTable(pack=4), profile())
+    (group,) = group_jobs([(shape(10), [str(run) for run in range(10)])], SubmitTable(pack=4))
     assert group.jobs == 3
 
 

@@ -63,7 +63,7 @@ def written(plan: SweepPlan, tree: ClusterTree) -> tuple[Path, Submission]:
 
 
 def hand_over(plan: SweepPlan, tree: ClusterTree, folder: Path, record: Submission) -> SendOutcome:
-    return SlurmScheduler(plan.profile).submit(folder, record, plan.profile, tree, lambda text: None)
+    return SlurmScheduler(plan.profile).submit(folder, record, tree, lambda text: None)
 
 
 def test_a_limit_is_met_with_smaller_arrays_and_the_rest_waits(

@@ -66,45 +66,6 @@ def test_ddlbench_covers_one_to_sixteen_devices(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("system", "dataset", "batch_size", "micro_batches", "learning_rate", "momentum", "weight_decay"),
-    [
-        ("single", "mnist", 128, 1, 0.01, 0.5, 0.0),
-        ("single", "cifar10", 64, 1, 0.1, 0.9, 5e-4),
-        ("single", "imagenet", 32, 1, 0.1, 0.9, 1e-4),
-        ("horovod", "imagenet", 32, 1, 0.0125, 0.9, 5e-5),
-        ("horovod", "highres", 32, 1, 0.0125, 0.9, 5e-5),
-        ("gpipe", "mnist", 3072, 24, 0.01, 0.5, 0.0),
-        ("gpipe", "cifar10", 2048, 32, 0.001, 0.9, 0.0),
-        ("fairscale_pipe", "imagenet", 288, 12, 0.1, 0.9, 1e-4),
-        ("gpipe", "highres", 48, 12, 0.1, 0.9, 1e-4),
-        ("pipedream", "cifar10", 2048, 32, 0.1, 0.9, 1e-4),
-        ("pipedream", "imagenet", 384, 12, 0.1, 0.9, 1e-4),
-    ],
-)
-def test_the_shipped_sweep_has_ddlbenchs_hyper_parameters(
-    system: str, dataset: str, batch_size: int, micro_batches: int, learning_rate: float, momentum: float,
-    weight_decay: float, tmp_path: Path,
-) -> None:  # fmt: skip
-    own = [
-        one for one in specs_of(plan_of("ddlbench", "snellius", tmp_path))
-        if (one.strategy, one.dataset) == (system, dataset)
-    ]  # fmt: skip
-    seen = {(one.batch_size, one.micro_batches, one.learning_rate, one.momentum, one.weight_decay) for one in own}
-    assert seen == {(batch_size, micro_batches, learning_rate, momentum, weight_decay)}
-
-
-def test_horovods_rate_is_scaled_and_warmed_up_as_ddlbench_does(tmp_path: Path) -> None:
-    specs = specs_of(plan_of("ddlbench", "snellius", tmp_path))
-    options = {one.dataset: one.options for one in specs if one.strategy == "horovod"}
-    assert options == {
-        "mnist": {"lr_scaling": True}, "cifar10": {"lr_scaling": True},
-        "imagenet": {"lr_scaling": True, "lr_warmup_epochs": 1}, "highres": {"lr_scaling": True, "lr_warmup_epochs": 1},
-    }  # fmt: skip
-    rates = {one.dp_degree: one.learning_rate for one in specs if (one.strategy, one.dataset) == ("ddp", "imagenet")}
-    assert rates == pytest.approx({2: 0.025, 4: 0.05, 8: 0.1, 16: 0.2})
-
-
 def test_the_paradl_sweep_has_its_strategies_and_devices(tmp_path: Path) -> None:
     plan = plan_of("paradl", "abci-v100", tmp_path)
     specs = specs_of(plan)

@@ -11,7 +11,8 @@ from hpcbench.config.run_spec import config_id, read_task
 from hpcbench.errors import SubmitError
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import FailureRecord, RunResult
-from hpcbench.submit.plan import SweepPlan, environment_key, installed_versions, make_plan
+from hpcbench.submit.job_software import environment_key, installed_versions
+from hpcbench.submit.plan import SweepPlan, make_plan
 from hpcbench.submit.run_state import run_states
 from hpcbench.submit.submit import RunSelection, submit
 from hpcbench.submit.watcher import SweepWatcher
@@ -41,11 +42,11 @@ def test_versions_are_read_from_the_interpreters_folder(venv: Path) -> None:
 
 def test_the_key_follows_what_a_measurement_depends_on(venv: Path) -> None:
     same = profile(venv=str(venv.parents[2]))
-    key = environment_key(same, None)
-    assert environment_key(same, "one") == key
-    assert environment_key(profile(venv=str(venv.parents[2]), modules=["cuda/12"]), None) != key
+    key = environment_key(same.environment(None))
+    assert environment_key(same.environment("one")) == key
+    assert environment_key(profile(venv=str(venv.parents[2]), modules=["cuda/12"]).environment(None)) != key
     (venv / "torch-2.6.0.dist-info").rename(venv / "torch-2.7.0.dist-info")
-    assert environment_key(same, None) != key
+    assert environment_key(same.environment(None)) != key
 
 
 def measured(plan: SweepPlan, tree: ClusterTree, key: str | None) -> None:

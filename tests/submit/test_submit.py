@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.run_spec import config_id, read_task
-from hpcbench.config.sweep_loader import Sweep
 from hpcbench.errors import StorageError, SubmitError
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import FailureRecord, RunResult
@@ -21,7 +19,6 @@ from hpcbench.submit.run_state import run_states
 from hpcbench.submit.sbatch import SbatchExecutor
 from hpcbench.submit.submission_record import next_submission_folder, read_sweep_record
 from hpcbench.submit.submit import render_submission, submit
-from tests.submit.conftest import SWEEP
 
 
 def finish(tree: ClusterTree, plan: SweepPlan, run_id: str, status: str = "ok") -> None:
@@ -223,34 +220,14 @@ def test_profile_names_the_configuration_file(
     assert msgspec.json.decode((next(cluster_tree.submissions.glob("small-*")) / "submission.json").read_bytes())
 
 
-def test_a_sweep_that_is_wholly_refused_leaves_no_record(
+def test_a_sweep_that_is_wholly_refused_is_planned(
     plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_SBATCH", "refuse")
     assert len(submit(plan, cluster_tree).sent.refused) == 2
-    assert read_sweep_record(cluster_tree, "small") is None
-    monkeypatch.setenv("FAKE_SBATCH", "ok")
-    submit(plan, cluster_tree)
-    assert read_sweep_record(cluster_tree, "small") is not None
-
-
-def test_a_refused_change_of_a_sweep_leaves_the_earlier_record(
-    plan: SweepPlan, cluster_tree: ClusterTree, write_sweep: Callable[[str], Sweep], fake_slurm: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    submit(plan, cluster_tree)
-    changed = make_plan(write_sweep(SWEEP.replace("[8, 16]", "[32]")), plan.profile, cluster_tree)
-    monkeypatch.setenv("FAKE_SBATCH", "refuse")
-    assert submit(changed, cluster_tree).sent.refused
     record = read_sweep_record(cluster_tree, "small")
     assert record is not None
-    assert record.run_ids == list(plan.runs)
-
-
-def test_a_refused_sweep_with_results_keeps_its_record(
-    plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (cluster_tree.run_folder(next(iter(plan.runs))) / "attempts").mkdir(parents=True)
-    monkeypatch.setenv("FAKE_SBATCH", "refuse")
-    assert submit(plan, cluster_tree).sent.refused
-    assert read_sweep_record(cluster_tree, "small") is not None
+    states = run_states(cluster_tree, record.run_ids, plan.profile, time.time())
+    assert {state.state for state in states.values()} == {"planned"}
+    monkeypatch.setenv("FAKE_SBATCH", "ok")
+    assert len(submit(plan, cluster_tree).run_ids) == 4

@@ -14,19 +14,18 @@ import pytest
 from click.testing import CliRunner, Result
 
 from hpcbench.cli.main import cli
-from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.run_spec import read_task
 from hpcbench.config.scheduler_kinds import SchedulerKind
 from hpcbench.errors import SubmitError
 from hpcbench.plugins import plugin_modules
-from hpcbench.render.launch_step import JobShape
+from hpcbench.render.job_script import JobShape
 from hpcbench.results.attempts import begin_attempt
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import RunResult
 from hpcbench.submit.journal import JobBatch, JournalWriter, read_journal
 from hpcbench.submit.lock import exclusive_lock
 from hpcbench.submit.scheduler import JobStatus, Notify, QueueTable, Scheduler, SendOutcome
-from hpcbench.submit.submission_record import NewestSubmission, Submission, SubmittedRun, list_submissions
+from hpcbench.submit.submission_record import Submission, SubmittedRun, list_submissions
 from tests.submit.conftest import SWEEP
 
 
@@ -45,9 +44,7 @@ class FakeScheduler(Scheduler):
     def set_states(cls, states: Mapping[str, str]) -> None:
         cls.queue.write_text(json.dumps(cls.jobs() | dict(states)))
 
-    def submit(
-        self, folder: Path, record: Submission, profile: ClusterProfile, tree: ClusterTree, notify: Notify
-    ) -> SendOutcome:
+    def submit(self, folder: Path, record: Submission, tree: ClusterTree, notify: Notify) -> SendOutcome:
         if self.is_away:
             return SendOutcome(waiting=4, reason="away", failed=SubmitError("the fake scheduler is away"))
         outcome = SendOutcome()
@@ -62,8 +59,9 @@ class FakeScheduler(Scheduler):
                         outcome.jobs += 1
         return outcome
 
-    def state(self, submissions: Sequence[NewestSubmission], queue: QueueTable | None = None) -> FakeQuery:
-        return FakeQuery(self.jobs())
+    def state(self, runs: Mapping[str, SubmittedRun], queue: QueueTable | None = None) -> Mapping[str, JobStatus]:
+        jobs = self.jobs()
+        return {key: JobStatus(jobs[run.job_id], "by the fake") for key, run in runs.items() if run.job_id in jobs}
 
     def cancel(self, whole: Sequence[SubmittedRun], parts: Sequence[SubmittedRun]) -> dict[str, str]:
         assert not parts
@@ -71,20 +69,11 @@ class FakeScheduler(Scheduler):
         return {}
 
 
-class FakeQuery:
-    def __init__(self, jobs: Mapping[str, str]) -> None:
-        self._jobs = jobs
-
-    def result(self, runs: Mapping[str, SubmittedRun]) -> Mapping[str, JobStatus]:
-        known = {key: run.job_id for key, run in runs.items() if run.job_id in self._jobs}
-        return {key: JobStatus(self._jobs[job_id], "by the fake") for key, job_id in known.items() if job_id}
-
-
 SCHEDULER: type[Scheduler] = FakeScheduler
 
 
 def flux_directives(
-    shape: JobShape, profile: ClusterProfile, job_name: str, folder: str, number: int, pack: int, runs: int
+    shape: JobShape, job_name: str, folder: str, number: int, pack: int, runs: int
 ) -> list[tuple[str, str | int | bool]]:
     return [("job-name", job_name), ("nodes", shape.nodes), ("exclusive", True)]
 
@@ -227,7 +216,7 @@ def test_unknown_kind_in_a_profile_is_refused_with_the_choices(tree: ClusterTree
 
 
 def test_module_without_a_scheduler_is_refused(tree: ClusterTree, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "SCHEDULER", FakeQuery)
+    monkeypatch.setattr(sys.modules[__name__], "SCHEDULER", SchedulerKind)
     refused = hpcbench("submit", "small", "--cluster", "test")
     assert f"{__name__}.SCHEDULER is <class" in str(refused.exception)
     assert "not a subclass of Scheduler" in str(refused.exception)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcbench.submit.throttle_groups import next_throttle_group, split_arrays, throttle_group_sizes
+from hpcbench.submit.batches import next_throttle_group, split_arrays, throttle_group_sizes
 
 
 @pytest.mark.parametrize(

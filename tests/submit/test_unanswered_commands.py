@@ -7,13 +7,13 @@ import os
 import pytest
 
 from hpcbench.submit import scheduler
-from hpcbench.submit.scheduler import RunningCommand
-from hpcbench.submit.silence import announce_silence
+from hpcbench.submit.lock import announce_silence
+from hpcbench.submit.scheduler import run_program
 
 
 def answer(words: str) -> str:
     """The output of a command that says ``words`` and ends."""
-    return RunningCommand(["sh", "-c", words], os.environ).result(60.0).output
+    return run_program(["sh", "-c", words], os.environ).output
 
 
 def test_a_silent_command_is_announced_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

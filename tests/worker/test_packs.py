@@ -16,8 +16,8 @@ import pytest
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec, encode_task_file, run_id
 from hpcbench.paths import shared_folder
-from hpcbench.render.job_script import TemplateEngine, render_script
-from hpcbench.render.launch_step import JobShape
+from hpcbench.render.job_script import make_job_shape, render_script
+from hpcbench.render.template_engine import TemplateEngine
 from tests.distributed.launching import environment
 from tests.worker.helpers import make_header, make_spec, make_task, tree_of
 
@@ -48,10 +48,10 @@ class Pack:
         self.specs = specs
         lines = encode_task_file(make_header(folder, pack=pack), [make_task(spec, time_limit_s) for spec in specs])
         (folder / "0.jsonl").write_bytes(lines)
-        shape = JobShape(None, None, 1, specs[0].tasks_per_node, 1, time_limit_s)
         engine = TemplateEngine([shared_folder("templates")])
         profile, _ = load_cluster("local")
-        text = render_script(engine, profile, shape, "s", folder, 0, pack=pack, runs=len(specs))
+        shape = make_job_shape(profile, 1, specs[0].tasks_per_node, 1, time_limit_s)
+        text = render_script(engine, shape, "s", folder, 0, pack=pack, runs=len(specs))
         for old, new in changes.items():
             assert old in text
             text = text.replace(old, new)

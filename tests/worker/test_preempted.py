@@ -11,8 +11,7 @@ import pytest
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.run_spec import encode_task_file
 from hpcbench.errors import EXIT_NOTHING_TO_DO, EXIT_PREEMPTED
-from hpcbench.render.job_script import template_context
-from hpcbench.render.launch_step import JobShape
+from hpcbench.render.job_script import make_job_shape, template_context
 from hpcbench.results.schema import FailureRecord
 from hpcbench.worker.end import end, is_preempted
 from hpcbench.worker.summary import summarize_run
@@ -120,6 +119,6 @@ def test_a_preempted_second_measurement_keeps_the_earlier_result(tmp_path: Path)
 
 
 def test_scripts_and_worker_mean_the_same_exit_codes(tmp_path: Path) -> None:
-    shape = JobShape(None, None, 1, 1, 1, 60.0)
-    values = template_context(ClusterProfile(name="here"), shape, "sweep", tmp_path, 0)
+    shape = make_job_shape(ClusterProfile(name="here"), 1, 1)
+    values = template_context(shape, "sweep", tmp_path, 0)
     assert (values["nothing_to_do"], values["preempted"]) == (EXIT_NOTHING_TO_DO, EXIT_PREEMPTED) == (10, 11)

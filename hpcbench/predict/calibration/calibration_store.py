@@ -266,7 +266,8 @@ def calibration_of_partition(
     """Return the newest of ``stored`` of that partition, else of one with the same nodes."""
     wanted = partition or profile.default_partition
     of_partitions = [each for each in stored if each.calibration.partition in (None, *profile.partitions)]
-    alike = [each for each in of_partitions if profile.node_of(each.calibration.partition) == profile.node_of(wanted)]
+    node = profile.partition(wanted).node
+    alike = [each for each in of_partitions if profile.partition(each.calibration.partition).node == node]
     return next((each for each in stored if each.calibration.partition == wanted), next(iter(alike), None))
 
 

@@ -105,7 +105,8 @@ class CalibrationScale(NamedTuple):
 
 def cluster_size(profile: ClusterProfile, partition: str | None, local_cores: int) -> CalibrationScale:
     """Nodes, at most ``_MAX_NODES``, and ranks that a node takes: a GPU each, or a core. This machine is one node."""
-    node, queue = profile.node_of(partition), profile.partition(partition)
+    queue = profile.partition(partition)
+    node = queue.node
     runs_here = profile.scheduler.traits.runs_here
     tasks = node.devices if profile.device == "cuda" else local_cores if runs_here else node.cores
     return CalibrationScale(1 if runs_here else min(queue.max_nodes or _MAX_NODES, _MAX_NODES), tasks or 1)

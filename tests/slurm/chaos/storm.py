@@ -57,7 +57,7 @@ def _words(kind: str, sweep: str, rng: random.Random) -> list[str]:
     if kind == "cancel --where":
         return ["cancel", sweep, "--where", f"seed % 7 == {rng.randrange(7)}"]
     if kind == "clean":
-        return ["clean", "--all", "--yes", "--older-than", rng.choice(["1 s", "20 s", "1 min"])]
+        return ["clean", "--yes", "--older-than", rng.choice(["1 s", "20 s", "1 min"])]
     if kind == "status":
         return ["status"]
     if kind == "logs":

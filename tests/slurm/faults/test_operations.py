@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcbench.render.launch_step import BEGIN_PAUSE_S
+from hpcbench.render.job_script import BEGIN_PAUSE_S
 from tests.slurm.box import Box
 from tests.slurm.faults.conftest import Verify
 from tests.slurm.faults.project import CLUSTER, Project, rank_process, wait_for

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hpcbench.cli.status_output import LiveScreen
+from hpcbench.cli.status_command import LiveScreen
+from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.submit.run_state import RunState
-from hpcbench.submit.scheduler import read_scheduler_settings
 from hpcbench.submit.watcher import SweepWatcher, Watched
 
 RUNS = [f"{number:016x}" for number in range(9)]
@@ -31,13 +31,13 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def console(monkeypatch: pytest.MonkeyPatch) -> Console:
     made = Console(file=Terminal(), force_terminal=True, width=80, color_system=None, markup=False)
-    monkeypatch.setattr("hpcbench.cli.status_output.make_console", lambda stderr: made)
+    monkeypatch.setattr("hpcbench.cli.status_command.make_console", lambda stderr: made)
     return made
 
 
 @pytest.fixture
 def watcher(tmp_path: Path) -> SweepWatcher:
-    return SweepWatcher(tmp_path / "c", read_scheduler_settings("local"), {"s": RUNS})
+    return SweepWatcher(tmp_path / "c", load_cluster("local")[0], {"s": RUNS})
 
 
 def look(watcher: SweepWatcher, running: int, failed: int = 0, reason: str = "out of luck") -> Watched:
