@@ -137,7 +137,7 @@ def _schema(kind: str) -> Iterator[str]:
     definitions = document.get("$defs", {})
     yield _ABOUT[kind]
     yield "The same as JSON Schema, for editors and scripts: "
-    yield f"[{kind}.json](schemas/{kind}.json), which `hpcbench init` writes, too.\n"
+    yield f"`hpcbench schema {kind}`, [{kind}.json](schemas/{kind}.json).\n"
     docstrings = _field_docstrings() if kind == "result" else {}
     if "properties" in document:
         yield "## The file\n"

@@ -47,6 +47,7 @@ COMMANDS = {
     "validate": ("hpcbench.cli.oracle_commands:validate_predictions", "Compare measurements with predictions."),
     "models": ("hpcbench.cli.project_commands:models", "Show parameters, FLOPs, activations and layers of the models."),
     "data": ("hpcbench.cli.project_commands:data", "Make synthetic samples in files, and list data sets."),
+    "schema": ("hpcbench.cli.project_commands:schema", "Print a JSON Schema for editors and scripts."),
     "doctor": ("hpcbench.cli.project_commands:doctor", "Check the installation for a cluster's jobs."),
     "init": ("hpcbench.cli.project_commands:init", "Write a project folder to start from."),
 }

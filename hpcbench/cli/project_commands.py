@@ -1,4 +1,4 @@
-"""The commands ``init``, ``doctor``, ``data`` and ``models``."""
+"""The commands ``init``, ``doctor``, ``schema``, ``data`` and ``models``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hpcbench.report.models_view import find_layer_tables, layers_table, models_
 from hpcbench.results.data_folder import list_datasets
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.site.cluster_doctor import DoctorCheck, check_cluster
-from hpcbench.site.project_setup import make_samples, share_results, write_project
+from hpcbench.site.project_setup import make_json_schema, make_samples, share_results, write_project
 from hpcbench.units import format_bytes, pluralize
 from hpcbench.workloads.datasets import DATASETS
 
@@ -96,6 +96,13 @@ def init(folder: Path, group: str | None) -> None:
         print_message(f"next: cd {folder} && hpcbench run quickstart")
     else:
         print_message(f"nothing to write: {folder} has everything already")
+
+
+@click.command()
+@click.argument("kind", type=click.Choice(["cluster", "sweep", "result"]))
+def schema(kind: str) -> None:
+    """Print the JSON Schema of a cluster profile, a sweep or a result."""
+    print_json(make_json_schema(kind))
 
 
 @click.group()

@@ -120,7 +120,7 @@ class SubmitTable(TomlTable):
     pack_minutes: Minutes | None = None
     """Minutes that one job's runs may take together, by their time limits."""
     max_running_jobs: PositiveInt | None = None
-    """Jobs of one submission that may run at the same time; on a machine without a scheduler 1 when absent."""
+    """Jobs of one submission that may run at the same time; on a machine without a scheduler always one."""
     budget_node_hours: Annotated[float, Field(gt=0)] | None = None
     """Maximum cost of one submit at the runs' time limits; `--yes` overrides it."""
     order: Literal["shuffled", "grid"] | None = None
