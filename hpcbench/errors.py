@@ -80,6 +80,8 @@ class WorkerError(HpcbenchError):
     def __init__(self, message: str, *, status: str = "failed", hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.status = status
+        self.log_tail = ""
+        """The last lines of a program that failed, instead of a traceback."""
 
 
 def unsupported(message: str, hint: str | None = None) -> WorkerError:

@@ -128,7 +128,9 @@ def _log_files(tree: ClusterTree, run_id: str, attempt: int | None) -> list[Path
     chosen = Attempt(folder, attempt or numbers[-1])
     submitted_run = find_submitted_runs(tree, {run_id}).get(run_id)
     script_log = job_log(submitted_run) if submitted_run else None
-    return [chosen.folder / "out.log", chosen.folder / "err.log", *([script_log] if script_log else [])]
+    # The output of a user's own command has a file for each rank.
+    ranks = sorted(chosen.folder.glob("rank-*.log"), key=lambda path: int(path.stem.removeprefix("rank-")))
+    return [chosen.folder / "out.log", chosen.folder / "err.log", *ranks, *([script_log] if script_log else [])]
 
 
 def _log_json(tree: ClusterTree, run_id: str, attempt: int | None) -> dict[str, Any]:

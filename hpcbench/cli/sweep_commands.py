@@ -24,6 +24,7 @@ from hpcbench.cli.common import (
 )
 from hpcbench.cli.load_plan import find_sweep_file, load_plan
 from hpcbench.config.cluster_profile import find_cluster_profiles, load_cluster_file
+from hpcbench.config.command import unused_parameters
 from hpcbench.config.run_spec import spec_document
 from hpcbench.config.sweep_loader import count_points, load_sweep
 from hpcbench.config.toml_tables import read_toml
@@ -83,9 +84,12 @@ def _find_file(name: str) -> Path:
 
 def _check_file(path: Path, overrides: Sequence[str]) -> str:
     data, _ = read_toml(path)
-    if "fixed" in data or "grid" in data:
+    if {"fixed", "grid", "command"} & data.keys():
         sweep = load_sweep(path, overrides)
         check_names(sweep)
+        for name in unused_parameters(sweep.command) if sweep.command is not None else ():
+            where = sweep.source.where(("command", "parameters", name))
+            print_message(f"warning: {where}: no word and no expression of [command] uses the parameter {name!r}")
         return f"a sweep of {count_points(sweep)} points, valid"
     profile, source = load_cluster_file(path)
     checked = check_against_scheduler(profile, source)

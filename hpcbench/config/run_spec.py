@@ -37,11 +37,18 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     of its bounds; the constructor checks nothing.
     """
 
-    model: Annotated[str, Meta(description="a shipped model (docs/models.md), or module:function of your own")]
-    dataset: Annotated[str, Meta(description="what is fed: images, volumes or tokens, see docs/data.md")]
-    strategy: Annotated[str, Meta(description="how the run is parallelised")]
-    batch_size: Annotated[Count, Meta(description="samples per data-parallel replica and step")]
+    # A training has the first four parameters; no valid value equals a default, so that each is part of the hash.
+    model: Annotated[str, Meta(description="a shipped model (docs/models.md), or module:function of your own")] = ""
+    dataset: Annotated[str, Meta(description="what is fed: images, volumes or tokens, see docs/data.md")] = ""
+    strategy: Annotated[str, Meta(description="how the run is parallelised")] = ""
+    batch_size: Annotated[Count, Meta(description="samples per data-parallel replica and step")] = 0
     spec_version: Literal[1] = 1
+
+    workload: Annotated[
+        Literal["training", "command"], Meta(description="a training of hpcbench, or the sweep's [command]")
+    ] = "training"
+    parameters: Annotated[dict[str, OptionValue], Meta(description="parameters of the sweep's [command]")] = {}
+    command_digest: Annotated[str, Meta(description="hash of [command], 16 hex digits")] = ""
 
     model_options: Annotated[dict[str, OptionValue], Meta(description="the model's own options")] = {}
     input_size: Annotated[Count, Meta(description="edge length, or tokens; the dataset's own by default")] | None = None
@@ -124,6 +131,9 @@ def run_label(spec: RunSpec) -> str:
     """A run in a few words: ``ddp on 2 ranks, resnet18, batch 16``."""
     repeat = f", repeat {spec.repeat}" if spec.repeat else ""
     ranks = f"{spec.ranks} rank" + ("s" if spec.ranks > 1 else "")
+    if spec.workload == "command":
+        words = "".join(f", {name} {value}" for name, value in spec.parameters.items())
+        return f"{spec.strategy} on {ranks}{words}{repeat}"
     return f"{strategy_label(spec)} on {ranks}, {spec.model}, batch {spec.batch_size}{repeat}"
 
 
@@ -204,6 +214,8 @@ class TaskFileHeader(msgspec.Struct, frozen=True, kw_only=True):
     """Absolute path of the folder that users' own models are in."""
     scrubbed: list[str] = []
     """Names of the submitter's variables that were kept from the job."""
+    command: dict[str, Any] = {}
+    """The sweep's ``Command`` as plain data; empty for trainings."""
 
 
 class RunTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -16,13 +16,14 @@ import msgspec
 from pydantic import ConfigDict, Field, create_model, model_validator
 
 from hpcbench.config import toml_tables
+from hpcbench.config.command_table import CommandTable
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.config.toml_tables import NAME_PATTERN, KeyPath, Minutes, PositiveInt, TomlSource, TomlTable
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
 from hpcbench.paths import expand_home
 
-_GENERATED_PARAMETERS = {"spec_version", "repeat"}
-TABLE_PARAMETERS = ("options", "model_options", "env")
+_GENERATED_PARAMETERS = {"spec_version", "repeat", "workload", "command_digest"}
+TABLE_PARAMETERS = ("options", "model_options", "env", "parameters")
 """Parameters that are tables of their own."""
 
 
@@ -145,6 +146,8 @@ class SweepFile(TomlTable):
     description: str = ""
     model_folder: Annotated[str, Field(min_length=1)] | None = None
     """Folder of the module that `model = "module:function"` names, relative to this file; the profile's when absent."""
+    command: CommandTable | None = None
+    """A program of your own that the runs start, instead of a training of hpcbench."""
     fixed: FixedTable = FixedTable()
     """Parameters that all runs share."""
     grid: GridTable = GridTable()

@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from hpcbench.config.command import Command
+from hpcbench.config.command_table import parse_command
 from hpcbench.config.expression import Expression
 from hpcbench.config.run_spec import DEGREE_NAMES, PARAMETER_DEFAULTS, RunSpec
 from hpcbench.config.sweep_file import (
@@ -71,6 +73,8 @@ class Sweep:
     submit: SubmitTable = field(default_factory=SubmitTable)
     model_folder: Path | None = None
     """Absolute path of the folder of users' own models."""
+    command: Command | None = None
+    """The program that the runs start instead of a training of hpcbench."""
 
     @property
     def order(self) -> str:
@@ -138,8 +142,10 @@ def load_sweep(path: Path, overrides: Iterable[str] = ()) -> Sweep:
 
 def parse_sweep(data: dict[str, Any], source: TomlSource) -> Sweep:
     """The sweep in decoded TOML. Raises ``ConfigErrors`` with everything that is wrong in it."""
+    data = _name_parameters(data, source)
     file = validate_table(SweepFile, data, source)
     problems: list[HpcbenchError] = []
+    command = parse_command(file.command, source, problems) if file.command is not None else None
     axes = _read_axes(file, data, source, problems)
     includes = [_flatten_tables(include.model_dump(exclude_none=True)) for include in file.include]
     varied = (
@@ -164,7 +170,7 @@ def parse_sweep(data: dict[str, Any], source: TomlSource) -> Sweep:
         description=file.description,
         repeats=file.repeats,
         source=source,
-        fixed=_flatten_tables(file.fixed.model_dump(exclude_none=True)),
+        fixed={**_command_settings(command), **_flatten_tables(file.fixed.model_dump(exclude_none=True))},
         axes=axes,
         includes=includes,
         excludes=rules,
@@ -172,11 +178,63 @@ def parse_sweep(data: dict[str, Any], source: TomlSource) -> Sweep:
         stops=parse_stop_rules(file.stop, varied, source, problems),
         submit=file.submit,
         model_folder=resolve_beside(source.path, file.model_folder) if file.model_folder else None,
+        command=command,
     )
     problems += _find_duplicate_settings(sweep)
     if problems:
         raise ConfigErrors(problems)
     return sweep
+
+
+def _name_parameters(data: dict[str, Any], source: TomlSource) -> dict[str, Any]:
+    """Return ``data`` in which parameters of ``[command]`` are called ``parameters.lr`` wherever ``lr`` is set."""
+    command = data.get("command")
+    declared = command.get("parameters") if isinstance(command, dict) else None
+    if not isinstance(declared, dict):
+        return data
+    origins: dict[tuple[str | int, ...], str] = {}
+
+    def named(table: Any, *place: str | int) -> Any:
+        if not isinstance(table, dict):
+            return table
+        renamed: dict[str, Any] = {}
+        for key, value in table.items():
+            if key in declared:
+                renamed.setdefault("parameters", {})[key] = value
+                renamed_place = (*place, "parameters", key)
+                origins[renamed_place] = source.where((*place, key))
+            elif key == "parameters" and isinstance(value, dict):
+                renamed.setdefault(key, {}).update(value)
+            else:
+                renamed[key] = value
+        return renamed
+
+    changed = {key: named(table, key) if key in ("fixed", "grid") else table for key, table in data.items()}
+    for key in ("zip", "include", "exclude"):
+        if isinstance(data.get(key), list):
+            changed[key] = [named(table, key, number) for number, table in enumerate(data[key])]
+    if isinstance(data.get("derive"), dict):
+        names = {key: f"parameters.{key}" for key in declared}
+        changed["derive"] = {names.get(key, key): text for key, text in data["derive"].items()}
+    source.origins = {**origins, **source.origins}
+    return changed
+
+
+COMMAND_SETTINGS: tuple[ParameterPath, ...] = (("workload",), ("strategy",), ("command_digest",), ("options", "launch"))
+"""Parameters that a sweep with ``[command]`` sets by itself."""
+
+
+def _command_settings(command: Command | None) -> ParameterSettings:
+    """The parameters that every run of a command has."""
+    if command is None:
+        return {}
+    settings: ParameterSettings = dict.fromkeys(COMMAND_SETTINGS, "command")
+    settings["command_digest",] = command.digest
+    if command.launch == "rank":
+        del settings["options", "launch"]
+    else:
+        settings["options", "launch"] = command.launch
+    return settings
 
 
 def _flatten_tables(values: dict[str, Any]) -> ParameterSettings:

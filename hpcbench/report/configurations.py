@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
+from statistics import median
 from typing import Any, Literal
 
 import msgspec
@@ -27,7 +28,7 @@ SPEC_COLUMNS = tuple(f"spec.{name}" for name in RunSpec.__struct_fields__)
 CONFIGURATION_KEYS = ("cluster", "config_id", "environment_digest")
 WORKLOAD_COLUMNS = (
     "cluster", "spec.model", "spec.model_options", "spec.dataset", "spec.input_size", "spec.precision", "spec.data",
-    "spec.optimizer", "spec.channels_last",
+    "spec.optimizer", "spec.channels_last", "spec.command_digest",
 )  # fmt: skip
 """A run and its baseline are equal in these, and in the batch."""
 GROUP_COLUMNS = (*CONFIGURATION_KEYS, "run_id", "status")
@@ -38,7 +39,8 @@ SPEEDUP_COLUMNS = (
 )  # fmt: skip
 SPREAD_COLUMNS = ("metrics.step_time_s.ci95_low", "metrics.step_time_s.ci95_high")
 _MAXIMUM_OVER_LAUNCHES = frozenset({"metrics.peak_memory_bytes", "metrics.peak_reserved_bytes"})
-_NOT_AGGREGATED = frozenset({"warnings", "run_id", "file.mtime_ns", "file.size_bytes"})
+OWN_METRICS = "metrics.own"
+_NOT_AGGREGATED = frozenset({"warnings", OWN_METRICS, "run_id", "file.mtime_ns", "file.size_bytes"})
 
 
 def aggregate_launches(frame: pl.DataFrame) -> pl.DataFrame:
@@ -56,6 +58,8 @@ def aggregate_launches(frame: pl.DataFrame) -> pl.DataFrame:
     largest = pl.col([name for name in metrics if name in _MAXIMUM_OVER_LAUNCHES]).max()
     varying = pl.col([name for name in metrics if name not in SPREAD_COLUMNS])
     others = [pl.col("warnings").drop_nulls().unique(maintain_order=True)] if "warnings" in frame.columns else []
+    if OWN_METRICS in frame.columns:
+        others.append(pl.col(OWN_METRICS).drop_nulls())
     if "verification.passed" in rest:
         passed = pl.col("verification.passed")
         others.append(pl.when(passed.is_not_null().any()).then(passed.all()).alias("verified"))
@@ -204,8 +208,17 @@ def _row_from_values(values: dict[str, Any]) -> ResultRow:
         values["metrics.tokens_per_s"], values["metrics.tokens_per_s_per_device"], values["speedup"],
         values["efficiency"], values["metrics.mfu"], values["metrics.hfu"], values["metrics.peak_memory_bytes"],
         values["metrics.loss.first"], values["metrics.loss.last"], values["metrics.accuracy"], values["verified"],
-        decode_warnings(values["warnings"]), values["run_ids"],
+        decode_warnings(values["warnings"]), values["run_ids"], median_metrics(values[OWN_METRICS]),
     )  # fmt: skip
+
+
+def median_metrics(texts: Iterable[str]) -> dict[str, float]:
+    """The medians over launches of each metric of a command; ``texts`` are the JSON of the launches."""
+    found: dict[str, list[float]] = {}
+    for text in texts:
+        for name, value in msgspec.json.decode(text).items():
+            found.setdefault(name, []).append(value["median"] if isinstance(value, dict) else value)
+    return {name: median(values) for name, values in found.items()}
 
 
 def decode_warnings(texts: Iterable[str]) -> list[str]:

@@ -44,13 +44,16 @@ class ResultRow:
     """Whether all verified launches agree with the reference run; ``None`` without any."""
     warnings: list[str] = field(default_factory=list)
     run_ids: list[str] = field(default_factory=list)
+    own_metrics: dict[str, float] = field(default_factory=dict)
+    """Metrics of a command: medians over launches."""
 
 
 _ALWAYS_COLUMNS = ("strategy",)
 _DEGREE_PARAMETERS = ("devices_per_task", "dp_degree", "tp_degree", "sp_degree", "pp_degree")
 """Parts of the strategy's label and of the ranks for readers; columns of their own for programs."""
 _NEVER_COLUMNS = {
-    "nodes", "tasks_per_node", "repeat", "seed", "verify", "time_limit_min", "spec_version", *_DEGREE_PARAMETERS,
+    "nodes", "tasks_per_node", "repeat", "seed", "verify", "time_limit_min", "spec_version", "workload",
+    "command_digest", *_DEGREE_PARAMETERS,
 }  # fmt: skip
 
 
@@ -74,7 +77,9 @@ def results_text_view(rows: list[ResultRow], title: str) -> View:
     return View.from_rows(title, columns, shown, notes, [*_failure_notes(rows), *footnotes.footnotes()])
 
 
-_DATA_FIELDS = [name for name in ResultRow.__dataclass_fields__ if name not in {"spec", "warnings", "run_ids"}]
+_DATA_FIELDS = [
+    name for name in ResultRow.__dataclass_fields__ if name not in {"spec", "warnings", "run_ids", "own_metrics"}
+]
 
 
 def results_data_view(rows: list[ResultRow], title: str) -> View:
@@ -85,6 +90,7 @@ def results_data_view(rows: list[ResultRow], title: str) -> View:
     varying = [name for name in split_parameters(specs)[0] if name not in always]
     columns = [parameter_column(name) for name in (*always, *degrees, *varying)]
     columns += [data_column(name, attrgetter(name)) for name in _DATA_FIELDS]
+    columns += [data_column(name, _own_metric(name)) for name in _own_metrics(rows)]
     columns.append(data_column("warnings", lambda row: "; ".join(row.warnings)))
     columns.append(data_column("run_ids", lambda row: " ".join(row.run_ids)))
     return View.from_rows(title, columns, rows)
@@ -122,7 +128,9 @@ def split_parameters(specs: list[RunSpec]) -> tuple[list[str], str]:
     always = ("model", "dataset", "strategy", "batch_size", "precision")
     alike = [name for name in names if specs and name not in varying and name not in _ALWAYS_COLUMNS]
     set_names = [name for name in alike if values[name][0] and values[name][0] != PARAMETER_DEFAULTS.get(name)]
-    shared = [f"{name} {values[name][0]}" for name in alike if name in always or name in set_names]
+    shared = [
+        f"{name} {values[name][0]}" for name in alike if values[name][0] and (name in always or name in set_names)
+    ]
     return [name for name in varying if name not in _ALWAYS_COLUMNS], printable_excerpt(", ".join(shared))
 
 
@@ -189,12 +197,28 @@ def _metric_columns(rows: list[ResultRow]) -> list[Column]:
         columns.append(text_column("MFU", lambda row: f"{row.mfu:.1%}" if row.mfu is not None else ""))
     if _has_recomputation(rows):
         columns.append(text_column("HFU", lambda row: f"{row.hfu:.1%}" if row.hfu is not None else ""))
-    columns += [_figure_column("memory", "peak_memory_bytes", format_bytes), text_column("loss", _loss_cell)]
+    columns += [text_column(name, _own_metric_cell(name)) for name in _own_metrics(rows)]
+    columns.append(_figure_column("memory", "peak_memory_bytes", format_bytes))
+    if any(row.loss_first is not None for row in rows) or not _own_metrics(rows):
+        columns.append(text_column("loss", _loss_cell))
     columns = [replace(column, is_number=True) for column in columns]
     if any(row.verified is not None for row in rows):
         verified = {None: "", True: "yes", False: "no"}
         columns.append(text_column("verified", lambda row: verified[row.verified], compact_heading="veri-\nfied"))
     return columns
+
+
+def _own_metrics(rows: Iterable[ResultRow]) -> list[str]:
+    """Names of the metrics of commands, without the step time, which has a column of its own."""
+    return [name for name in dict.fromkeys(name for row in rows for name in row.own_metrics) if name != "step_time"]
+
+
+def _own_metric(name: str) -> Callable[[ResultRow], float | None]:
+    return lambda row: row.own_metrics.get(name)
+
+
+def _own_metric_cell(name: str) -> Callable[[ResultRow], str]:
+    return lambda row: three_digits(row.own_metrics[name]) if name in row.own_metrics else ""
 
 
 def _figure_column(heading: str, field_name: str, form: Callable[[float], str], compact_heading: str = "") -> Column:

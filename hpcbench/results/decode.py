@@ -9,11 +9,12 @@ import msgspec
 
 from hpcbench.config.run_spec import run_id
 from hpcbench.fileio import UnsafeFileError, read_error, read_regular
-from hpcbench.results.schema import SCHEMA_VERSION, STATUSES, RunResult
+from hpcbench.results.schema import SCHEMA_VERSION, STATUSES, RunResult, result_of_document
 
 _T = TypeVar("_T")
 _INT64_LIMIT = 2**63
 _RESULT_DECODER = msgspec.json.Decoder(RunResult)
+_DOCUMENT_DECODER = msgspec.json.Decoder(dict[str, Any])
 
 
 class _Versioned(msgspec.Struct):
@@ -64,7 +65,10 @@ def decode_result(data: bytes, run_id: str) -> RunResult:
 def decode_result_unbounded(data: bytes, run_id: str) -> RunResult:
     """Return the result as ``decode_result`` does, also with integers beyond 64 bits; raises the same other errors."""
     try:
-        result = _decode_guarded(_RESULT_DECODER, data)
+        if b'"command_digest"' in data:
+            result = result_of_document(_decode_guarded(_DOCUMENT_DECODER, data))
+        else:
+            result = _decode_guarded(_RESULT_DECODER, data)
     except msgspec.ValidationError:
         # Fields of another version may differ: then the version is the reason, and not the first field that does.
         _check_version(_decode_guarded(_VERSION_DECODER, data).schema_version)

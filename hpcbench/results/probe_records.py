@@ -1,4 +1,4 @@
-"""The records of what a run of a calibration measured, in ``result.json`` and in the rank files; and of dry runs."""
+"""Records of a calibration's measurements and of a command's process, in results and rank files; and of dry runs."""
 
 from __future__ import annotations
 
@@ -93,6 +93,18 @@ class ProbeResults(_ProbeRecord, kw_only=True):
 
 
 DryRunOutcome = Literal["ok", "oom", "unsupported", "not_fakeable", "error"]
+
+
+class CommandOutcome(_ProbeRecord, kw_only=True):
+    """The process of a command that one rank started."""
+
+    argv: list[str]
+    exit_code: int | None = None
+    wall_s: float | None = None
+    values: dict[str, list[float]] = {}
+    """Values of each metric, in the order in which they were printed."""
+    outputs: list[str] = []
+    """Files of the run's folder that are kept beside the result."""
 
 
 class DryRunTask(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.results.probe_records import ProbeResults
+from hpcbench.results.probe_records import CommandOutcome, ProbeResults
 from hpcbench.strategies.traffic import Traffic
 
 SCHEMA_VERSION = 1
@@ -115,6 +115,10 @@ class RunMetrics(_ResultRecord, kw_only=True):
     """Number of steps far above the median, among those that count; all figures include them."""
     drift: float | None = None
     """Change of the step time from the first to the last timed step, as a share of the median."""
+    wall_time_s: float | None = None
+    """From the start of a command's processes to the end of the last one."""
+    own: dict[str, StepTimeStatistics | float] = {}
+    """Metrics of a command by name; in JSON they stand beside the others."""
 
 
 class FailureRecord(_ResultRecord, kw_only=True):
@@ -347,6 +351,7 @@ class RankResult(_ResultRecord, kw_only=True):
     probe: ProbeResults | None = None
     verification: VerificationResult | None = None
     watched: HostActivity | None = None
+    command: CommandOutcome | None = None
     warnings: list[str] = []
     provenance: dict[str, Any] = {}
 
@@ -397,6 +402,10 @@ class RunResult(_ResultRecord, kw_only=True):
     """Software, hosts, devices and job that the run was measured with."""
     environment_digest: str | None = None
     """Hash of the part of ``provenance`` that can change figures."""
+    units: dict[str, str] = {}
+    """Unit of each metric of a command."""
+    better: dict[str, str] = {}
+    """``lower`` or ``higher``: the better direction of each metric of a command."""
     error: FailureRecord | None = None
     """The reason of a status other than ``ok``."""
 
@@ -422,5 +431,20 @@ class ResultSummary(NamedTuple):
 
 
 def result_document(result: RunResult) -> dict[str, Any]:
-    """Return ``result`` as plain data, as it is in its file: with ``schema_version``, without fields at defaults."""
-    return {"schema_version": result.schema_version, **msgspec.to_builtins(result)}
+    """Return ``result`` as plain data, as it is in its file: with ``schema_version``, without fields at defaults.
+
+    Metrics of a command stand beside the others; one of the same name is the command's.
+    """
+    document = {"schema_version": result.schema_version, **msgspec.to_builtins(result)}
+    if result.metrics.own:
+        document["metrics"] |= document["metrics"].pop("own")
+    return document
+
+
+def result_of_document(document: dict[str, Any]) -> RunResult:
+    """Return the result of a command from its file's data. Raises ``msgspec.ValidationError``."""
+    metrics, names = document.get("metrics"), document.get("better")
+    if isinstance(metrics, dict) and isinstance(names, dict):
+        own = {name: metrics.pop(name) for name in names if name in metrics}
+        document = {**document, "metrics": {**metrics, "own": own}}
+    return msgspec.convert(document, RunResult)

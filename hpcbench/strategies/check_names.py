@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from hpcbench.config.cluster_profile import ClusterProfile
-from hpcbench.config.option import toml_literal
-from hpcbench.config.sweep_loader import Sweep
+from hpcbench.config.command import Command
+from hpcbench.config.option import Option, toml_literal
+from hpcbench.config.sweep_loader import COMMAND_SETTINGS, Sweep
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
 from hpcbench.strategies.catalog import selectable_strategies
 from hpcbench.strategies.strategy_entry import StrategyEntry
@@ -27,17 +28,57 @@ def check_names(sweep: Sweep, profile: ClusterProfile | None = None) -> None:
     }
     if profile is not None:
         choices_by_name |= {"partition": profile.partitions, "environment": profile.environments}
-    problems = [*_missing_parameter_problems(sweep), *_custom_model_problems(sweep, profile)]
+    if sweep.command is not None:
+        problems = _command_problems(sweep, sweep.command)
+        choices_by_name = {
+            name: choices for name, choices in choices_by_name.items() if name not in REQUIRED_PARAMETERS
+        }
+    else:
+        problems = [*_missing_parameter_problems(sweep), *_custom_model_problems(sweep, profile)]
     for name, choices in choices_by_name.items():
         for value in sweep.values(name):
             if value not in choices and not (name == "model" and is_custom_model(value)):
                 where = f" of cluster {profile.name}" if profile and name in ("partition", "environment") else ""
                 message = f"unknown {name}{where}: {value!r}"
                 problems.append(ConfigError(message, where=sweep.where(name), hint=did_you_mean(value, choices)))
-    problems += _option_problems(sweep, "options", "strategy", selectable_strategies())
-    problems += _option_problems(sweep, "model_options", "model", MODELS)
+    if sweep.command is None:
+        problems += _option_problems(sweep, "options", "strategy", selectable_strategies())
+        problems += _option_problems(sweep, "model_options", "model", MODELS)
+        if any(parameter[0] == "parameters" for _, settings in sweep.settings() for parameter in settings):
+            problems.append(ConfigError("parameters are set without a [command]", where=str(sweep.source.path)))
     if problems:
         raise ConfigErrors(problems)
+
+
+_COMMAND_PARAMETERS = (
+    "parameters", "nodes", "tasks_per_node", "devices_per_task", "precision", "warmup_steps", "seed", "time_limit_min",
+    "partition", "environment", "env",
+)  # fmt: skip
+"""Parameters that a sweep with ``[command]`` may set."""
+
+
+def _command_problems(sweep: Sweep, command: Command) -> list[HpcbenchError]:
+    """Parameters of trainings, and parameters of the command that do not exist or have another type."""
+    problems: list[HpcbenchError] = []
+    for place, settings in sweep.settings():
+        for parameter in settings:
+            if place == ("fixed",) and parameter in COMMAND_SETTINGS:
+                continue
+            where = sweep.source.where((*place, *parameter))
+            if parameter[0] not in _COMMAND_PARAMETERS:
+                message = f"{'.'.join(parameter)} belongs to trainings of hpcbench, and this sweep has a [command]"
+                hint = f"runs of a command have {', '.join(_COMMAND_PARAMETERS)}"
+                problems.append(ConfigError(message, where=where, hint=hint))
+            elif parameter[0] == "parameters" and parameter[1] not in command.defaults:
+                hint = did_you_mean(parameter[1], command.defaults)
+                problems.append(ConfigError(f"[command] has no parameter {parameter[1]!r}", where=where, hint=hint))
+    for name, default in command.defaults.items():
+        option = Option(default, "")
+        for value in sweep.values("parameters", name):
+            if not option.accepts(value):
+                message = f"{name}: {option.expected()} expected, not {toml_literal(value)}"
+                problems.append(ConfigError(message, where=sweep.where("parameters", name)))
+    return problems
 
 
 def _custom_model_problems(sweep: Sweep, profile: ClusterProfile | None) -> list[ConfigError]:

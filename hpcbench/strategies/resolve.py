@@ -70,6 +70,8 @@ def resolve_point(point: dict[str, Any], limits: PartitionLimits) -> RunSpec | I
         >>> resolve_point(point | {"micro_batches": 3}, PartitionLimits("any")).reason
         'batch_size 8 cannot be cut into 3 equal micro_batches'
     """
+    if point.get("workload") == "command":
+        return _resolve_command(point, limits)
     values = dict(point)
     _drop_foreign_options(values)
     if reason := _fill_degrees(values):
@@ -98,6 +100,17 @@ def resolve_point(point: dict[str, Any], limits: PartitionLimits) -> RunSpec | I
     reason = (
         _input_exclusion(spec) or _target_exclusion(spec) or _limits_exclusion(spec, limits) or exclusion_reason(spec)
     )
+    return InfeasiblePoint(point, reason) if reason else spec
+
+
+def _resolve_command(point: dict[str, Any], limits: PartitionLimits) -> RunSpec | InfeasiblePoint:
+    """Resolve a point of a sweep with ``[command]``, whose devices are the command's own affair."""
+    values = dict(point)
+    if values.get("options", {}).get("launch"):
+        # One process a node drives the devices of all tasks.
+        values["devices_per_task"] = values.get("devices_per_task", 1) * values.pop("tasks_per_node", 1)
+    spec = msgspec.convert(values, RunSpec)
+    reason = _limits_exclusion(spec, limits)
     return InfeasiblePoint(point, reason) if reason else spec
 
 

@@ -141,6 +141,7 @@ def _task_header(plan: SweepPlan, tree: ClusterTree, folder: Path, group: JobGro
         environment_key=environment_key(shape.environment),
         model_folder=str(plan.model_folder) if plan.model_folder else None,
         scrubbed=scrubbed_names(),
+        command=msgspec.to_builtins(plan.sweep.command) if plan.sweep.command is not None else {},
     )
 
 

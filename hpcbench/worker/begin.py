@@ -147,6 +147,8 @@ def begin(tasks: Path, index: int, time_limit_s: float | None = None, missing_mo
 
 def _unknown_name(spec: RunSpec) -> FailureRecord | None:
     """Return the failure of a run with a name that a package has which is installed for the login node alone."""
+    if spec.workload == "command":
+        return None
     for parameter, names in (("strategy", selectable_strategies()), ("model", MODELS), ("dataset", DATASETS)):
         name = getattr(spec, parameter)
         if name not in names and not (parameter == "model" and is_custom_model(name)):

@@ -75,7 +75,8 @@ def describe_error(error: BaseException) -> tuple[str, FailureRecord]:
     if status == "oom" and "CUDA" not in message:
         # The framework says itself what an accelerator has.
         message = f"{message or type(error).__name__} ({describe_own_job_memory()})"
-    tail = printable_text("".join(traceback.format_exception(error))[-_TAIL_CHARACTERS:])
+    text = getattr(error, "log_tail", "") or "".join(traceback.format_exception(error))
+    tail = printable_text(text[-_TAIL_CHARACTERS:])
     message = printable_text(message)
     return status, FailureRecord(type=type(error).__name__, message=message, hint=hint, traceback_tail=tail)
 

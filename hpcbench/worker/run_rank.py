@@ -10,6 +10,9 @@ import socket
 import sys
 from pathlib import Path
 
+import msgspec
+
+from hpcbench.config.command import Command
 from hpcbench.config.run_spec import RunTask, TaskFileHeader, read_task
 from hpcbench.errors import unsupported
 from hpcbench.results.attempts import Attempt
@@ -63,9 +66,14 @@ def execute_rank(
             hint = "install it into the profile's environment: python -m pip install torch"
             raise unsupported(message, hint) from error
         stop.raise_if_stopped()
-        from hpcbench.worker.measured_run import measure_run
+        if task.spec.workload == "command":
+            from hpcbench.worker.command.run_command import run_command
 
-        measure_run(finalizer)
+            run_command(finalizer, msgspec.convert(header.command, Command))
+        else:
+            from hpcbench.worker.measured_run import measure_run
+
+            measure_run(finalizer)
     except BaseException as error:  # noqa: BLE001 - whatever it is, it becomes the result
         return finalizer.finish(error)
     return finalizer.finish(None)

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from hpcbench.config.command import Command
 from hpcbench.config.run_spec import RunSpec, RunTask, TaskFileHeader
 from hpcbench.results import schema, timing_statistics
 from hpcbench.strategies.catalog import get_strategy
@@ -18,6 +19,7 @@ from hpcbench.strategies.pipeline.schedule_simulator import ActionSpan, measured
 from hpcbench.strategies.pipeline.schedules import Action
 from hpcbench.strategies.traffic import total_payload_bytes
 from hpcbench.units import format_seconds
+from hpcbench.worker.command.metrics import command_metrics
 from hpcbench.worker.failure import join_numbers
 from hpcbench.worker.measure.interference import interference_warnings
 from hpcbench.workloads.datasets import DATASETS, sample_shape
@@ -208,6 +210,8 @@ def summarize_run(
     error: schema.FailureRecord | None = None,
 ) -> schema.RunResult:  # fmt: skip
     """The result of a run from its ranks' files; ranks that left none are named in ``ranks``."""
+    if task.spec.workload == "command":
+        return summarize_command(header, task, attempt, ranks, status, error)
     spec, untimed = task.spec, None
     if header.ranks_per_device > 1 and spec.devices > 1:
         untimed = f"up to {header.ranks_per_device} ranks share a device"
@@ -264,6 +268,31 @@ def summarize_run(
         environment_digest=provenance.pop("environment_digest", None),
         error=None if status == schema.STATUS_OK else error,
     )
+
+
+def summarize_command(
+    header: TaskFileHeader, task: RunTask, attempt: int, ranks: Mapping[int, schema.RankResult], status: str,
+    error: schema.FailureRecord | None = None,
+) -> schema.RunResult:  # fmt: skip
+    """The result of a command's run from its ranks' files."""
+    spec, command = task.spec, msgspec.convert(header.command, Command)
+    provenance = _run_provenance(ranks)
+    if header.environment_key is not None:
+        provenance["environment_key"] = header.environment_key
+    provenance["command"] = {"argv": command.argv, "launch": command.launch}
+    warnings: list[str] = []
+    metrics, step_times_s = command_metrics(spec, command, header.peak_flops_per_s, ranks, warnings)
+    for name, value in _total_energy(spec, ranks).items():
+        setattr(metrics, name, value)
+    return schema.RunResult(
+        run_id=task.run_id, config_id=task.config_id, attempt=attempt, sweep=task.sweep, cluster=header.cluster,
+        status=status, spec=spec, metrics=metrics, step_times_s=step_times_s,
+        ranks=[_rank_entry(rank, ranks.get(rank), 0, None) for rank in range(spec.ranks)],
+        warnings=[*warnings, *interference_warnings(spec, ranks), *_rank_warnings(ranks)],
+        provenance=provenance, environment_digest=provenance.pop("environment_digest", None),
+        units={one.name: one.unit for one in command.metrics}, better={one.name: one.better for one in command.metrics},
+        error=None if status == schema.STATUS_OK else error,
+    )  # fmt: skip
 
 
 def _without_times(result: schema.RankResult) -> schema.RankResult:

@@ -75,9 +75,9 @@ def test_a_number_that_cannot_be_kept_is_refused_in_every_field(tmp_path: Path, 
 @pytest.mark.parametrize("value", ["true", "false"])
 def test_a_truth_value_is_no_number(tmp_path: Path, value: str) -> None:
     file = tmp_path / "f.toml"
-    # Options of strategies, and directives, may be true or false.
+    # Options of strategies, parameters of commands and directives may be true or false.
     for model, path in FIELDS:
-        if not {"options", "model_options", "directives"} & set(path):
+        if not {"options", "model_options", "parameters", "directives"} & set(path):
             file.write_text(f'name = "f"\n\n{toml_of(path, value)}\n')
             with pytest.raises(HpcbenchError) as caught:
                 validate_table(model, *read_toml(file))

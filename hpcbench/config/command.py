@@ -1,0 +1,93 @@
+"""A user's own training command as jobs read it, and its words for one run.
+
+``argv`` is a list of words, never a shell line. ``{name}`` in a word stands for a parameter of the command, an integer
+of the run (``{nodes}``) or a variable of the launch (``{MASTER_ADDR}``); ``{{`` and ``}}`` are braces. The worker reads
+this module, so it imports no package of the login node."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from hpcbench.config.expression import Expression
+from hpcbench.config.run_spec import PARAMETER_DEFAULTS, OptionValue, RunSpec, sorted_json
+
+LAUNCH_VARIABLES = (
+    "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "HPCBENCH_RUN_FOLDER",
+    "HPCBENCH_METRICS", "HPCBENCH_NODES", "HPCBENCH_DEVICES_PER_NODE",
+)  # fmt: skip
+"""Variables that every process of a command has, and placeholders of the same names."""
+RUN_INTEGERS = ("nodes", "devices_per_node", "devices", "seed", "repeat")
+"""Placeholders that are integers of the run."""
+PER_STEP_COUNTS = ("samples_per_step", "tokens_per_step", "flops_per_step")
+PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+
+
+class CommandMetric(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A metric, as a job reads it; see ``command_table.MetricTable``."""
+
+    name: str
+    better: Literal["lower", "higher"]
+    unit: str = ""
+    per: Literal["step", "run"] = "run"
+    pattern: str | None = None
+    json: str | None = None
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The command of all runs of a sweep, as their jobs read it; see ``command_table.CommandTable``."""
+
+    argv: list[str]
+    launch: Literal["rank", "node", "job"] = "rank"
+    folder: str = "run"
+    must_match: list[str] = []
+    must_not_match: list[str] = []
+    outputs: list[str] = []
+    metrics: list[CommandMetric] = []
+    per_step: dict[str, str] = {}
+    """Expressions of ``PER_STEP_COUNTS``, by name."""
+    defaults: dict[str, OptionValue] = {}
+    """Default of every parameter."""
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits of all that the command is: runs of another command are other runs."""
+        return hashlib.sha256(sorted_json(msgspec.to_builtins(self)).encode()).hexdigest()[:16]
+
+
+def unused_parameters(command: Command) -> list[str]:
+    """Return the parameters that neither a word nor an expression of the command uses."""
+    used = {match[1] for word in (*command.argv, command.folder) for match in PLACEHOLDER.finditer(word)}
+    for text in command.per_step.values():
+        used |= Expression(text).names
+    return [name for name in command.defaults if name not in used]
+
+
+def fill_word(word: str, values: Mapping[str, Any]) -> str:
+    """Return ``word`` with its placeholders replaced.
+
+    >>> fill_word("--lr={lr} {{x}}", {"lr": 0.001})
+    '--lr=0.001 {x}'
+    """
+
+    def value(match: re.Match[str]) -> str:
+        if match[1] is None:
+            return match[0][0]
+        found = values[match[1]]
+        return str(found).lower() if isinstance(found, bool) else str(found)
+
+    return PLACEHOLDER.sub(value, word)
+
+
+def command_values(spec: RunSpec, command: Command) -> dict[str, Any]:
+    """Return the parameters of a run with their defaults, and the integers of the run, for words and expressions."""
+    devices_per_node = spec.tasks_per_node * spec.devices_per_task
+    return {
+        **PARAMETER_DEFAULTS, **{name: getattr(spec, name) for name in RunSpec.__struct_fields__},
+        "ranks": spec.ranks, "devices": spec.devices, "devices_per_node": devices_per_node,
+        **command.defaults, **spec.parameters,
+    }  # fmt: skip

@@ -1,0 +1,149 @@
+"""The table ``[command]`` of a sweep: its keys, its types, and everything that is wrong with it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from hpcbench.config.command import LAUNCH_VARIABLES, PER_STEP_COUNTS, PLACEHOLDER, RUN_INTEGERS, Command, CommandMetric
+from hpcbench.config.expression import Expression
+from hpcbench.config.option import Option, toml_literal
+from hpcbench.config.run_spec import PARAMETER_DEFAULTS, RunSpec
+from hpcbench.config.toml_tables import SingleLineText, TomlSource, TomlTable
+from hpcbench.errors import ConfigError, HpcbenchError, did_you_mean
+
+_NAME = r"^[A-Za-z][A-Za-z0-9_]{0,63}$"
+_KINDS = {"bool": bool, "int": int, "float": float, "text": str}
+
+Word = Annotated[str, Field(pattern=r"^[^\x00]*$", max_length=100_000)]
+Pattern = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class ParameterTable(TomlTable):
+    """A parameter of the command."""
+
+    type: Literal["bool", "int", "float", "text"]
+    unit: SingleLineText = ""
+    """Unit of its values, for headings."""
+    default: bool | int | float | str
+    """Value of runs that do not set it."""
+    description: SingleLineText = ""
+
+    @model_validator(mode="after")
+    def _default_fits(self) -> ParameterTable:
+        if not self.option.accepts(self.default):
+            raise ValueError(f"default: {self.option.expected()} expected, not {toml_literal(self.default)}")
+        return self
+
+    @property
+    def option(self) -> Option:
+        """The parameter as the option of a strategy: its type checks the values of a sweep."""
+        kind = _KINDS[self.type]
+        fits = type(self.default) is kind or (kind is float and type(self.default) is int)
+        return Option(kind(self.default) if fits else kind(), self.description)
+
+
+class MetricTable(TomlTable):
+    """A figure that the command prints, or writes as JSON lines into the file ``$HPCBENCH_METRICS``."""
+
+    name: Annotated[str, Field(pattern=_NAME)]
+    unit: SingleLineText = ""
+    """``s``, ``bytes``, ``1/s``, ``FLOP/s``, ``J``, ``samples/s`` or any other text."""
+    better: Literal["lower", "higher"]
+    per: Literal["step", "run"] = "run"
+    """``step``: every value is one step's, and the first ``warmup_steps`` do not count. ``run``: the last value."""
+    pattern: Pattern | None = None
+    """A regular expression whose first group is the number, searched in every line of the output."""
+    json_: Annotated[str | None, Field(alias="json", min_length=1)] = None
+    """A key of the JSON objects in the lines of ``$HPCBENCH_METRICS``."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> MetricTable:
+        if (self.pattern is None) == (self.json_ is None):
+            raise ValueError("either pattern or json is needed, not both")
+        return self
+
+
+class CommandTable(TomlTable):
+    """A user's own program: its words, its parameters and its metrics."""
+
+    argv: Annotated[list[Word], Field(min_length=1)]
+    """The program and its arguments; ``{name}`` is a parameter, ``{{`` a brace. No shell reads them."""
+    launch: Literal["rank", "node", "job"] = "rank"
+    """``rank``: a process for each device. ``node``: one a node (torchrun, deepspeed). ``job``: one in all."""
+    folder: Word = "run"
+    """``run``: a new folder for each attempt. Or a path, which attempts share."""
+    parameters: dict[Annotated[str, Field(pattern=_NAME)], ParameterTable] = {}
+    must_match: list[Pattern] = []
+    """Regular expressions; a run without a line that matches each has failed."""
+    must_not_match: list[Pattern] = []
+    """Regular expressions; a run with a line that matches one has failed."""
+    outputs: list[Word] = []
+    """Files of the run's folder that are kept beside the result, as patterns of names: ``profile/*.json``."""
+    metrics: list[MetricTable] = []
+    samples_per_step: str = ""
+    """An expression over the parameters: with the metric ``step_time`` in seconds it gives samples/s."""
+    tokens_per_step: str = ""
+    flops_per_step: str = ""
+    """FLOP of one step on all devices: with the profile's peak it gives MFU."""
+
+
+def parse_command(table: CommandTable, source: TomlSource, problems: list[HpcbenchError]) -> Command:
+    """Return the command of ``[command]``; its errors are appended to ``problems``."""
+    for name in table.parameters:
+        if name in RunSpec.__struct_fields__ or name in (*RUN_INTEGERS, *LAUNCH_VARIABLES):
+            message = f"command.parameters: {name!r} is a name that every run has"
+            problems.append(source.error(message, "command", "parameters", name, hint="choose another name"))
+    for number, word in enumerate(table.argv):
+        problems += _word_problems(word, table.parameters, source, number)
+    for key in ("must_match", "must_not_match"):
+        problems += _pattern_problems(getattr(table, key), 0, source, "command", key)
+    names = [metric.name for metric in table.metrics]
+    for number, metric in enumerate(table.metrics):
+        if metric.pattern is not None:
+            problems += _pattern_problems([metric.pattern], 1, source, "command", "metrics", number, "pattern")
+        if names.index(metric.name) < number:
+            problems.append(source.error(f"two metrics have the name {metric.name!r}", "command", "metrics", number))
+    per_step = {name: text for name in PER_STEP_COUNTS if (text := getattr(table, name))}
+    for name, text in per_step.items():
+        try:
+            Expression(text, expression_names(table.parameters), source.where(("command", name)))
+        except ConfigError as error:
+            problems.append(error)
+    return Command(
+        argv=table.argv, launch=table.launch, folder=table.folder, must_match=table.must_match,
+        must_not_match=table.must_not_match, outputs=table.outputs,
+        metrics=[CommandMetric(**one.model_dump(by_alias=True)) for one in table.metrics], per_step=per_step,
+        defaults={name: one.option.default for name, one in table.parameters.items()},
+    )  # fmt: skip
+
+
+def expression_names(parameters: Collection[str]) -> list[str]:
+    """Names that the expressions of a command may use: its parameters, and those of every run."""
+    return [*parameters, *PARAMETER_DEFAULTS, "ranks", "devices", "devices_per_node"]
+
+
+def _word_problems(word: str, parameters: Collection[str], source: TomlSource, number: int) -> Iterator[HpcbenchError]:
+    known = [*parameters, *RUN_INTEGERS, *LAUNCH_VARIABLES]
+    for match in PLACEHOLDER.finditer(word):
+        if match[0] in ("{", "}"):
+            message, hint = f"argv: {word!r:.80} has a single {match[0]!r}", f"write {match[0] * 2} for a brace"
+            yield source.error(message, "command", "argv", number, hint=hint)
+        elif match[1] is not None and match[1] not in known:
+            message = f"argv: no parameter {match[1]!r} for the placeholder in {word!r:.80}"
+            yield source.error(message, "command", "argv", number, hint=did_you_mean(match[1], known))
+
+
+def _pattern_problems(patterns: list[str], groups: int, source: TomlSource, *key: str | int) -> Iterator[HpcbenchError]:
+    for pattern in patterns:
+        try:
+            compiled = re.compile(pattern)
+        except re.error as error:
+            yield source.error(f"{key[-1]}: {pattern!r:.80} is no regular expression: {error}", *key)
+            continue
+        if compiled.groups < groups:
+            message, hint = f"pattern: {pattern!r:.80} has no group", "put the number in brackets: 'elapsed ([0-9.]+)'"
+            yield source.error(message, *key, hint=hint)

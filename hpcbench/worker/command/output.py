@@ -1,0 +1,142 @@
+"""The output of a command's process: kept in a file of bounded size, and searched for metrics and patterns."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import time
+from collections import deque
+from collections.abc import Iterable
+from io import BufferedReader
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from hpcbench.config.command import Command
+from hpcbench.errors import WorkerError
+from hpcbench.fileio import printable_text
+
+MAX_LOG_BYTES = 32 * 2**20
+"""The largest log of a process; the lines after it are left out, but for the last ones."""
+MAX_LINE_BYTES = 64 * 2**10
+MAX_VALUES = 50_000
+"""About so many values of a metric are read."""
+_CHUNK_BYTES = 2**20
+_LAST_LINES = 200
+_COMPARED_LINES = 2000
+
+
+class CommandOutput:
+    """The output of a process, line by line.
+
+    Args:
+        command: its patterns and metrics.
+        log: the file that the lines are written to; it must not exist.
+    """
+
+    def __init__(self, command: Command, log: Path) -> None:
+        self.values: dict[str, list[float]] = {}
+        """Values of each metric that was found, in the order of the lines."""
+        self.matched: set[str] = set()
+        """The patterns of ``must_match`` that a line matches."""
+        self.forbidden: str | None = None
+        """The first line that matches a pattern of ``must_not_match``, with the pattern."""
+        self.first_step_s: float | None = None
+        """``time.monotonic()`` of the first value of a metric per step."""
+        self.last: deque[str] = deque(maxlen=_LAST_LINES)
+        self._first: list[str] = []
+        self._metrics = [(one, _compiled(one.pattern)) for one in command.metrics if one.pattern is not None]
+        self._wanted = {text: _compiled(text) for text in command.must_match}
+        self._unwanted = {text: _compiled(text) for text in command.must_not_match}
+        self._file: IO[bytes] = log.open("xb", buffering=0)
+        self._written = self._left_out = 0
+
+    def read(self, stream: BufferedReader) -> None:
+        """Read ``stream`` to its end; a line longer than ``MAX_LINE_BYTES`` counts as several."""
+        rest = b""
+        while data := stream.read1(_CHUNK_BYTES):
+            self._keep(data)
+            # A progress bar writes over its own line.
+            *lines, rest = re.split(rb"[\r\n]+", rest + data)
+            if len(rest) > MAX_LINE_BYTES:
+                lines, rest = [*lines, rest], b""
+            self._search([line.decode(errors="replace") for line in lines if line])
+        self._search([rest.decode(errors="replace")] if rest else [])
+        if self._left_out:
+            note = f"\n... {self._left_out} bytes are left out; the last lines:\n" + "\n".join(self.last) + "\n"
+            self._file.write(note.encode())
+        self._file.close()
+
+    def _keep(self, data: bytes) -> None:
+        kept = data[: MAX_LOG_BYTES - self._written]
+        self._file.write(kept)
+        self._written += len(kept)
+        self._left_out += len(data) - len(kept)
+
+    def _search(self, lines: list[str]) -> None:
+        self.last.extend(lines)
+        self._first += lines[: _COMPARED_LINES - len(self._first)]
+        # Most patterns match no line of a large piece: one search finds that out.
+        text = "\n".join(lines)
+        for metric, pattern in self._metrics:
+            values = self.values.get(metric.name, [])
+            if len(values) < MAX_VALUES and pattern.search(text):
+                found = ((match[1], line) for line in lines if (match := pattern.search(line)))
+                values += [to_number(metric.name, number, line) for number, line in found]
+                self.values[metric.name] = values
+                if metric.per == "step" and self.first_step_s is None:
+                    self.first_step_s = time.monotonic()
+        for wanted, pattern in self._wanted.items():
+            if wanted not in self.matched and pattern.search(text) and any(map(pattern.search, lines)):
+                self.matched.add(wanted)
+        for unwanted, pattern in self._unwanted.items():
+            if self.forbidden is None and pattern.search(text):
+                line = next(filter(pattern.search, lines), None)
+                if line is not None:
+                    self.forbidden = f"{unwanted!r} matches the line {printable_text(line)!r:.200}"
+
+    def similar_lines(self, pattern: str) -> list[str]:
+        """Return the three lines that look most like ``pattern``, for a message about one that never matched."""
+        words = re.sub(r"\\.|[^\w ]", " ", pattern)
+        lines = list(dict.fromkeys([*self._first, *self.last]))
+        return difflib.get_close_matches(words, lines, n=3, cutoff=0.0)
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern, re.MULTILINE)
+
+
+def to_number(name: str, text: object, line: str) -> float:
+    """Return the finite number ``text`` of the metric ``name``. Raises ``WorkerError`` if it is none."""
+    try:
+        value = float(str(text))
+    except ValueError:
+        value = math.nan
+    if isinstance(text, bool) or not math.isfinite(value):
+        raise WorkerError(f"the metric {name} is {text!r:.80}, no finite number, in: {printable_text(line):.200}")
+    return value
+
+
+def read_metrics_file(command: Command, path: Path) -> dict[str, list[float]]:
+    """Return the values of the metrics with ``json`` in the lines of ``$HPCBENCH_METRICS``.
+
+    Raises:
+        WorkerError: a line is no JSON object, or a value no finite number.
+    """
+    keys = {metric.json: metric.name for metric in command.metrics if metric.json is not None}
+    values: dict[str, list[float]] = {}
+    try:
+        lines: Iterable[bytes] = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return values
+    for number, line in enumerate(lines, start=1):
+        try:
+            entry = msgspec.json.decode(line, type=dict[str, object])
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise WorkerError(f"{path}:{number} is no JSON object: {error}") from error
+        for key in keys.keys() & entry.keys():
+            text = line.decode(errors="replace")
+            values.setdefault(keys[key], []).append(to_number(keys[key], entry[key], text))
+    return values

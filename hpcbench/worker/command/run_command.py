@@ -1,0 +1,325 @@
+"""A process of a user's command, from its rendezvous to its metrics::
+
+    control channel -> run folder, free port -> variables and words -> process -> all have ended -> metrics, outputs
+
+The ranks of hpcbench start the command's processes and wait for them: with ``launch = "rank"`` each starts one, with
+``"node"`` the one rank of a node, with ``"job"`` rank 0 alone. They use no GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from hpcbench.config.command import Command, command_values, fill_word
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.errors import WorkerError, unsupported
+from hpcbench.fileio import printable_text
+from hpcbench.results.probe_records import CommandOutcome
+from hpcbench.worker.command.output import MAX_VALUES, CommandOutput, read_metrics_file
+from hpcbench.worker.distributed.rendezvous import ControlChannel, reachable_address
+from hpcbench.worker.distributed.world import open_control_channel
+from hpcbench.worker.finalize import RunFinalizer
+from hpcbench.worker.measure.counters import RegionCounters
+from hpcbench.worker.measure.host import read_counter
+from hpcbench.worker.shutdown import StopController
+
+_POLL_S = 0.1
+_MEMORY_POLL_S = 1.0
+_TERM_PATIENCE_S = 5.0
+"""Seconds from SIGTERM to SIGKILL: the scheduler's own patience is often 30 s."""
+_ERROR_LINES = 30
+MAX_OUTPUT_BYTES = 64 * 2**20
+"""The largest sum of a run's kept files."""
+_PR_SET_CHILD_SUBREAPER = 36
+_OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|CUDA out of memory|MemoryError|bad_alloc")
+_ALL_ENDED_KEY, _MASTER_KEY = "command/all", "command/master"
+
+
+class _Ended(msgspec.Struct):
+    """A rank's report when its process has ended."""
+
+    matched: list[str]
+    metrics: list[str]
+
+
+class CommandFailed(WorkerError):
+    """The program ended with an error."""
+
+
+def run_command(finalizer: RunFinalizer, command: Command) -> None:
+    """Run ``command`` as the run's spec asks; results go into ``finalizer.measurements``.
+
+    Raises:
+        WorkerError: the program cannot be started, ended with an error, or printed something else than expected.
+        Stopped, PeerEnded: a signal, the time limit or another rank ended it.
+    """
+    context, stop = finalizer.context, finalizer.stop
+    spec, info, attempt = context.spec, context.info, context.attempt
+    launch = f"{context.task.run_id}/{attempt.number}"
+    channel = finalizer.channel = open_control_channel(
+        info, context.header, attempt.rendezvous_path, launch, spec.nodes == 1, stop
+    )
+    folder = attempt.folder / "run" if command.folder == "run" else Path(command.folder)
+    address, port = _agree_on_master(context.header, spec, info.rank, channel, stop)
+    variables = {
+        "MASTER_ADDR": address, "MASTER_PORT": str(port), "RANK": str(info.rank), "LOCAL_RANK": str(info.local_rank),
+        "WORLD_SIZE": str(info.world_size), "NODE_RANK": str(info.node_rank),
+        "HPCBENCH_METRICS": str(attempt.folder / f"metrics-{info.rank}.jsonl"), "HPCBENCH_NODES": str(spec.nodes),
+        "HPCBENCH_DEVICES_PER_NODE": str(spec.tasks_per_node * spec.devices_per_task),
+    }  # fmt: skip
+    values = {**command_values(spec, command), **variables}
+    folder = Path(fill_word(str(folder), values))
+    variables["HPCBENCH_RUN_FOLDER"] = values["HPCBENCH_RUN_FOLDER"] = str(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    output: CommandOutput | None = None
+    if command.launch != "job" or info.rank == 0:
+        words = [fill_word(word, values) for word in command.argv]
+        output = _run_process(finalizer, command, words, folder, variables)
+    _wait_for_all(channel, info.rank, info.world_size, output, command, stop)
+    if output is not None:
+        outcome = finalizer.measurements.result.command
+        assert outcome is not None, "the process has ended"
+        outcome.outputs = _keep_outputs(command, folder, attempt.folder / f"outputs-{info.rank}")
+
+
+def _agree_on_master(
+    header: Any, spec: RunSpec, rank: int, channel: ControlChannel | None, stop: StopController
+) -> tuple[str, int]:
+    """Return an address of rank 0 that all nodes reach, and a port there that was free."""
+    if rank == 0:
+        _, address = reachable_address(spec.nodes == 1, header.interface, header.host_suffix)
+        port = _free_port(address)
+        if channel is not None:
+            channel.publish(_MASTER_KEY, f"{address} {port}")
+        return address, port
+    assert channel is not None, "a lone rank is rank 0"
+    _wait_for_key(channel, _MASTER_KEY, stop)
+    address, _, port_text = channel.store.get(_MASTER_KEY).decode().partition(" ")
+    return address, int(port_text)
+
+
+def _free_port(address: str) -> int:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_for_key(channel: ControlChannel, key: str, stop: StopController) -> None:
+    while not channel.store.check([key]):
+        stop.raise_if_stopped()
+        time.sleep(_POLL_S)
+
+
+def _run_process(
+    finalizer: RunFinalizer, command: Command, words: list[str], folder: Path, variables: dict[str, str]
+) -> CommandOutput:
+    """Start the process and wait for its end, which this rank's record then describes."""
+    measurements, stop = finalizer.measurements, finalizer.stop
+    # Children of children that outlive their parents become children of this process, which ends them.
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    outcome = measurements.result.command = CommandOutcome(argv=words)
+    output = CommandOutput(command, finalizer.context.attempt.folder / f"rank-{finalizer.context.info.rank}.log")
+    counters = measurements.counters = _open_counters(finalizer.context.header.device, command, finalizer.context.info)
+    began_s = time.monotonic()
+    if counters is not None:
+        counters.begin()
+    process = _start(words, folder, variables)
+    problems: list[BaseException] = []
+    reader = threading.Thread(target=_read, args=(output, process, problems), name="output", daemon=True)
+    reader.start()
+    with _ended_at_abort(stop, process):
+        try:
+            measurements.peak = (_wait_for_end(process, stop, problems), None)
+        finally:
+            _end_children(process)
+            outcome.wall_s = time.monotonic() - began_s
+            if counters is not None:
+                counters.end()
+            # A grandchild that escaped every signal may hold the pipe.
+            reader.join(_TERM_PATIENCE_S)
+            outcome.exit_code, outcome.values = process.returncode, dict(output.values)
+            if output.first_step_s is not None:
+                measurements.result.time_to_first_step_s = output.first_step_s - began_s
+    for name, values in output.values.items():
+        if len(values) >= MAX_VALUES:
+            measurements.result.warnings.append(f"{name}: only the first {len(values)} values count")
+    if problems:
+        raise problems[0]
+    if process.returncode:
+        raise _process_error(words[0], process.returncode, output)
+    if output.forbidden is not None:
+        raise WorkerError(f"must_not_match: {output.forbidden}")
+    outcome.values |= read_metrics_file(command, Path(variables["HPCBENCH_METRICS"]))
+    return output
+
+
+def _start(words: list[str], folder: Path, variables: dict[str, str]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            words, cwd=folder, env={**os.environ, **variables}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        message = f"cannot start {words[0]!r:.200} on {socket.gethostname()}: {reason}"
+        raise unsupported(message, "argv[0] is a program on the PATH of the jobs, or an absolute path") from error
+
+
+def _wait_for_end(process: subprocess.Popen[bytes], stop: StopController, problems: list[BaseException]) -> int:
+    """Return the peak memory of the largest process, in bytes, when ``process`` has ended. Raises a reason to stop."""
+    peak_bytes, began_s = 0, time.monotonic()
+    due_s = began_s
+    while process.poll() is None:
+        stop.raise_if_stopped()
+        if problems:
+            raise problems[0]
+        if time.monotonic() >= due_s:
+            peak_bytes = max(peak_bytes, largest_resident_bytes())
+            # More often at first: a short program has a peak, too.
+            due_s = time.monotonic() + min(_MEMORY_POLL_S, 0.1 * (time.monotonic() - began_s))
+        time.sleep(_POLL_S)
+    return peak_bytes
+
+
+@contextlib.contextmanager
+def _ended_at_abort(stop: StopController, process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Within the context a thread that ends this process ends ``process`` first."""
+    abort = stop.abort
+
+    def abort_with_children(cause: BaseException) -> None:
+        _end_children(process)
+        if abort is not None:
+            abort(cause)
+
+    stop.abort = abort_with_children
+    try:
+        yield
+    finally:
+        stop.abort = abort
+
+
+def largest_resident_bytes() -> int:
+    """Return the peak so far of the largest process that this one has started, as the kernel keeps it."""
+    peaks = []
+    for child in psutil.Process().children(recursive=True):
+        peak_kib = read_counter(Path(f"/proc/{child.pid}/status"), "VmHWM:")
+        peaks.append((peak_kib or 0) * 1024)
+    return max(peaks, default=0)
+
+
+def _open_counters(device: str, command: Command, info: Any) -> RegionCounters | None:
+    """Return the counters of this rank's device, or of its node; none where a process drives several devices."""
+    import torch
+
+    if device == "cpu":
+        return RegionCounters(torch.device("cpu"), info)
+    if command.launch != "rank" or not torch.cuda.is_available():
+        return None
+    return RegionCounters(torch.device("cuda", info.local_rank % torch.cuda.device_count()), info)
+
+
+def _read(output: CommandOutput, process: subprocess.Popen[bytes], problems: list[BaseException]) -> None:
+    assert isinstance(process.stdout, BufferedReader), "it is a pipe"
+    try:
+        output.read(process.stdout)
+    except BaseException as error:  # noqa: BLE001 - the main thread raises it
+        problems.append(error)
+
+
+def _end_children(process: subprocess.Popen[bytes]) -> None:
+    """End the process and all that it started: first by SIGTERM, and after a while by SIGKILL."""
+    children = psutil.Process().children(recursive=True)
+    for child in children:
+        _send(child, signal.SIGTERM)
+    _, alive = psutil.wait_procs(children, timeout=_TERM_PATIENCE_S)
+    for child in alive:
+        _send(child, signal.SIGKILL)
+    psutil.wait_procs(alive, timeout=_TERM_PATIENCE_S)
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+
+
+def _send(process: psutil.Process, number: signal.Signals) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.Error:
+        return
+
+
+def _process_error(program: str, code: int, output: CommandOutput) -> WorkerError:
+    """Return the error of a process that ended with ``code``, with its last lines."""
+    how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+    lines = [printable_text(line) for line in output.last][-_ERROR_LINES:]
+    last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
+    error = CommandFailed(f"{program} ended with {how}: {last:.300}", status="failed")
+    if _OUT_OF_MEMORY.search("\n".join(lines)):
+        error.status = "oom"
+    error.log_tail = "\n".join(lines)
+    return error
+
+
+def _wait_for_all(
+    channel: ControlChannel | None, rank: int, world_size: int, output: CommandOutput | None, command: Command,
+    stop: StopController,
+) -> None:  # fmt: skip
+    """Wait until the processes of all ranks have ended; rank 0 checks that each pattern was found by one of them."""
+    own = _Ended([], []) if output is None else _Ended(sorted(output.matched), sorted(output.values))
+    ended = [own]
+    if channel is not None and rank > 0:
+        channel.publish(f"command/ended/{rank}", msgspec.json.encode(own).decode())
+        _wait_for_key(channel, _ALL_ENDED_KEY, stop)
+        return
+    if channel is not None:
+        for other in range(1, world_size):
+            _wait_for_key(channel, f"command/ended/{other}", stop)
+            ended.append(msgspec.json.decode(channel.store.get(f"command/ended/{other}"), type=_Ended))
+        channel.publish(_ALL_ENDED_KEY, "1")
+    assert output is not None, "rank 0 starts a process with every launch"
+    matched = {text for one in ended for text in one.matched}
+    found = {name for one in ended for name in one.metrics}
+    for text in command.must_match:
+        if text not in matched:
+            raise WorkerError(_never_matched(f"must_match: no line matches {text!r}", output.similar_lines(text)))
+    for metric in command.metrics:
+        if metric.name not in found and metric.pattern is not None:
+            message = f"the metric {metric.name}: no line matches {metric.pattern!r}"
+            raise WorkerError(_never_matched(message, output.similar_lines(metric.pattern)))
+
+
+def _never_matched(message: str, lines: list[str]) -> str:
+    if not lines:
+        return f"{message}; the program printed nothing"
+    return f"{message}; the most similar lines:\n" + "\n".join(f"  {printable_text(line):.200}" for line in lines)
+
+
+def _keep_outputs(command: Command, folder: Path, target: Path) -> list[str]:
+    """Copy the files that ``outputs`` names to ``target``, up to ``MAX_OUTPUT_BYTES``; return their names."""
+    kept, total = [], 0
+    for pattern in command.outputs:
+        for path in sorted(folder.glob(pattern)):
+            size = path.stat().st_size if path.is_file() and not path.is_symlink() else MAX_OUTPUT_BYTES + 1
+            if total + size > MAX_OUTPUT_BYTES:
+                continue
+            total += size
+            copy = target / path.relative_to(folder)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+            kept.append(str(path.relative_to(folder)))
+    return kept

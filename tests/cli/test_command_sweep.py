@@ -1,0 +1,138 @@
+"""Sweeps of a user's own program on this machine: from TOML to the table, and programs that fail."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.cli.test_cli import hpcbench
+
+TRAIN = """\
+import json, os, sys, time
+learning_rate, what = float(sys.argv[1]), sys.argv[2]
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "at", os.environ["MASTER_ADDR"], flush=True)
+with open(os.environ["HPCBENCH_METRICS"], "w") as file:
+    for step in range(6):
+        print(f"step {step} elapsed {0.25 if step > 1 else 9.0}")
+        file.write(json.dumps({"loss": learning_rate * step}) + "\\n")
+open("profile.txt", "w").write("kept")
+print(sys.argv[3])
+print("training completed" if what != "early" else "training stopped")
+sys.exit(3 if what == "code" else 0)
+"""
+ODD = "a b\"c'd $(touch pwned) `touch pwned` $HOME \\\\ {{x}}"
+SWEEP = f"""\
+name = "mine"
+[command]
+argv = [{json.dumps(sys.executable)}, "TRAIN", "{{lr}}", "{{what}}", {json.dumps(ODD)}]
+parameters.lr = {{ type = "float", default = 1.0 }}
+parameters.what = {{ type = "text", default = "well" }}
+must_match = ["training completed"]
+must_not_match = ["Traceback"]
+outputs = ["*.txt"]
+samples_per_step = "8 * ranks"
+[[command.metrics]]
+name = "step_time"
+unit = "s"
+better = "lower"
+per = "step"
+pattern = 'elapsed ([0-9.]+)'
+[[command.metrics]]
+name = "loss"
+better = "lower"
+json = "loss"
+[fixed]
+warmup_steps = 2
+time_limit_min = 5
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HPCBENCH_CLUSTER", "local")
+    monkeypatch.delenv("HPCBENCH_RESULTS", raising=False)
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "mine.toml").write_text(SWEEP.replace("TRAIN", str(tmp_path / "train.py")))
+    return tmp_path
+
+
+def results(project: Path) -> list[dict[str, Any]]:
+    done = hpcbench("collect", "mine", "--out", "all.json", cwd=project)
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads((project / "all.json").read_text())["results"]
+    return found
+
+
+def test_a_program_of_two_ranks_is_measured_like_a_training(project: Path) -> None:
+    options = ("--set", "grid.tasks_per_node=1,2", "--set", "parameters.lr=0.5")
+    done = hpcbench("run", "mine.toml", *options, cwd=project)
+    assert done.returncode == 0, done.stderr
+    assert "command" in done.stdout
+    small, large = sorted(results(project), key=lambda result: len(result["ranks"]))
+    assert (large["spec"]["workload"], large["spec"]["parameters"]) == ("command", {"lr": 0.5})
+    assert large["spec"]["command_digest"] == small["spec"]["command_digest"] != ""
+    metrics = large["metrics"]
+    assert metrics["step_time"]["median"] == metrics["step_time_s"]["median"] == 0.25
+    assert metrics["loss"] == 2.5
+    assert (small["metrics"]["samples_per_s"], metrics["samples_per_s"]) == (32, 64)
+    assert (large["units"], large["better"]) == (
+        {"step_time": "s", "loss": ""},
+        {"step_time": "lower", "loss": "lower"},
+    )
+    assert large["step_times_s"] == [0.25] * 4
+    folder = project / "results" / "local" / "runs" / large["run_id"][:2] / large["run_id"] / "attempts" / "1"
+    assert (folder / "outputs-1" / "profile.txt").read_text() == "kept"
+    logs = hpcbench("logs", large["run_id"], cwd=project).stdout
+    assert "rank 0 of 2 at 127.0.0.1" in logs
+    assert "rank 1 of 2 at 127.0.0.1" in logs
+    assert ODD.replace("{{x}}", "{x}") in logs
+    assert not list(project.rglob("pwned"))
+
+
+FAILED = {
+    "an exit code": ("what=code", "failed", "ended with exit code 3: training completed"),
+    "a pattern": (
+        "what=early",
+        "failed",
+        "no line matches 'training completed'; the most similar lines:\n  training stopped",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "status", "message"), FAILED.values(), ids=FAILED)
+def test_a_failed_program_leaves_its_reason(project: Path, change: str, status: str, message: str) -> None:
+    done = hpcbench("run", "mine.toml", "--set", f"parameters.{change}", cwd=project)
+    (result,) = results(project)
+    assert (done.returncode, result["status"]) == (int(status == "failed"), status), done.stderr
+    assert message in result.get("error", {}).get("message", "")
+
+
+def test_a_program_that_cannot_be_started_is_unsupported(project: Path) -> None:
+    sweep = (project / "mine.toml").read_text().replace(json.dumps(sys.executable), '"no-such-program"', 1)
+    (project / "mine.toml").write_text(sweep)
+    hpcbench("run", "mine.toml", cwd=project)
+    (result,) = results(project)
+    assert result["status"] == "unsupported"
+    assert result["error"]["message"].startswith("cannot start 'no-such-program' on ")
+    assert result["error"]["message"].endswith(": No such file or directory")
+
+
+def test_processes_that_outlive_the_program_are_ended(project: Path) -> None:
+    # A session of its own, as a daemon has, whose parent is gone.
+    script = "import subprocess; subprocess.Popen(['setsid', 'sleep', '4321.5'])\n"
+    (project / "train.py").write_text(script + TRAIN)
+    assert hpcbench("run", "mine.toml", cwd=project).returncode == 0
+    assert not [one for one in psutil.process_iter(["cmdline"]) if "4321.5" in (one.info["cmdline"] or [])]
+
+
+def test_a_parameter_that_no_word_uses_is_named_by_check(project: Path) -> None:
+    text = (project / "mine.toml").read_text().replace('"{what}"', '"well"')
+    (project / "mine.toml").write_text(text)
+    done = hpcbench("check", "mine.toml", cwd=project)
+    assert (done.returncode, done.stderr.count("warning: ")) == (0, 1)
+    assert "mine.toml:5: no word and no expression of [command] uses the parameter 'what'" in done.stderr

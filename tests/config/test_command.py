@@ -1,0 +1,115 @@
+"""The table [command] of a sweep: its words, parameters and metrics, and what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from hpcbench.config.command import Command, command_values, fill_word, unused_parameters
+from hpcbench.config.run_spec import RunSpec, run_id
+from hpcbench.config.sweep_loader import Sweep, expand_sweep
+from hpcbench.errors import ConfigErrors, HpcbenchError
+from hpcbench.strategies.check_names import check_names
+from hpcbench.strategies.resolve import PartitionLimits, resolve_point
+
+SWEEP = """\
+name = "mine"
+[command]
+argv = ["python", "train.py", "--lr={lr}", "--dp", "{dp}", "{{x}}", "$(id) `id`"]
+parameters.lr = { type = "float", unit = "1", default = 1e-3 }
+parameters.dp = { type = "int", default = 1 }
+[[command.metrics]]
+name = "step_time"
+unit = "s"
+better = "lower"
+per = "step"
+pattern = 'elapsed ([0-9.]+)'
+[grid]
+lr = [1e-3, 1e-2]
+nodes = [1, 2]
+[derive]
+dp = "nodes * 2"
+"""
+
+WriteSweep = Callable[[str], Sweep]
+
+
+def specs(sweep: Sweep) -> list[RunSpec]:
+    resolved = [
+        resolve_point(point, PartitionLimits("any")) for point in expand_sweep(sweep) if isinstance(point, dict)
+    ]
+    return [spec for spec in resolved if isinstance(spec, RunSpec)]
+
+
+def test_parameters_are_swept_and_derived_by_their_own_names(write_sweep: WriteSweep) -> None:
+    sweep = write_sweep(SWEEP)
+    check_names(sweep)
+    found = specs(sweep)
+    assert [(spec.nodes, spec.parameters) for spec in found] == [
+        (1, {"lr": 1e-3, "dp": 2}), (2, {"lr": 1e-3, "dp": 4}), (1, {"lr": 1e-2, "dp": 2}), (2, {"lr": 1e-2, "dp": 4}),
+    ]  # fmt: skip
+    assert {(spec.workload, spec.strategy, spec.model) for spec in found} == {("command", "command", "")}
+    assert len({run_id(spec) for spec in found}) == 4
+
+
+def test_the_words_of_a_run_are_passed_as_they_are(write_sweep: WriteSweep) -> None:
+    sweep = write_sweep(SWEEP)
+    assert sweep.command is not None
+    values = command_values(specs(sweep)[3], sweep.command)
+    assert [fill_word(word, values) for word in sweep.command.argv] == [
+        "python", "train.py", "--lr=0.01", "--dp", "4", "{x}", "$(id) `id`",
+    ]  # fmt: skip
+
+
+def test_another_command_makes_other_runs(write_sweep: WriteSweep) -> None:
+    first, other = (specs(write_sweep(text))[0] for text in (SWEEP, SWEEP.replace("train.py", "other.py")))
+    assert (first.parameters, run_id(first) == run_id(other)) == (other.parameters, False)
+
+
+def test_one_process_a_node_drives_the_devices_of_all_its_tasks(write_sweep: WriteSweep) -> None:
+    sweep = write_sweep(
+        SWEEP.replace("[command]", '[command]\nlaunch = "node"').replace("nodes = [1, 2]", "tasks_per_node = [4]")
+    )
+    spec = specs(sweep)[0]
+    assert (spec.tasks_per_node, spec.devices_per_task, spec.devices, spec.options) == (1, 4, 4, {"launch": "node"})
+    assert command_values(spec, sweep.command or Command(argv=[]))["devices_per_node"] == 4
+
+
+def test_a_parameter_without_a_placeholder_is_found(write_sweep: WriteSweep) -> None:
+    command = write_sweep(SWEEP.replace("--lr={lr}", "--lr=1")).command
+    assert command is not None
+    assert unused_parameters(command) == ["lr"]
+
+
+METRIC = "pattern = 'elapsed ([0-9.]+)'"
+WRONG: dict[str, tuple[str, str, str]] = {
+    "placeholder": ("{lr}", "{lrr}", "sweep.toml:3: argv: no parameter 'lrr' for the placeholder in '--lr={lrr}'\n  did you mean 'lr'?"),
+    "brace": ("{{x}}", "{x", "sweep.toml:3: argv: '{x' has a single '{'\n  write {{ for a brace"),
+    "no group": (METRIC, "pattern = 'elapsed'", "sweep.toml:11: pattern: 'elapsed' has no group\n  put the number in brackets"),
+    "no expression": (METRIC, "pattern = '(elapsed'", "sweep.toml:11: pattern: '(elapsed' is no regular expression: missing )"),
+    "two sources": (METRIC, METRIC + '\njson = "t"', "either pattern or json is needed, not both"),
+    "no source": (METRIC, "", "either pattern or json is needed, not both"),
+    "name": ("[[command", 'parameters.steps = { type = "int", default = 1 }\n[[command', "sweep.toml:6: command.parameters: 'steps' is a name that every run has"),
+    "default": ("default = 1 }", 'default = "a" }', "default: a whole number expected, not \"a\""),
+    "type": ("lr = [1e-3, 1e-2]", "lr = [true]", "sweep.toml:13: lr: a number expected, not true"),
+    "unknown": ("lr = [1e-3, 1e-2]", "parameters.lrr = [1.0]", "[command] has no parameter 'lrr'\n  did you mean 'lr'?"),
+    "training": ("nodes = [1, 2]", "batch_size = [8]", "sweep.toml:14: batch_size belongs to trainings of hpcbench"),
+    "empty": ('argv = ["python", "train.py", "--lr={lr}", "--dp", "{dp}", "{{x}}", "$(id) `id`"]', "argv = []", "command.argv: "),
+    "per step": ("[[command", 'samples_per_step = "lr * batch"\n[[command', "unknown name 'batch'"),
+    "derive": ('dp = "nodes * 2"', 'dq = "nodes"', "derive: unknown parameter 'dq'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "other", "message"), WRONG.values(), ids=WRONG)
+def test_a_wrong_command_is_refused_with_its_line(write_sweep: WriteSweep, text: str, other: str, message: str) -> None:
+    assert text in SWEEP
+    with pytest.raises((ConfigErrors, HpcbenchError)) as caught:
+        check_names(write_sweep(SWEEP.replace(text, other, 1)))
+    assert message in str(caught.value)
+
+
+def test_parameters_need_a_command(write_sweep: WriteSweep) -> None:
+    text = 'name = "a"\n[fixed]\nmodel = "vgg11"\ndataset = "cifar10"\nstrategy = "ddp"\nbatch_size = 8\nparameters.lr = 1.0\n'
+    with pytest.raises(ConfigErrors, match=r"parameters are set without a \[command\]"):
+        check_names(write_sweep(text))

@@ -1,0 +1,110 @@
+"""The output of a command's process: values, patterns, what is kept, and what makes a run fail."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from hpcbench.config.command import Command, CommandMetric
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.errors import WorkerError
+from hpcbench.results.probe_records import CommandOutcome
+from hpcbench.results.schema import RankResult, StepTimeStatistics
+from hpcbench.worker.command import output as output_module
+from hpcbench.worker.command.metrics import command_metrics
+from hpcbench.worker.command.output import CommandOutput, read_metrics_file
+
+STEP = CommandMetric(name="step_time", unit="s", better="lower", per="step", pattern=r"elapsed +([^ ]+)")
+LOSS = CommandMetric(name="loss", better="lower", json="loss")
+COMMAND = Command(argv=["x"], metrics=[STEP, LOSS], must_match=["completed"], must_not_match=["nan"])
+
+
+def read(tmp_path: Path, text: bytes, command: Command = COMMAND) -> CommandOutput:
+    output = CommandOutput(command, tmp_path / "rank-0.log")
+    output.read(io.BufferedReader(io.BytesIO(text)))
+    return output
+
+
+def test_values_are_read_from_lines_and_from_progress_bars(tmp_path: Path) -> None:
+    output = read(tmp_path, b"step 1 elapsed 0.5\rstep 2 elapsed  0.25\r\nbytes \xff\ntraining completed")
+    assert output.values == {"step_time": [0.5, 0.25]}
+    assert (output.matched, output.forbidden) == ({"completed"}, None)
+    assert (tmp_path / "rank-0.log").read_bytes().startswith(b"step 1 elapsed 0.5\r")
+
+
+@pytest.mark.parametrize("value", ["abc", "nan", "inf", "1.2.3"])
+def test_a_value_that_is_no_finite_number_ends_the_run(tmp_path: Path, value: str) -> None:
+    with pytest.raises(WorkerError, match=f"the metric step_time is '{value}', no finite number, in: elapsed {value}"):
+        read(tmp_path, f"elapsed {value}\n".encode())
+
+
+def test_a_forbidden_line_is_named(tmp_path: Path) -> None:
+    assert read(tmp_path, b"loss nan\x1b[31m\n").forbidden == "'nan' matches the line 'loss nan\ufffd[31m'"
+
+
+def test_the_most_similar_lines_come_first(tmp_path: Path) -> None:
+    output = read(tmp_path, b"hello\nstep 3 took 5 s\nstep 3 elapse 0.1\nworld\n")
+    assert output.similar_lines(STEP.pattern or "")[0] == "step 3 elapse 0.1"
+
+
+def test_a_log_has_a_bounded_size_and_ends_with_the_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_module, "MAX_LOG_BYTES", 1000)
+    monkeypatch.setattr(output_module, "MAX_VALUES", 10)
+    output = read(tmp_path, b"elapsed 1\n" * 5000 + b"training completed\n")
+    log = (tmp_path / "rank-0.log").read_text()
+    assert len(log) < 5000
+    assert "bytes are left out; the last lines:" in log
+    assert log.endswith("training completed\n")
+    assert output.matched == {"completed"}
+
+
+def test_a_line_without_an_end_is_read_in_pieces(tmp_path: Path) -> None:
+    output = read(tmp_path, b"x" * 5 * output_module.MAX_LINE_BYTES + b"\nelapsed 1\n")
+    assert output.values == {"step_time": [1.0]}
+
+
+def test_json_lines_hold_metrics(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    assert read_metrics_file(COMMAND, file) == {}
+    file.write_text('{"loss": 2, "other": "x"}\n{"loss": 1.5}\n')
+    assert read_metrics_file(COMMAND, file) == {"loss": [2.0, 1.5]}
+    for line, message in (
+        ("{", "is no JSON object"),
+        ('{"loss": null}', "no finite number"),
+        ('{"loss": true}', "no finite"),
+    ):
+        file.write_text(line)
+        with pytest.raises(WorkerError, match=message):
+            read_metrics_file(COMMAND, file)
+
+
+def rank(number: int, **values: list[float]) -> RankResult:
+    outcome = CommandOutcome(argv=["x"], exit_code=0, wall_s=10.0 + number, values=values)
+    return RankResult(rank=number, local_rank=number, node_rank=0, host="h", pid=1, device="cpu", command=outcome)
+
+
+def test_steps_of_the_warm_up_do_not_count_and_rates_follow_from_counts_per_step() -> None:
+    command = Command(
+        argv=["x"], metrics=[STEP, LOSS], defaults={"batch": 8},
+        per_step={"samples_per_step": "batch * ranks", "flops_per_step": "1e9 * devices"},
+    )  # fmt: skip
+    spec = RunSpec(strategy="command", workload="command", tasks_per_node=2, warmup_steps=2)
+    warnings: list[str] = []
+    ranks = {0: rank(0), 1: rank(1, step_time=[9.0, 9.0, 0.5, 0.5, 0.5], loss=[3.0, 1.0])}
+    metrics, steps_s = command_metrics(spec, command, {"fp32": 4e9}, ranks, warnings)
+    assert (steps_s, warnings) == ([0.5] * 3, [])
+    assert metrics.step_time_s is not None
+    assert isinstance(metrics.own["step_time"], StepTimeStatistics)
+    assert (metrics.own["step_time"].median, metrics.own["loss"]) == (0.5, 1.0)
+    assert (metrics.samples_per_s, metrics.flops_per_s, metrics.mfu) == (32.0, 4e9, 0.5)
+    assert metrics.wall_time_s == 11.0
+
+
+def test_a_warm_up_longer_than_the_run_is_named() -> None:
+    spec, warnings = RunSpec(strategy="command", workload="command"), list[str]()
+    metrics, _ = command_metrics(spec, COMMAND, {}, {0: rank(0, step_time=[1.0, 1.0])}, warnings)
+    assert (metrics.step_time_s, warnings) == (
+        None, ["step_time: 2 values, and warmup_steps leaves out 5: none is left"],
+    )  # fmt: skip
