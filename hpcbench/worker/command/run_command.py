@@ -42,6 +42,8 @@ _POLL_S = 0.1
 _MEMORY_POLL_S = 1.0
 _TERM_PATIENCE_S = 5.0
 """Seconds from SIGTERM to SIGKILL: the scheduler's own patience is often 30 s."""
+_SIGNALS_OF_JOBS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
+_SIGNAL_PATIENCE_S = 2.0
 _ERROR_LINES = 30
 MAX_OUTPUT_BYTES = 64 * 2**20
 """The largest sum of a run's kept files."""
@@ -162,6 +164,7 @@ def _run_process(
     if problems:
         raise problems[0]
     if process.returncode:
+        _raise_if_job_was_told(process.returncode, stop)
         raise _process_error(words[0], process.returncode, output)
     if output.forbidden is not None:
         raise WorkerError(f"must_not_match: {output.forbidden}")
@@ -263,11 +266,21 @@ def _send(process: psutil.Process, number: signal.Signals) -> None:
         return
 
 
+def _raise_if_job_was_told(code: int, stop: StopController) -> None:
+    """Raise the reason to stop where the scheduler's signal to the whole job ended the program, too."""
+    if -code in _SIGNALS_OF_JOBS:
+        # The thread that reads this process's own signals may be a moment later than the program's end.
+        give_up_s = time.monotonic() + _SIGNAL_PATIENCE_S
+        while not stop.should_stop() and time.monotonic() < give_up_s:
+            time.sleep(_POLL_S)
+        stop.raise_if_stopped()
+
+
 def _process_error(program: str, code: int, output: CommandOutput) -> WorkerError:
     """Return the error of a process that ended with ``code``, with its last lines."""
     how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
     lines = [printable_text(line) for line in output.last][-_ERROR_LINES:]
-    last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
+    last = next((line for line in reversed(lines) if re.search(r"\w", line)), "it printed nothing")
     error = CommandFailed(f"{program} ended with {how}: {last:.300}", status="failed")
     if _OUT_OF_MEMORY.search("\n".join(lines)):
         error.status = "oom"
