@@ -69,8 +69,8 @@ def load_member(key: str, module: str, table: str) -> Any:
     """
     name = ALIASES[key].strategy if key in ALIASES else key
     get_strategy(name)
-    package = _PACKAGES[name]
-    if importlib.util.find_spec(f"{package}.{module}") is None:
+    package = _PACKAGES.get(name)
+    if package is None or importlib.util.find_spec(f"{package}.{module}") is None:
         return None
     return getattr(importlib.import_module(f"{package}.{module}"), table, {}).get(name)
 

@@ -136,3 +136,8 @@ def test_a_parameter_that_no_word_uses_is_named_by_check(project: Path) -> None:
     done = hpcbench("check", "mine.toml", cwd=project)
     assert (done.returncode, done.stderr.count("warning: ")) == (0, 1)
     assert "mine.toml:5: no word and no expression of [command] uses the parameter 'what'" in done.stderr
+
+
+def test_a_dry_run_refuses_a_command(project: Path) -> None:
+    done = hpcbench("dry-run", "mine.toml", cwd=project)
+    assert (done.returncode, "mine.toml:2: a dry run builds trainings of hpcbench" in done.stderr) == (2, True)
