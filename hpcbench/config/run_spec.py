@@ -37,7 +37,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     of its bounds; the constructor checks nothing.
     """
 
-    # A training has the first four parameters; no valid value equals a default, so that each is part of the hash.
+    # Every training sets these four. Their defaults are no valid values, so that all four are part of the hash.
     model: Annotated[str, Meta(description="a shipped model (docs/models.md), or module:function of your own")] = ""
     dataset: Annotated[str, Meta(description="what is fed: images, volumes or tokens, see docs/data.md")] = ""
     strategy: Annotated[str, Meta(description="how the run is parallelised")] = ""

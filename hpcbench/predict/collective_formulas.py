@@ -31,8 +31,8 @@ class GroupLinks(NamedTuple):
     trees: bool = True
     """Whether the library has tree all_reduces: NCCL has, gloo uses a ring for every size."""
     by_hop: bool = False
-    """Whether the latencies of a ring's links add up, as in NCCL's own model: only what a link carries keeps others
-    waiting. Without it every step of a ring waits for the link with the longest latency."""
+    """Whether the latencies of a ring's links add up, as in NCCL's own model. Otherwise every step of a ring takes the
+    longest latency of its links."""
 
     @property
     def slowest(self) -> HockneyLink:

@@ -134,7 +134,7 @@ _CACHED_KERNELS = 1 << 16
 
 _Features = tuple[float, ...]
 _Class = tuple[KernelConditions | None, str, str, str]
-"""Conditions (``None``: all of them, as for a rank alone), kind of the layer, direction, precision."""
+"""Conditions, kind of the layer, direction, precision. With ``None`` kernels of all conditions are in the class."""
 
 
 class KernelPrices:

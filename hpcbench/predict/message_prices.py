@@ -1,8 +1,8 @@
 """Times of calls between ranks: measured messages, and beyond them the formulas, with the measured links.
 
 The smallest and the largest message of each measured group give its latency and its time per byte. Between them the
-ratio of measured to formula is interpolated by size. Another group is priced with the links and the factors of the most
-similar one."""
+ratio of measured to formula is interpolated by size. A group that was not measured has the links and the ratios of the
+most similar measured one."""
 
 from __future__ import annotations
 

@@ -244,8 +244,8 @@ class _StateResolver:
     def replaces_result(self, run_id: str, run: SubmittedRun, state: RunState, head: ResultSummary) -> bool:
         """Whether an active submission will replace the result that is there.
 
-        It will if it has begun no attempt, or a later one, or if its job was put back into the queue: the result is
-        then of the first start. It counts for nothing while the job runs, which may be the first start or the second.
+        It does if it has begun no attempt yet, or one later than the result's. It also does if the scheduler started
+        its job a second time: then the result is of the first start, and does not count while the job runs.
         """
         attempt = run.started_attempt(self._tree)
         if attempt is None:

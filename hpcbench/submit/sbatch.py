@@ -11,8 +11,8 @@ name of its job:
                                                                        surely absent -->  journal: withdrawn
 
 A request that was sent may wait inside a scheduler that hangs, so that elapsed time alone proves nothing. A job is
-absent only if squeue has answered promptly for ``SBATCH_SETTLE_S`` without listing it. Should a withdrawn job
-appear later all the same, the job that was sent in its place is found beside it, and one of them cancelled.
+absent only if squeue has answered promptly for ``SBATCH_SETTLE_S`` without listing it. If a withdrawn job appears
+later all the same, two jobs have the same runs: one of them is cancelled.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def write_submission(rendered: RenderedSubmission, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class RunSelection:
-    """The runs that are submitted besides those that were never submitted."""
+    """The runs that ``submit`` sends although they were sent before."""
 
     again: frozenset[str] = frozenset()
     """Further states (``timeout``, ``lost``, ...) whose runs are submitted once more."""

@@ -229,7 +229,7 @@ def _stop_rule_reason(
         group = read_stop_group(tasks.parent / "stop.jsonl", line)
         why = find_stop_reason(group, task.run_id, status_of) if group is not None else None
         if why is not None:
-            # Nothing started, so there is no start marker, and the result counts for the latest attempt that there is.
+            # No attempt begins for a skipped run: its result has the number of the latest attempt, or 0.
             numbers = attempt_numbers(tree.run_folder(task.run_id))
             for number in numbers:
                 others.check(Attempt(tree.run_folder(task.run_id), number))

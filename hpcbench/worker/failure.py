@@ -148,9 +148,8 @@ def decide_outcome(
 ) -> RunOutcome:  # fmt: skip
     """Decide from the ranks' files, rank 0's among them; ``log`` is the end of the launch's err.log.
 
-    ``only_follows``: rank 0's own error only reports that another rank is gone. A launcher that lost a rank ends the
-    others with a TERM, so under torchrun a TERM together with a rank that left nothing is that rank's failure, not a
-    cancellation.
+    ``only_follows``: rank 0's own error only reports that another rank is gone. When torchrun loses a rank, it sends
+    SIGTERM to the others. If one rank left no file, a SIGTERM on another one is therefore no cancellation.
     """
     vanished = [rank for rank in range(world_size) if rank not in ranks]
     if cause is not None and not (cause.status == "cancelled" and vanished and launcher == "torchrun"):

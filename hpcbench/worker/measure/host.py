@@ -47,10 +47,10 @@ def read_counter(file: Path, name: str) -> int | None:
 def oom_kills(root: Path = ROOT) -> int | None:
     """Processes killed for memory in this process's control group and in those around it; ``None`` where unknown.
 
-    v1 counts a kill in the group that the killed process was in, v2 in every group above it as well; the limit may
-    stand at the job's step, at the job or at the node. The sum over this group and its parents therefore rises with
-    every kill that concerns the job under both, though v2's sum counts one kill several times: only that it rose
-    between two calls means something. Groups beside this one (other steps of the job) are not seen under v1.
+    Compare two calls: only a rise of the sum has a meaning, since control groups of version 2 count one kill in every
+    group above it. Version 1 counts it in the group of the killed process alone. The limit may belong to the job's
+    step, to the job or to the node, so the counts of all groups above this one are added. Version 1 does not show
+    kills in groups beside this one, such as other steps of the job.
     """
     files = {1: "memory.oom_control", 2: "memory.events"}
     groups = _cgroup_folders("memory", root)

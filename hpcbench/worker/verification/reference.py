@@ -150,7 +150,7 @@ def compare_training(
     weights = weights if check.weights else []
     gradients = first + last if check.steps > 1 else first
     everything = [*losses, *gradients, *weights]
-    # What is wrong spreads to all tensors with the first update: before it, it can still be told where it began.
+    # The first update spreads an error to all tensors. Only the gradients before it show where the error began.
     suspects = first if any(difference.too_far for difference in first) else everything
     worst = max(suspects, key=lambda difference: difference.part_of_tolerance)
     by_tensor = check.by_rounding and rounding
