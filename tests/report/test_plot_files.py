@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from benchmarks.planted_results import write_planted
 from hpcbench.cli.main import cli
 from hpcbench.config.run_spec import config_id, run_id, spec_document
 from hpcbench.errors import ConfigError
@@ -24,11 +23,9 @@ from tests.report.test_pivot_table import entry, planted
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("results")
-    write_planted(root / "made-up")
-    return root
+@pytest.fixture
+def tree(planted_tree: Path) -> Path:
+    return planted_tree
 
 
 def call(tree: Path, *arguments: str) -> Result:
