@@ -7,22 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hpcbench.config.run_spec import RunSpec, config_id, run_id
 from hpcbench.errors import StorageError
 from hpcbench.results.attempts import begin_attempt, latest_attempt
 from hpcbench.results.results_tree import ClusterTree, ResultsTree, collect_results
-from hpcbench.results.schema import FailureRecord, RankResult, RunMetrics, RunResult
-
-SPEC = RunSpec(model="resnet18", dataset="digits", strategy="single", batch_size=8)
-ID = run_id(SPEC)
-
-
-def result(attempt: int = 1, status: str = "ok") -> RunResult:
-    error = None if status == "ok" else FailureRecord(type="T", message="m")
-    return RunResult(
-        run_id=ID, config_id=config_id(SPEC), attempt=attempt, sweep="s", cluster="c", status=status, spec=SPEC,
-        metrics=RunMetrics(samples_per_s=1.5), error=error,
-    )  # fmt: skip
+from hpcbench.results.schema import RankResult, RunResult
+from tests.results.planted import ID, result
 
 
 @pytest.fixture
