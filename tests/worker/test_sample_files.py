@@ -137,24 +137,6 @@ def test_real_data_without_a_folder_is_unsupported() -> None:
     assert caught.value.status == "unsupported"
 
 
-@pytest.mark.parametrize(
-    ("dataset", "size", "package", "module", "command"),
-    [
-        ("cifar10", 16, "PIL", "image_files", "python -m pip install pillow"),
-        ("cosmoflow", 8, "h5py", "volume_files", "python -m pip install h5py"),
-    ],
-)
-def test_an_absent_package_is_unsupported_with_the_command_that_installs_it(
-    data_folder: Path, monkeypatch: pytest.MonkeyPatch, dataset: str, size: int, package: str, module: str, command: str
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.delitem(sys.modules, f"hpcbench.worker.data.{module}", raising=False)
-    with pytest.raises(ModuleNotFoundError) as caught:
-        feed_of(data_folder, dataset, size)
-    status, failure = describe_error(caught.value)
-    assert (status, failure.hint) == ("unsupported", command)
-
-
 def test_a_truncated_image_is_named(tmp_path: Path) -> None:
     path = tmp_path / "cut.jpg"
     Image.effect_noise((64, 64), 60).convert("RGB").save(path)
