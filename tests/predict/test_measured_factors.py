@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import exp, log, sqrt
+from math import exp, sqrt
 from typing import Any
 
 import pytest
@@ -35,28 +35,6 @@ def ratio_of(spec: RunSpec, factor: float, launches: int = 2) -> MeasuredRatio:
 
 def learned(ratios: list[MeasuredRatio], spec: RunSpec, *, held_out: bool = False) -> Any:
     return MeasuredFactors(ratios).learned(spec, config_id(spec), held_out=held_out)
-
-
-def test_one_measurement_is_shared_by_the_variances() -> None:
-    """Of a logarithm y each term takes its variance over that of all: the closed form of one observation."""
-    measured = ratio_of(spec_of(), 2.0)
-    # One launch's variance: prior 0.05^2, ten times, and a spread of 0 between two; the configuration's prior 0.1^2.
-    launch = 10 * 0.05**2 / 11
-    total = PRIOR_SPREAD**2 + 0.1**2 + launch / 2
-    shares = {
-        "resnet18 ddp": PRIOR_SPREAD**2,
-        "vgg11 ddp": MACHINE_SPREAD**2 + STRATEGY_SPREAD**2,
-        "resnet18 filter": MACHINE_SPREAD**2 + MODEL_SPREAD**2,
-        "vgg11 filter": MACHINE_SPREAD**2,
-    }
-    for name, share in shares.items():
-        model, strategy = name.split()
-        found = learned([measured], spec_of(strategy, model, nodes=4))
-        assert found.log_factor == pytest.approx(share / total * log(2)), name
-        assert found.undetermined == pytest.approx(1 - share**2 / total / PRIOR_SPREAD**2), name
-        assert found.spread == pytest.approx(sqrt(0.1**2 + launch))
-    own = learned([measured], spec_of())
-    assert own.log_factor == pytest.approx((PRIOR_SPREAD**2 + 0.1**2) / total * log(2))
 
 
 def test_several_measurements_equal_the_whole_normal_posterior() -> None:

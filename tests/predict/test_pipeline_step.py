@@ -23,10 +23,14 @@ from tests.layer_tables import table_of
 SYNCHRONOUS = ("model", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 EVERY = (*SYNCHRONOUS, "pipedream")
 NOMINAL = nominal_machine(load_cluster("slurmbox")[0])
-FREE = msgspec.structs.replace(
-    NOMINAL,
-    comm=msgspec.structs.replace(NOMINAL.comm, intra_node=HockneyLink(0.0, 0.0), inter_node=HockneyLink(0.0, 0.0)),
-)
+
+
+def with_links(link: HockneyLink) -> Machine:
+    comm = msgspec.structs.replace(NOMINAL.comm, intra_node=link, inter_node=link)
+    return msgspec.structs.replace(NOMINAL, comm=comm)
+
+
+FREE = with_links(HockneyLink(0.0, 0.0))
 """A machine whose messages cost nothing."""
 
 
@@ -147,14 +151,7 @@ def tied(table: LayerTable, spec: RunSpec) -> LayerTable:
 @pytest.mark.parametrize("versions", ["stash", "2bw"])
 def test_every_call_of_pipedream_is_priced(versions: str) -> None:
     spec = spec_of("pipedream", 2, 4, dp_degree=2, options={"weight_versions": versions, "cuts": "7"})
-    clock, cost = CostModel(FREE, spec), resolve_cost("pipedream")
-    slow = msgspec.structs.replace(
-        NOMINAL,
-        comm=msgspec.structs.replace(
-            NOMINAL.comm, inter_node=HockneyLink(0.0, 1e-12), intra_node=HockneyLink(0.0, 1e-12)
-        ),
-    )
-    clock = CostModel(slow, spec)
+    clock, cost = CostModel(with_links(HockneyLink(0.0, 1e-12)), spec), resolve_cost("pipedream")
     groups = {"send": place_neighbour_pair(spec, "pp"), "all_reduce": place_group(spec, "dp")}
     found = cost.step(spec, TABLE, clock)
     priced = [

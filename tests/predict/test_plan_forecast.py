@@ -111,15 +111,7 @@ def test_operators_are_those_of_the_micro_batches_of_a_stage() -> None:
     one = count_operators(alone, table)
     # 53 convolutions with two operators, as many BatchNorms with three, a linear layer with four.
     assert one >= 53 * (2 + 3) + 4
-    staged = RunSpec(
-        model="resnet50",
-        dataset="cifar10",
-        strategy="gpipe",
-        batch_size=8,
-        micro_batches=8,
-        pp_degree=4,
-        tasks_per_node=4,
-    )
+    staged = msgspec.structs.replace(alone, strategy="gpipe", micro_batches=8, pp_degree=4, tasks_per_node=4)
     # Sums of the gradients of seven micro-batches, activations and gradients to both neighbours, and an update.
     calls = sum(call.count for call in resolve_cost("ddp").traffic(alone, table, 0))
     staged_passes, sums = 8 * (one - calls - 1), 7 * len(table.parameter_tensors)

@@ -13,7 +13,6 @@ from benchmarks.oracle.scoring import (
     ScoredConfiguration,
     accuracy,
     mean_tau,
-    predicted_bests,
     score_predictor,
 )
 from hpcbench.config.run_spec import RunSpec
@@ -80,26 +79,6 @@ def test_failures_count_unless_they_were_foretold() -> None:
     assert "1f1b" not in found.strategies
     assert found.strategies["gpipe"].mean == 0.0
     assert found.false_fits == 1
-
-
-def test_regret_is_the_cost_of_the_predictors_choice() -> None:
-    cases = [
-        case("ddp", (1.0,), says(0.5)), case("zero1", (2.0,), says(0.4)), case("gpipe", (), says(0.1), status="failed"),
-        case("ddp", (1.0,), says(1.0), model="vgg11"), case("zero1", (2.0,), says(0.5), model="vgg11"),
-        case("ddp", (1.0,), says(1.0), model="alone"),
-        case("ddp", (3.0,), model="untold"), case("zero1", (1.0,), model="untold"),
-        case("ddp", (1.0,), says(2.0), model="full"), case("zero1", (2.0,), says(1.0, fits=False), model="full"),
-        case("fsdp", (3.0,), says(3.0), model="full"),
-    ]  # fmt: skip
-    found = [
-        (one.best.measured.spec.strategy, one.chosen and one.chosen.measured.spec.strategy, one.regret)
-        for one in predicted_bests(cases, NAME)
-    ]
-    assert found == [
-        ("ddp", "gpipe", None), ("ddp", "zero1", 1.0), ("zero1", None, None), ("ddp", "ddp", 0.0),
-    ]  # fmt: skip
-    ranking = score_predictor(cases, NAME).ranking
-    assert (ranking.groups, ranking.failed, ranking.regret) == (3, 1, 0.5)
 
 
 @pytest.mark.parametrize(
