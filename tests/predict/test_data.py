@@ -9,23 +9,15 @@ import pytest
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.predict.strategy_cost import resolve_cost
 from hpcbench.strategies.data.buckets import powersgd_bytes
-from hpcbench.strategies.layer_table import LayerRow, LayerTable, TensorShape
+from hpcbench.strategies.layer_table import LayerTable, TensorShape
 from hpcbench.strategies.traffic import Traffic
-
-
-def layer(name: str, block: int, kind: str) -> LayerRow:
-    return LayerRow(
-        name=name, block=block, kind=kind, input_shape=[4], output_shape=[4], parameters=1, forward_flops=0,
-        backward_flops=0, activation_bytes=100, activation_fixed_bytes=0, output_bytes=16, forward_moved_bytes=0,
-        backward_moved_bytes=0,
-    )  # fmt: skip
-
+from tests.layer_tables import layer
 
 TABLE = LayerTable(
     model="m", dataset="digits", input_size=8, blocks=2,
     parameter_tensors=[TensorShape("0.weight", [6, 5]), TensorShape("0.bias", [6]), TensorShape("1.weight", [3, 6])],
     buffers=[TensorShape("0.mean", [6]), TensorShape("0.count", [], 8)],
-    layers=[layer("0", 0, "Linear"), layer("1", 1, "Linear")],
+    layers=[layer(str(block), block, parameters=1, activation_bytes=100, output_bytes=16) for block in (0, 1)],
 )  # fmt: skip
 
 

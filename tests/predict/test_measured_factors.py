@@ -20,8 +20,8 @@ from hpcbench.predict.measured_factors import (
     counted_phrase,
     strategy_key,
 )
-from hpcbench.predict.peak_memory import MemoryBreakdown
-from hpcbench.predict.prediction import Prediction, PredictionBasis, PredictionInterval, correct_prediction
+from hpcbench.predict.prediction import PredictionInterval, correct_prediction
+from tests.predict.test_recommend import told
 
 
 def spec_of(strategy: str = "ddp", model: str = "resnet18", nodes: int = 2, **more: Any) -> RunSpec:
@@ -101,16 +101,11 @@ def test_neighbours_are_named_the_nearest_first() -> None:
 
 
 def test_a_prediction_is_moved_as_a_whole() -> None:
-    prediction = Prediction(
-        step_time_s=2.0, interval=PredictionInterval(low=1.0, high=8.0), compute_s=1.5, comm_s=0.8, exposed_comm_s=0.5,
-        bubble_fraction=0.0, straggler_s=0.0, samples_per_s=8.0, peak_memory_bytes=1, bound_by="compute", fits=True,
-        memory=MemoryBreakdown(parameters_bytes=1, gradients_bytes=0, optimizer_bytes=0, activations_bytes=0),
-        depth="calibrated", source="a test", rests_on=PredictionBasis(kind="calibrated"),
-    )  # fmt: skip
+    prediction = told(1.5, 0.5, 16, interval=PredictionInterval(low=1.0, high=8.0))
     factor = learned([ratio_of(spec_of(nodes=nodes), 1.5) for nodes in (2, 4, 8)], spec_of(nodes=16))
     moved = correct_prediction(prediction, factor)
     times = (moved.step_time_s, moved.compute_s, moved.comm_s, moved.exposed_comm_s, 1 / moved.samples_per_s)
-    assert times == pytest.approx([factor.factor * value for value in (2.0, 1.5, 0.8, 0.5, 1 / 8)])
+    assert times == pytest.approx([factor.factor * value for value in (2.0, 1.5, 0.5, 0.5, 1 / 8)])
     spread = sqrt(factor.undetermined * PRIOR_SPREAD**2 + factor.spread**2)
     assert moved.interval.high == pytest.approx(moved.step_time_s * exp(1.645 * spread))
     assert moved.interval.high / moved.step_time_s < prediction.interval.high / prediction.step_time_s

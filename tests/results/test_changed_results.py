@@ -55,9 +55,22 @@ def planted(tmp_path: Path) -> list[RunResult]:
     return results
 
 
-def test_a_quiet_tree_is_read_once(tmp_path: Path, planted: list[RunResult]) -> None:
+@pytest.fixture
+def ids(planted: list[RunResult]) -> list[str]:
+    return [one.run_id for one in planted]
+
+
+@pytest.fixture
+def quiet(tmp_path: Path, ids: list[str]) -> Counting:
+    """A tree that was looked at until nothing in it is read again."""
     tree = Counting(tmp_path / "c")
-    ids = [one.run_id for one in planted]
+    for _ in range(3):
+        tree.look(ids)
+    return tree
+
+
+def test_a_quiet_tree_is_read_once(tmp_path: Path, planted: list[RunResult], ids: list[str]) -> None:
+    tree = Counting(tmp_path / "c")
     there = planted[: RUNS * 2 // 3]
     assert tree.look(ids) == sorted(one.run_id for one in there)
     # What is not ok could have been replaced at the same modification time: it is read once more, later.
@@ -65,25 +78,22 @@ def test_a_quiet_tree_is_read_once(tmp_path: Path, planted: list[RunResult]) -> 
     assert tree.look(ids) == []
 
 
-def test_only_changed_folders_are_read_again(tmp_path: Path, planted: list[RunResult]) -> None:
-    tree = Counting(tmp_path / "c")
-    ids = [one.run_id for one in planted]
-    for _ in range(3):
-        tree.look(ids)
+def test_only_changed_folders_are_read_again(quiet: Counting, planted: list[RunResult], ids: list[str]) -> None:
     new, again = planted[-1], planted[9]
-    tree.write_result(new)
+    quiet.write_result(new)
     again.status, again.error, again.attempt = "ok", None, again.attempt + 1
-    tree.write_result(again)
-    reads = tree.look(ids)
+    quiet.write_result(again)
+    reads = quiet.look(ids)
     assert {new.run_id, again.run_id} <= set(reads)
     prefixes = {new.run_id[:2], again.run_id[:2]}
     assert {run_id[:2] for run_id in reads} == prefixes
-    assert tree.summaries(ids)[again.run_id] == ClusterTree(tree.root).summary(again.run_id)
+    assert quiet.summaries(ids)[again.run_id] == ClusterTree(quiet.root).summary(again.run_id)
 
 
-def test_two_changes_with_equal_modification_times_are_both_read(tmp_path: Path, planted: list[RunResult]) -> None:
+def test_two_changes_with_equal_modification_times_are_both_read(
+    tmp_path: Path, planted: list[RunResult], ids: list[str]
+) -> None:
     tree = Counting(tmp_path / "c")
-    ids = [one.run_id for one in planted]
     tree.look(ids)
     folder = tree.root / "runs" / planted[-1].run_id[:2]
     folder.mkdir(exist_ok=True)
@@ -94,18 +104,14 @@ def test_two_changes_with_equal_modification_times_are_both_read(tmp_path: Path,
     assert planted[-1].run_id in tree.look(ids, after_s=0.5)
 
 
-def test_a_change_first_met_by_another_query_is_read(tmp_path: Path, planted: list[RunResult]) -> None:
-    tree = Counting(tmp_path / "c")
-    ids = [one.run_id for one in planted]
-    for _ in range(3):
-        tree.look(ids)
+def test_a_change_first_met_by_another_query_is_read(quiet: Counting, planted: list[RunResult], ids: list[str]) -> None:
     again = planted[9]
     again.status, again.error, again.attempt = "ok", None, again.attempt + 1
-    tree.write_result(again)
+    quiet.write_result(again)
     others = [one.run_id for one in planted[RUNS * 2 // 3 :]]
     for _ in range(3):
-        tree.look(others)
-    reads = tree.look(ids)
+        quiet.look(others)
+    reads = quiet.look(ids)
     assert again.run_id in reads
     assert {run_id[:2] for run_id in reads} == {again.run_id[:2]}
 
@@ -117,12 +123,10 @@ def test_newly_requested_runs_are_read_in_an_unchanged_tree(tmp_path: Path, plan
     assert tree.look([planted[0].run_id, planted[1].run_id]) == [planted[1].run_id]
 
 
-def test_a_single_run_is_always_read_and_a_removed_result_disappears(tmp_path: Path, planted: list[RunResult]) -> None:
-    tree = Counting(tmp_path / "c")
-    ids = [one.run_id for one in planted]
-    for _ in range(3):
-        tree.look(ids)
+def test_a_single_run_is_always_read_and_a_removed_result_disappears(
+    quiet: Counting, planted: list[RunResult], ids: list[str]
+) -> None:
     failed = planted[9].run_id
-    shutil.rmtree(tree.run_folder(failed))
-    assert tree.summary(failed) is None
-    assert failed not in tree.summaries(ids)
+    shutil.rmtree(quiet.run_folder(failed))
+    assert quiet.summary(failed) is None
+    assert failed not in quiet.summaries(ids)
