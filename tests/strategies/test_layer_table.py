@@ -70,11 +70,6 @@ def test_a_different_figure_keeps_a_block() -> None:
     assert decode_layer_table(data, "here") == table
 
 
-def test_blocks_without_numbers_are_stored_one_by_one() -> None:
-    table = blocks_of(["stem", "body", "body"])
-    assert decode_layer_table(encode_layer_table(table), "here") == table
-
-
 @pytest.mark.parametrize(
     ("data", "said"),
     [

@@ -137,14 +137,6 @@ def test_real_data_without_a_folder_is_unsupported() -> None:
     assert caught.value.status == "unsupported"
 
 
-def test_a_truncated_image_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "cut.jpg"
-    Image.effect_noise((64, 64), 60).convert("RGB").save(path)
-    path.write_bytes(path.read_bytes()[:900])
-    with pytest.raises(WorkerError, match=r"cannot read the image .*cut\.jpg"):
-        decode_image(str(path), (3, 64, 64))
-
-
 def with_reader(feed: DataFeed, read: Callable[[int], None]) -> None:
     """Have ``read`` called with the index of each sample before the feed's reader gets it."""
     reader = samples_of(feed)

@@ -18,7 +18,7 @@ from hpcbench.errors import WorkerError
 from hpcbench.worker.distributed import world
 from hpcbench.worker.distributed.process_groups import HashStore, RankContext
 from hpcbench.worker.distributed.rank_environment import RankInfo
-from hpcbench.worker.distributed.world import choose_device, ranks_sharing_devices
+from hpcbench.worker.distributed.world import choose_device
 from hpcbench.worker.measure.environment_record import collect_provenance, environment_digest
 from tests.worker.helpers import make_header, make_spec, tree_of, write_tasks
 
@@ -161,11 +161,6 @@ def test_the_digest_moves_with_variables_and_profile(tmp_path: Path) -> None:
 
 
 # Devices
-
-
-def test_ranks_that_share_a_gpu_are_found() -> None:
-    assert ranks_sharing_devices(["a", "b", "c"]) == []
-    assert ranks_sharing_devices(["a", "b", "a", "b", "c"]) == [[0, 2], [1, 3]]
 
 
 def test_ranks_that_share_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
