@@ -29,7 +29,6 @@ from hpcbench.predict.prediction import (
 )
 from hpcbench.predict.recommend import (
     Recommendation,
-    candidate_sweep_points,
     largest_batch_size,
     ratio_spread,
     recommend,
@@ -174,15 +173,6 @@ def test_the_largest_fitting_batch_is_near_the_limit(limit: int) -> None:
     assert in_parts // 4 <= limit
     assert largest_batch_size(spec, Answers(by_samples)) is None
     assert largest_batch_size(spec, Answers(by_samples, 10**9)) == 25_000
-
-
-def test_points_of_the_written_sweep_omit_default_values() -> None:
-    answers = Answers(by_samples, limit=2)
-    found = recommend(RESNET, DeviceAllocation(1, 2, {"batch_size": 8}), NOWHERE, answers)
-    ddp = next(one for one in found.candidates if one.spec.strategy == "ddp")
-    assert list(candidate_sweep_points([ddp])) == [
-        {"strategy": "ddp", "tasks_per_node": 2, "batch_size": 8, "micro_batches": 4, "dp_degree": 2}
-    ]
 
 
 def test_a_hundred_thousand_devices_take_few_evaluations() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from benchmarks.oracle.scoring import ORACLE_NAME, PredictorResult
 from benchmarks.testbed import Testbed
 from hpcbench.config.run_spec import RunSpec, config_id
 from hpcbench.config.sweep_loader import load_sweep
-from hpcbench.errors import HpcbenchError
 
 SWEEP = """\
 name = "small"
@@ -100,38 +98,3 @@ def test_present_predictions_follow_from_the_committed_calibrations(bed: Testbed
     for before, now in zip(registered_cases, cases.with_present_predictions(own, registered_cases), strict=True):
         assert now.said[ORACLE_NAME].step_time_s == before.said[ORACLE_NAME].step_time_s
         assert now.said[BLIND].step_time_s == before.said[BLIND].step_time_s
-
-
-def git(folder: Path, *arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True, text=True).stdout
-
-
-def test_predictions_and_cases_are_committed_alone(bed: Testbed, tmp_path: Path) -> None:
-    project = small_score(tmp_path)
-    own = project._replace(folder=bed.work)
-    with pytest.raises(HpcbenchError, match="git repository"):
-        registered.require_git(tmp_path)
-    git(tmp_path, "init", "--quiet")
-    git(tmp_path, "config", "user.name", "a")
-    git(tmp_path, "config", "user.email", "a@b")
-    registered.require_git(tmp_path)
-    assert score.predict(bed, own) == 0
-    (own.calibrations / "one.json.gz").write_text("{}")
-    project.calibrations.mkdir(parents=True)
-    (project.calibrations / "old.json.gz").write_text("{}")
-    git(tmp_path, "add", "small.toml")
-
-    files = registered.copy_files([own.predictions, own.calibrations], own, project)
-    assert registered.commit(project.predictions) is None
-    registered.commit_files(files, project.folder, "Register", "body")
-    found = registered.commit(project.predictions)
-    assert found is not None
-    committed = "box_predictions.json.gz\ncalibrations/box/one.json.gz\n"
-    assert git(tmp_path, "show", "--format=", "--name-only") == committed
-    assert git(tmp_path, "diff", "--cached", "--name-only") == "small.toml\n"
-    registered.commit_files(files, project.folder, "Again", "nothing has changed")
-    assert registered.commit(project.predictions) == found
-    (tmp_path / ".git" / "index.lock").touch()
-    project.predictions.write_text("changed")
-    with pytest.raises(HpcbenchError, match=r"git add failed: .*index\.lock"):
-        registered.commit_files(files, project.folder, "Register", "body")

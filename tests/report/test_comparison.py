@@ -24,7 +24,6 @@ from hpcbench.report.comparison import (
     separating_parameters,
 )
 from hpcbench.report.comparison_view import ComparisonRow, comparison_text_view, junit_xml, rows_from_pairs
-from hpcbench.report.hypothesis_tests import holm_adjust
 from hpcbench.report.load_results import load_frame
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import RunResult
@@ -104,12 +103,6 @@ def test_a_pair_of_configurations_gets_the_expected_verdict(one: ConfigurationPa
     judge_pairs([one], column, 0.02)
     assert one.verdict == verdict
     assert bool(one.reason) == (verdict in ("inconclusive", "fails"))
-
-
-def test_holm_adjusted_p_values_are_the_textbook_ones() -> None:
-    assert holm_adjust([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm_adjust([0.9, 0.5]) == [1.0, 1.0]
-    assert holm_adjust([]) == []
 
 
 def side(step_s: list[float], cluster: str = "c", **changes: Any) -> list[RunResult]:

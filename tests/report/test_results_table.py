@@ -4,7 +4,6 @@ import io
 from pathlib import Path
 from typing import Any
 
-import pytest
 from rich.console import Console
 
 from hpcbench.report.configurations import rows_from_frame
@@ -164,17 +163,6 @@ def test_a_table_in_latex_explains_its_letters(tmp_path: Path) -> None:
     assert r"$\to$" in text
     after = text.partition(r"\end{tabular}")[2]
     assert r"{\footnotesize *a: 57\% of 2 cores\_used\par}" in after
-
-
-@pytest.mark.parametrize("hostile", ["\x1b[2J", "[red]x[/red]", "\u202e"])
-def test_hostile_text_reaches_no_terminal(hostile: str) -> None:
-    entry = collected("failed")
-    assert entry.result is not None
-    entry.result.error = FailureRecord(type="T", message=f"before {hostile} after")
-    text = shown([entry])
-    assert "before" in text
-    assert "\x1b" not in text
-    assert "\u202e" not in text
 
 
 def test_figures_are_columns_where_any_run_has_them() -> None:

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import polars
 import pytest
 from rich.console import Console
 
-from hpcbench.report.column_names import Condition
-from hpcbench.report.configurations import filter_launches
-from hpcbench.report.load_results import full_results, load_frame
 from hpcbench.report.plots.plot_model import Plot, PlotRequest
 from hpcbench.report.plots.plotting import PLOTS, draw_plot
 from hpcbench.report.plots.terminal_plots import print_plot
 from hpcbench.report.plots.theme import format_tick, make_axis
 from hpcbench.results.frame import collected_frame
 from hpcbench.results.results_tree import ResultsTree
-from hpcbench.results.schema import RunResult
 from tests.report.test_pivot_table import entry, planted
+from tests.report.test_plotting import picture as draw_of
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 SHOWN = {
@@ -35,15 +31,7 @@ SHOWN = {
 
 @pytest.fixture(scope="module")
 def pictures(planted_tree: Path) -> list[Plot]:
-    tree = ResultsTree(planted_tree)
-
-    def whole(wanted: Sequence[tuple[str, str]]) -> list[RunResult]:
-        return full_results(tree, [], None, wanted)
-
-    frame = load_frame(tree, [])
-    return [
-        draw_plot(name, filter_launches(frame, Condition(where, "")), PlotRequest((), whole)) for name, where in SHOWN.items()
-    ]  # fmt: skip
+    return [draw_of(ResultsTree(planted_tree), name, where) for name, where in SHOWN.items()]
 
 
 def text(picture: Plot, width: int, encoding: str) -> str:

@@ -60,11 +60,9 @@ def files(folder: Path) -> dict[str, bytes]:
     ("linked", "write"),
     [
         ("runs", lambda tree: tree.write_result(result(2))),
-        (f"runs/{ID[:2]}", lambda tree: tree.write_result(result(2))),
         (RUN, lambda tree: tree.write_result(result(2))),
         (f"{RUN}/result.json", lambda tree: tree.write_result(result(2))),
         ("runs", begin),
-        (f"runs/{ID[:2]}", begin),
         (RUN, begin),
         (f"{RUN}/attempts", begin),
         (RUN, write_rank),

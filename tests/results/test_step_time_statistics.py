@@ -43,10 +43,6 @@ def covered(make: random.Random, correlation: float, resamples: int) -> float:
     return hits / trials
 
 
-def test_the_interval_covers_the_true_median() -> None:
-    assert covered(random.Random(7), correlation=0.0, resamples=200) >= 0.88
-
-
 def test_block_bootstrap_keeps_coverage_for_correlated_steps() -> None:
     """Single draws would hold it in about six of ten samples at this correlation."""
     assert covered(random.Random(8), correlation=0.5, resamples=200) >= 0.75
