@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.strategies.layer_table import LayerTable, read_shipped_table
+from hpcbench.strategies.layer_table import LayerRow, LayerTable, read_shipped_table
 
 
 def table_of(model: str = "resnet18", dataset: str = "cifar10") -> LayerTable:
@@ -16,3 +18,13 @@ def table_of(model: str = "resnet18", dataset: str = "cifar10") -> LayerTable:
 def table_of_run(spec: RunSpec) -> LayerTable:
     """The table of the run's model."""
     return table_of(spec.model, spec.dataset)
+
+
+def layer(name: str, block: int = 0, kind: str = "Linear", **values: Any) -> LayerRow:
+    """A layer whose figures are 0 but for ``values``."""
+    given: dict[str, Any] = {
+        "input_shape": [3], "output_shape": [2], "parameters": 0, "forward_flops": 0, "backward_flops": 0,
+        "activation_bytes": 0, "activation_fixed_bytes": 0, "output_bytes": 0, "forward_moved_bytes": 0,
+        "backward_moved_bytes": 0,
+    }  # fmt: skip
+    return LayerRow(name=name, block=block, kind=kind, **{**given, **values})

@@ -75,29 +75,26 @@ def overlaps_probe(profile: ClusterProfile, spec: RunSpec, slower: float) -> Pro
     return ProbeResults(overlaps=overlaps)
 
 
+def finished_run(spec: RunSpec, step_s: float = 1.0, peak_bytes: int | None = None, **more: Any) -> RunResult:
+    """A run on the SLURM box whose steps all took as long, unless ``more`` says otherwise."""
+    times = StepTimeStatistics(**{**dict.fromkeys(StepTimeStatistics.__struct_fields__, step_s), "std": 0.0})
+    given: dict[str, Any] = {
+        "run_id": run_id(spec), "config_id": config_id(spec), "attempt": 1, "sweep": "s", "cluster": "slurmbox",
+        "status": "ok", "spec": spec, "environment_digest": "e",
+        "metrics": RunMetrics(step_time_s=times, peak_memory_bytes=peak_bytes),
+    }  # fmt: skip
+    return RunResult(**{**given, **more})
+
+
 def probe_run(
     profile: ClusterProfile, spec: RunSpec, slower: float = 3.0, table: LayerTable | None = None, **more: Any
 ) -> CalibrationRun:
     """A finished run of either probe; ``table`` is that of a model that is not shipped."""
     table = table or table_of_run(spec)
-    times = StepTimeStatistics(
-        median=0.1, mean=0.1, std=0.0, p10=0.1, p90=0.1, min=0.1, max=0.1, ci95_low=0.1, ci95_high=0.1
-    )
     if spec.strategy == "probe_messages":
         probe = messages_probe(spec)
     elif spec.options.get("overlaps"):
         probe = overlaps_probe(profile, spec, slower)
     else:
         probe = blocks_probe(profile, spec, slower, table=table)
-    fields: dict[str, Any] = {
-        "sweep": "s",
-        "cluster": profile.name,
-        "status": "ok",
-        "environment_digest": "e",
-        "probe": probe,
-    }
-    result = RunResult(
-        run_id=run_id(spec), config_id=config_id(spec), attempt=1, spec=spec, metrics=RunMetrics(step_time_s=times),
-        **(fields | more),
-    )  # fmt: skip
-    return CalibrationRun(result, table)
+    return CalibrationRun(finished_run(spec, 0.1, cluster=profile.name, **({"probe": probe} | more)), table)

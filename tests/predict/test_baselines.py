@@ -26,12 +26,8 @@ from tests.layer_tables import table_of
 
 ALPHA_S, BETA_S = 1e-4, 1e-9
 PLAIN = nominal_machine(load_cluster("slurmbox")[0])
-MACHINE = msgspec.structs.replace(
-    PLAIN,
-    comm=msgspec.structs.replace(
-        PLAIN.comm, inter_node=HockneyLink(ALPHA_S, BETA_S), intra_node=HockneyLink(1e-5, 1e-10)
-    ),
-)
+COMM = msgspec.structs.replace(PLAIN.comm, inter_node=HockneyLink(ALPHA_S, BETA_S))
+MACHINE = msgspec.structs.replace(PLAIN, comm=COMM)
 OWN = dict.fromkeys(STRATEGIES, "dp_degree") | {
     name: entry.own_degree for name, entry in STRATEGIES.items() if entry.own_degree
 }

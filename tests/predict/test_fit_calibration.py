@@ -9,18 +9,16 @@ import msgspec
 import pytest
 
 from hpcbench.config.cluster_profile import load_cluster
-from hpcbench.config.run_spec import RunSpec, config_id, run_id
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.predict.calibration.calibration_store import CalibrationRun
 from hpcbench.predict.calibration.fit_calibration import fit_calibration
 from hpcbench.predict.cost_model import CostModel, expected_normal_maximum, row_kernels
 from hpcbench.predict.machine import Machine, StrategyOverhead, nominal_machine
 from hpcbench.predict.prediction import predict
 from hpcbench.predict.strategy_cost import resolve_cost
-from hpcbench.results.probe_records import ProbeResults
-from hpcbench.results.schema import RunMetrics, RunResult, StepTimeStatistics
 from hpcbench.strategies.traffic import MessageShape, format_messages
 from tests.layer_tables import table_of
-from tests.predict.planted_probes import SLOWDOWN, blocks_probe, message_s, messages_probe, overlaps_probe
+from tests.predict.planted_probes import SLOWDOWN, blocks_probe, finished_run, message_s, messages_probe, overlaps_probe
 
 PROFILE, _ = load_cluster("slurmbox")
 NOMINAL = nominal_machine(PROFILE)
@@ -33,26 +31,15 @@ def spec_of(strategy: str, model: str = "vit", **more: Any) -> RunSpec:
     return RunSpec(model=model, dataset="cifar10", strategy=strategy, **({"batch_size": 8} | spread | more))
 
 
-def run_of(
-    spec: RunSpec, step_s: float = 1.0, probe: ProbeResults | None = None, peak_bytes: int | None = None, **more: Any
-) -> CalibrationRun:
-    times = StepTimeStatistics(
-        median=step_s, mean=step_s, std=0.0, p10=step_s, p90=step_s, min=step_s, max=step_s, ci95_low=step_s,
-        ci95_high=step_s,
-    )  # fmt: skip
-    fields = {"sweep": "s", "cluster": "slurmbox", "status": "ok", "environment_digest": "e"} | more
-    result = RunResult(
-        run_id=run_id(spec), config_id=config_id(spec), attempt=1, spec=spec, probe=probe,
-        metrics=RunMetrics(step_time_s=times, peak_memory_bytes=peak_bytes), **fields,
-    )  # fmt: skip
-    return CalibrationRun(result, table_of(spec.model))
+def run_of(spec: RunSpec, step_s: float = 1.0, **more: Any) -> CalibrationRun:
+    return CalibrationRun(finished_run(spec, step_s, **more), table_of(spec.model))
 
 
 def blocks_run(model: str, step_s: float = 1.0, wall: float = 1.0, slower: float = 1.0, **more: Any) -> CalibrationRun:
     spec = spec_of(
         "probe_blocks", model, **{key: more.pop(key) for key in ("batch_size", "tasks_per_node") if key in more}
     )
-    return run_of(spec, step_s, blocks_probe(PROFILE, spec, slower * SLOWER[model], wall), **more)
+    return run_of(spec, step_s, probe=blocks_probe(PROFILE, spec, slower * SLOWER[model], wall), **more)
 
 
 def everything() -> list[CalibrationRun]:
@@ -70,7 +57,7 @@ def everything() -> list[CalibrationRun]:
         overlap = format_messages([MessageShape("all_reduce", nodes, 1, 1, 2**20)])
         spec = spec_of("probe_blocks", nodes=nodes, options={"overlaps": overlap})
         step_s = 1 + 0.04 * expected_normal_maximum(nodes)
-        runs.append(run_of(spec, step_s, overlaps_probe(PROFILE, spec, SLOWER["vit"])))
+        runs.append(run_of(spec, step_s, probe=overlaps_probe(PROFILE, spec, SLOWER["vit"])))
     return runs
 
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import random
-from math import dist
-
 import msgspec
 import pytest
 
 from hpcbench.predict.kernel_prices import (
-    _NEIGHBOURS,
     BACKWARD,
     FORWARD,
     DeviceCompute,
@@ -17,7 +13,6 @@ from hpcbench.predict.kernel_prices import (
     KernelConditions,
     KernelPrices,
     MeasuredKernel,
-    _nearest,
     crowding_of,
     roofline_s,
 )
@@ -74,13 +69,3 @@ def test_ranks_beside_others_take_what_was_measured_there_else_the_factor_of_the
     # Nothing was measured with four ranks: on the line through one and two.
     assert known.price(kernel(6e8), KernelConditions(4)).seconds == pytest.approx(2.5, rel=1e-3)
     assert crowding_of([measured(kernel(6e8), 1.0), measured(kernel(6e8), 0.5, BESIDE)])[2] == 1.0
-
-
-def test_the_nearest_are_found_whatever_the_order() -> None:
-    noise = random.Random(2)
-    known = sorted((tuple(noise.gauss(0, 2) for _ in range(5)), noise.random()) for _ in range(200))
-    for _ in range(100):
-        at = tuple(noise.gauss(0, 3) for _ in range(5))
-        expected = sorted((dist(at, features), value) for features, value in known)[:_NEIGHBOURS]
-        assert _nearest(at, known) == expected
-    assert _nearest((0.0,) * 5, []) == []

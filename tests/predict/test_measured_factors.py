@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import exp, log, sqrt
+from math import exp, sqrt
 from typing import Any
 
 import pytest
@@ -20,8 +20,8 @@ from hpcbench.predict.measured_factors import (
     counted_phrase,
     strategy_key,
 )
-from hpcbench.predict.peak_memory import MemoryBreakdown
-from hpcbench.predict.prediction import Prediction, PredictionBasis, PredictionInterval, correct_prediction
+from hpcbench.predict.prediction import PredictionInterval, correct_prediction
+from tests.predict.test_recommend import told
 
 
 def spec_of(strategy: str = "ddp", model: str = "resnet18", nodes: int = 2, **more: Any) -> RunSpec:
@@ -35,28 +35,6 @@ def ratio_of(spec: RunSpec, factor: float, launches: int = 2) -> MeasuredRatio:
 
 def learned(ratios: list[MeasuredRatio], spec: RunSpec, *, held_out: bool = False) -> Any:
     return MeasuredFactors(ratios).learned(spec, config_id(spec), held_out=held_out)
-
-
-def test_one_measurement_is_shared_by_the_variances() -> None:
-    """Of a logarithm y each term takes its variance over that of all: the closed form of one observation."""
-    measured = ratio_of(spec_of(), 2.0)
-    # One launch's variance: prior 0.05^2, ten times, and a spread of 0 between two; the configuration's prior 0.1^2.
-    launch = 10 * 0.05**2 / 11
-    total = PRIOR_SPREAD**2 + 0.1**2 + launch / 2
-    shares = {
-        "resnet18 ddp": PRIOR_SPREAD**2,
-        "vgg11 ddp": MACHINE_SPREAD**2 + STRATEGY_SPREAD**2,
-        "resnet18 filter": MACHINE_SPREAD**2 + MODEL_SPREAD**2,
-        "vgg11 filter": MACHINE_SPREAD**2,
-    }
-    for name, share in shares.items():
-        model, strategy = name.split()
-        found = learned([measured], spec_of(strategy, model, nodes=4))
-        assert found.log_factor == pytest.approx(share / total * log(2)), name
-        assert found.undetermined == pytest.approx(1 - share**2 / total / PRIOR_SPREAD**2), name
-        assert found.spread == pytest.approx(sqrt(0.1**2 + launch))
-    own = learned([measured], spec_of())
-    assert own.log_factor == pytest.approx((PRIOR_SPREAD**2 + 0.1**2) / total * log(2))
 
 
 def test_several_measurements_equal_the_whole_normal_posterior() -> None:
@@ -123,16 +101,11 @@ def test_neighbours_are_named_the_nearest_first() -> None:
 
 
 def test_a_prediction_is_moved_as_a_whole() -> None:
-    prediction = Prediction(
-        step_time_s=2.0, interval=PredictionInterval(low=1.0, high=8.0), compute_s=1.5, comm_s=0.8, exposed_comm_s=0.5,
-        bubble_fraction=0.0, straggler_s=0.0, samples_per_s=8.0, peak_memory_bytes=1, bound_by="compute", fits=True,
-        memory=MemoryBreakdown(parameters_bytes=1, gradients_bytes=0, optimizer_bytes=0, activations_bytes=0),
-        depth="calibrated", source="a test", rests_on=PredictionBasis(kind="calibrated"),
-    )  # fmt: skip
+    prediction = told(1.5, 0.5, 16, interval=PredictionInterval(low=1.0, high=8.0))
     factor = learned([ratio_of(spec_of(nodes=nodes), 1.5) for nodes in (2, 4, 8)], spec_of(nodes=16))
     moved = correct_prediction(prediction, factor)
     times = (moved.step_time_s, moved.compute_s, moved.comm_s, moved.exposed_comm_s, 1 / moved.samples_per_s)
-    assert times == pytest.approx([factor.factor * value for value in (2.0, 1.5, 0.8, 0.5, 1 / 8)])
+    assert times == pytest.approx([factor.factor * value for value in (2.0, 1.5, 0.5, 0.5, 1 / 8)])
     spread = sqrt(factor.undetermined * PRIOR_SPREAD**2 + factor.spread**2)
     assert moved.interval.high == pytest.approx(moved.step_time_s * exp(1.645 * spread))
     assert moved.interval.high / moved.step_time_s < prediction.interval.high / prediction.step_time_s

@@ -16,7 +16,8 @@ from hpcbench.predict.calibration.fit_calibration import fit_calibration
 from hpcbench.predict.forecast import Forecast
 from hpcbench.predict.prediction import Prediction
 from hpcbench.results.results_tree import ClusterTree
-from hpcbench.results.schema import RunMetrics, RunResult, StepTimeStatistics, result_document
+from hpcbench.results.schema import result_document
+from tests.predict.planted_probes import finished_run
 from tests.predict.test_fit_calibration import everything
 
 PROFILE, _ = load_cluster("slurmbox")
@@ -37,11 +38,7 @@ def write(tree: ClusterTree, spec: RunSpec, factor: float, status: str = "ok", *
     """A result that takes ``factor`` times what the profile predicts."""
     alone = Forecast(PROFILE).predict(spec)
     time_s = factor * (alone.step_time_s if isinstance(alone, Prediction) else 1.0)
-    times = StepTimeStatistics(**{**dict.fromkeys(StepTimeStatistics.__struct_fields__, time_s), "std": 0.0})
-    result = RunResult(**{
-        "run_id": run_id(spec), "config_id": config_id(spec), "attempt": 1, "sweep": "s", "cluster": "slurmbox",
-        "status": status, "spec": spec, "metrics": RunMetrics(step_time_s=times), **more,
-    })  # fmt: skip
+    result = finished_run(spec, time_s, status=status, **{"environment_digest": None, **more})
     path = tree.result_path(result.run_id)
     path.parent.mkdir(parents=True)
     path.write_bytes(msgspec.json.encode(result_document(result)))

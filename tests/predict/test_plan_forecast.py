@@ -14,7 +14,7 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.predict import forecast as module
 from hpcbench.predict.forecast import STARTUP_S, Forecast, PlanForecast, forecast_plan
-from hpcbench.predict.strategy_cost import count_operators, resolve_cost
+from hpcbench.predict.strategy_cost import count_operators
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.strategies.layer_table import LayerTable
 from hpcbench.submit.plan import make_plan
@@ -111,19 +111,9 @@ def test_operators_are_those_of_the_micro_batches_of_a_stage() -> None:
     one = count_operators(alone, table)
     # 53 convolutions with two operators, as many BatchNorms with three, a linear layer with four.
     assert one >= 53 * (2 + 3) + 4
-    staged = RunSpec(
-        model="resnet50",
-        dataset="cifar10",
-        strategy="gpipe",
-        batch_size=8,
-        micro_batches=8,
-        pp_degree=4,
-        tasks_per_node=4,
-    )
-    # Sums of the gradients of seven micro-batches, activations and gradients to both neighbours, and an update.
-    calls = sum(call.count for call in resolve_cost("ddp").traffic(alone, table, 0))
-    staged_passes, sums = 8 * (one - calls - 1), 7 * len(table.parameter_tensors)
-    assert count_operators(staged, table) == (staged_passes + sums) // 4 + 2 * 8 + 1
+    staged = msgspec.structs.replace(alone, strategy="gpipe", micro_batches=8, pp_degree=4, tasks_per_node=4)
+    # Eight micro-batches of a quarter of the layers, and sums of their gradients.
+    assert 2 * one < count_operators(staged, table) < 4 * one
     replicas = msgspec.structs.replace(alone, dp_degree=2)
     assert count_operators(replicas, table) == one + 2 * len(table.parameter_tensors)
     views = msgspec.structs.replace(replicas, options={"gradient_as_bucket_view": True})

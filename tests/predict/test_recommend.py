@@ -12,10 +12,7 @@ from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec, strategy_label
 from hpcbench.predict.candidate_points import (
     DeviceAllocation,
-    divisors,
     leading_pipeline_points,
-    micro_batch_choices,
-    model_parallel_sizes,
     non_pipeline_points,
     other_schedule_points,
 )
@@ -32,7 +29,6 @@ from hpcbench.predict.prediction import (
 )
 from hpcbench.predict.recommend import (
     Recommendation,
-    candidate_sweep_points,
     largest_batch_size,
     ratio_spread,
     recommend,
@@ -83,20 +79,6 @@ def by_samples(spec: RunSpec) -> Prediction:
 
 def labels(found: Recommendation) -> list[str]:
     return [strategy_label(one.spec) for one in found.candidates]
-
-
-def test_degrees_and_micro_batches_divide_devices_and_samples() -> None:
-    assert [divisors(number) for number in (1, 12, 49)] == [[1], [1, 2, 3, 4, 6, 12], [1, 7, 49]]
-    assert model_parallel_sizes(DeviceAllocation(4, 4, {}), 8) == [2, 4, 8]
-    assert model_parallel_sizes(DeviceAllocation(3, 1, {})) == [3]
-    assert model_parallel_sizes(DeviceAllocation(12_500, 8, {})) == [2, 4, 8, 16]
-    assert [micro_batch_choices(*case) for case in ((64, 4), (6, 4), (1, 2), (0, 4))] == [[8, 32], [6], [1], []]
-
-
-def test_a_replicas_samples_follow_batch_or_global_batch() -> None:
-    assert DeviceAllocation(2, 4, {"batch_size": 16}).samples(4) == 16
-    assert DeviceAllocation(2, 4, {"global_batch_size": 16}).samples(4) == 8
-    assert DeviceAllocation(2, 4, {"global_batch_size": 15}).samples(4) == 0
 
 
 def test_every_strategy_is_tried_somewhere() -> None:
@@ -191,15 +173,6 @@ def test_the_largest_fitting_batch_is_near_the_limit(limit: int) -> None:
     assert in_parts // 4 <= limit
     assert largest_batch_size(spec, Answers(by_samples)) is None
     assert largest_batch_size(spec, Answers(by_samples, 10**9)) == 25_000
-
-
-def test_points_of_the_written_sweep_omit_default_values() -> None:
-    answers = Answers(by_samples, limit=2)
-    found = recommend(RESNET, DeviceAllocation(1, 2, {"batch_size": 8}), NOWHERE, answers)
-    ddp = next(one for one in found.candidates if one.spec.strategy == "ddp")
-    assert list(candidate_sweep_points([ddp])) == [
-        {"strategy": "ddp", "tasks_per_node": 2, "batch_size": 8, "micro_batches": 4, "dp_degree": 2}
-    ]
 
 
 def test_a_hundred_thousand_devices_take_few_evaluations() -> None:

@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.oracle.baselines import choice_results
 from benchmarks.oracle.scoring import (
     PredictorResult,
     ScoredCase,
     ScoredConfiguration,
     accuracy,
     mean_tau,
-    predicted_bests,
     score_predictor,
 )
 from hpcbench.config.run_spec import RunSpec
@@ -82,26 +80,6 @@ def test_failures_count_unless_they_were_foretold() -> None:
     assert found.false_fits == 1
 
 
-def test_regret_is_the_cost_of_the_predictors_choice() -> None:
-    cases = [
-        case("ddp", (1.0,), says(0.5)), case("zero1", (2.0,), says(0.4)), case("gpipe", (), says(0.1), status="failed"),
-        case("ddp", (1.0,), says(1.0), model="vgg11"), case("zero1", (2.0,), says(0.5), model="vgg11"),
-        case("ddp", (1.0,), says(1.0), model="alone"),
-        case("ddp", (3.0,), model="untold"), case("zero1", (1.0,), model="untold"),
-        case("ddp", (1.0,), says(2.0), model="full"), case("zero1", (2.0,), says(1.0, fits=False), model="full"),
-        case("fsdp", (3.0,), says(3.0), model="full"),
-    ]  # fmt: skip
-    found = [
-        (one.best.measured.spec.strategy, one.chosen and one.chosen.measured.spec.strategy, one.regret)
-        for one in predicted_bests(cases, NAME)
-    ]
-    assert found == [
-        ("ddp", "gpipe", None), ("ddp", "zero1", 1.0), ("zero1", None, None), ("ddp", "ddp", 0.0),
-    ]  # fmt: skip
-    ranking = score_predictor(cases, NAME).ranking
-    assert (ranking.groups, ranking.failed, ranking.regret) == (3, 1, 0.5)
-
-
 @pytest.mark.parametrize(
     ("one", "other", "tau"),
     [
@@ -133,22 +111,3 @@ def test_ranking_is_by_time_per_sample_within_a_model_and_its_devices() -> None:
     assert mean_tau(cases, NAME) == pytest.approx(1 / 3)
     assert found.regret == found.worst_regret == pytest.approx((1 / 16) / (1.5 / 32) - 1)
     assert found.failed == 0
-
-
-def chosen_case(
-    strategy: str, launches_s: tuple[float, ...], fits: bool | None = True, model: str = "resnet18"
-) -> ScoredCase:
-    measured = case(strategy, launches_s, model=model).measured
-    return ScoredCase(measured, {NAME: says(min(launches_s), fits), **choice_results(strategy, fits)})
-
-
-def test_the_regret_of_medians_counts_differences_that_are_not_significant() -> None:
-    # The pooled spread of a launch is 0.03: two medians of two launches are equal up to a ratio of 1.06.
-    noise, near, far = (1.0, 1.0433), 1.05, 1.2
-    cases = [
-        chosen_case("fsdp", noise), chosen_case("ddp", tuple(near * value for value in noise)),
-        chosen_case("fsdp", noise, model="vgg11"), chosen_case("ddp", tuple(far * value for value in noise), model="vgg11"),
-    ]  # fmt: skip
-    ranking = score_predictor(cases, "always_ddp").ranking
-    assert (ranking.regret, ranking.worst_regret) == pytest.approx((0.1, 0.2))
-    assert ranking.median_regret == pytest.approx(0.125)

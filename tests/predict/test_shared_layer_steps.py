@@ -16,9 +16,10 @@ from hpcbench.predict.machine import Machine, nominal_machine
 from hpcbench.predict.placement import halo_placement, place_group
 from hpcbench.predict.strategy_cost import resolve_cost
 from hpcbench.strategies.channel.cost import FilterCost
-from hpcbench.strategies.layer_table import LayerRow, LayerTable, TensorShape, read_shipped_table
+from hpcbench.strategies.layer_table import LayerTable, TensorShape, read_shipped_table
 from hpcbench.strategies.spatial.cost import SpatialCost
 from hpcbench.strategies.spatial.spatial_split import spatial_grid
+from tests.layer_tables import layer
 from tests.predict.heard import heard
 
 MACHINE = nominal_machine(load_cluster("slurmbox")[0])
@@ -107,16 +108,13 @@ def test_a_shared_layer_step_is_the_sum_of_its_parts(
 
 def chain(*channels: int) -> LayerTable:
     """3 x 3 convolutions of 4 x 4 positions, and a loss."""
+    window = {"groups": 1, "kernel_size": [3, 3], "stride": [1, 1], "padding": [1, 1], "dilation": [1, 1]}
     layers = [
-        LayerRow(
-            name=str(number), block=number, kind="Conv2d", input_shape=[ins, 4, 4], output_shape=[outs, 4, 4],
+        layer(
+            str(number), number, "Conv2d", input_shape=[ins, 4, 4], output_shape=[outs, 4, 4],
             parameters=9 * ins * outs, forward_flops=10_000, backward_flops=20_000 if number else 10_000,
-            activation_bytes=1, activation_fixed_bytes=0, output_bytes=64 * outs, forward_moved_bytes=1,
-            backward_moved_bytes=1,
-            attributes={
-                "in_channels": ins, "out_channels": outs, "groups": 1, "kernel_size": [3, 3], "stride": [1, 1],
-                "padding": [1, 1], "dilation": [1, 1],
-            },
+            activation_bytes=1, output_bytes=64 * outs, forward_moved_bytes=1, backward_moved_bytes=1,
+            attributes={"in_channels": ins, "out_channels": outs, **window},
         )
         for number, (ins, outs) in enumerate(pairwise(channels))
     ]  # fmt: skip

@@ -17,11 +17,8 @@ LAYOUT = Layout(gpus=64, sequence=4096, micro_batch=1, global_batch=256, replica
 @pytest.mark.parametrize(
     ("key", "parameters"),
     [
-        ("llama_1b", 1_235_814_400),
+        # Those of Llama 3 are compared with models that are built: tests/worker/test_models.py.
         ("llama_3b", 3_212_749_824),
-        ("llama_8b", 8_030_261_248),
-        ("llama_70b", 70_553_706_496),
-        ("llama_405b", 405_853_388_800),
         ("llama2_7b", 6_738_415_616),
         ("llama2_13b", 13_015_864_320),
         ("llama2_70b", 68_976_648_192),

@@ -27,17 +27,19 @@ def launch(
     error: FailureRecord | None = None,
     digest: str | None = "e1",
     cluster: str = "c",
+    spread: float = 0.01,
     **changes: Any,
 ) -> RunResult:
-    """A run with the step time given; batch 8 per replica, one device per node."""
+    """A run with the step time given, and ``spread`` on both sides of it; batch 8 per replica, one device per node."""
     given: dict[str, Any] = {"model": "vgg11", "dataset": "mnist", "strategy": "ddp", "batch_size": 8, **changes}
     given.setdefault("dp_degree", given.get("nodes", 1))
     spec = RunSpec(**given)
     metrics = RunMetrics()
     if step_s is not None:
+        low_s, high_s = step_s * (1 - spread), step_s * (1 + spread)
         step = StepTimeStatistics(
-            median=step_s, mean=step_s, std=0, p10=step_s, p90=step_s, min=step_s, max=step_s,
-            ci95_low=step_s * 0.99, ci95_high=step_s * 1.01,
+            median=step_s, mean=step_s, std=0, p10=low_s, p90=high_s, min=low_s, max=high_s, ci95_low=low_s,
+            ci95_high=high_s,
         )  # fmt: skip
         rate = spec.global_batch_size / step_s
         metrics = RunMetrics(step_time_s=step, samples_per_s=rate, peak_memory_bytes=memory_bytes)

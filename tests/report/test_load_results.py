@@ -9,27 +9,14 @@ import pytest
 
 import hpcbench
 from benchmarks.results_tree import write_results
-from hpcbench.config.run_spec import RunSpec, config_id, run_id
 from hpcbench.errors import ConfigError
 from hpcbench.report.load_results import load
-from hpcbench.results.results_tree import ClusterTree, ResultsTree
-from hpcbench.results.schema import RunResult
+from hpcbench.results.results_tree import ResultsTree
+from tests.report.planted import launch, write
 
 
 def put(tree: Path, cluster: str, **options: bool | float | str) -> None:
-    spec = RunSpec(model="resnet18", dataset="digits", strategy="ddp", batch_size=8, options=options)
-    ClusterTree(tree / cluster).write_result(
-        RunResult(
-            run_id=run_id(spec),
-            config_id=config_id(spec),
-            attempt=1,
-            sweep="s",
-            cluster=cluster,
-            status="ok",
-            spec=spec,
-            warnings=["first; of two", "second"],
-        )
-    )
+    write([launch(0.1, cluster=cluster, options=options, warnings=["first; of two", "second"])], tree)
 
 
 def test_several_trees_and_clusters_load_as_one_frame(tmp_path: Path) -> None:

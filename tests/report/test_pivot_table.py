@@ -14,7 +14,6 @@ import polars
 import pytest
 from rich.console import Console
 
-from hpcbench.config.run_spec import RunSpec, config_id, run_id
 from hpcbench.errors import ConfigError
 from hpcbench.report.column_names import Condition, resolve_column
 from hpcbench.report.pivot_table import parse_table_request, pivot_view
@@ -23,27 +22,17 @@ from hpcbench.report.table_model import View, format_spread, format_value
 from hpcbench.report.table_output import render_view
 from hpcbench.results.frame import collected_frame
 from hpcbench.results.results_tree import CollectedResult
-from hpcbench.results.schema import RunMetrics, RunResult, StepTimeStatistics
+from tests.report.planted import launch
 
 
 def entry(step_ms: float | None, status: str = "ok", warnings: Sequence[str] = (), **changes: Any) -> CollectedResult:
-    given: dict[str, Any] = {"model": "vgg11", "dataset": "mnist", "strategy": "ddp", "batch_size": 8, **changes}
-    spec = RunSpec(**given, dp_degree=given.get("nodes", 1))
-    metrics = RunMetrics()
-    if step_ms is not None:
-        step = step_ms / 1e3
-        low, high = step * 0.9, step * 1.1
-        metrics = RunMetrics(
-            step_time_s=StepTimeStatistics(
-                median=step, mean=step, std=0, p10=low, p90=high, min=low, max=high, ci95_low=low, ci95_high=high
-            ),
-            samples_per_s=spec.global_batch_size / step, compute_s=step * 0.75, comm_s=step / 4, exposed_comm_s=step / 8,
-        )  # fmt: skip
-    result = RunResult(
-        run_id=run_id(spec), config_id=config_id(spec), attempt=1, sweep="s", cluster="c", status=status, spec=spec,
-        metrics=metrics, warnings=[*warnings],
-    )  # fmt: skip
-    return CollectedResult("c", result.run_id, result)
+    """A run whose interval is 10 % on both sides, with a quarter of its step in communication."""
+    step_s = None if step_ms is None else step_ms / 1e3
+    one = launch(step_s, status=status, warnings=warnings, digest=None, spread=0.1, **changes)
+    if step_s is not None:
+        one.metrics.compute_s, one.metrics.comm_s = step_s * 0.75, step_s / 4
+        one.metrics.exposed_comm_s = step_s / 8
+    return CollectedResult("c", one.run_id, one)
 
 
 def planted() -> polars.DataFrame:

@@ -11,24 +11,20 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from benchmarks.planted_results import write_planted
 from hpcbench.cli.main import cli
 from hpcbench.config.run_spec import config_id, run_id, spec_document
 from hpcbench.errors import ConfigError
-from hpcbench.report.plots.plot_model import PlotRequest
 from hpcbench.report.plots.plotting import PLOTS, draw_plot, encode_plot, save_plot
 from hpcbench.results.frame import collected_frame
 from tests.cli.test_hostile_tree import CONTROL, EVIL, SPEC, STRANGE
-from tests.report.test_pivot_table import entry, planted
+from tests.report.test_pivot_table import entry
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("results")
-    write_planted(root / "made-up")
-    return root
+@pytest.fixture
+def tree(planted_tree: Path) -> Path:
+    return planted_tree
 
 
 def call(tree: Path, *arguments: str) -> Result:
@@ -170,8 +166,3 @@ def test_strange_results_end_no_plot(data: dict[str, Any], tmp_path: Path) -> No
         assert CONTROL.findall(shown) == []
         document = json.loads(call(tmp_path / "results", "plot", name, "--json").stdout)
         assert document["plots"][0]["name"] == name
-
-
-def test_equal_results_give_equal_plot_files() -> None:
-    one, other = (encode_plot(draw_plot("throughput", planted(), PlotRequest()), ".svg") for _ in range(2))
-    assert one == other

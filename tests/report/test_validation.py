@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
 from hpcbench.config.cluster_profile import load_cluster
-from hpcbench.config.run_spec import RunSpec, config_id
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.predict.forecast import Forecast
 from hpcbench.predict.prediction import NotPredicted, Prediction
 from hpcbench.report.validation import (
@@ -19,9 +21,7 @@ from hpcbench.report.validation import (
     measured_configurations,
     pooled_launch_noise,
 )
-from hpcbench.results.frame import results_frame
-from hpcbench.results.schema import RunMetrics, RunResult, StepTimeStatistics
-from tests.worker.helpers import make_spec
+from tests.report.planted import frame_of, launch
 
 
 @pytest.fixture(scope="module")
@@ -150,19 +150,13 @@ def test_launches_that_overlap_are_equal(case: Cases) -> None:
     assert alone.constant_regret == pytest.approx(0.001)
 
 
-def launch(spec: RunSpec, step_s: float, status: str = "ok", environment: str | None = "e") -> RunResult:
-    times = StepTimeStatistics(**{**dict.fromkeys(StepTimeStatistics.__struct_fields__, step_s), "std": 0.0})
-    return RunResult(
-        run_id=f"{step_s:016.4f}", config_id=config_id(spec), attempt=1, sweep="s", cluster="c", status=status, spec=spec,
-        metrics=RunMetrics(step_time_s=times), environment_digest=environment,
-    )  # fmt: skip
-
-
 def test_launches_of_one_environment_are_one_configuration() -> None:
-    ddp, fsdp = (make_spec(strategy=name, tasks_per_node=2, dp_degree=2) for name in ("ddp", "fsdp"))
-    frame = results_frame([
-        launch(ddp, 1.0), launch(ddp, 2.0), launch(ddp, 9.0, environment="other"), launch(ddp, 5.0, "failed", None),
-        launch(fsdp, 3.0, "oom", None), launch(fsdp, 4.0, "timeout", None),
+    both: list[dict[str, Any]] = [{"strategy": name, "nodes": 2} for name in ("ddp", "fsdp")]
+    ddp, fsdp = both
+    frame = frame_of([
+        launch(1.0, **ddp), launch(2.0, repeat=1, **ddp), launch(9.0, digest="other", repeat=2, **ddp),
+        launch(5.0, status="failed", digest=None, repeat=3, **ddp), launch(3.0, status="oom", digest=None, **fsdp),
+        launch(4.0, status="timeout", digest=None, repeat=1, **fsdp),
     ])  # fmt: skip
     found = [
         (one.spec.strategy, one.status, one.launches_s, len(one.run_ids)) for one in measured_configurations(frame)

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from hpcbench.config.run_spec import RunSpec, config_id, run_id
+from hpcbench.config.run_spec import RunSpec, run_id
 from hpcbench.errors import ConfigError
 from hpcbench.fileio import encode_indented_json
 from hpcbench.results import bundle_archive
@@ -25,7 +25,8 @@ from hpcbench.results.bundle_archive import (
     collect_bundle_results,
 )
 from hpcbench.results.results_tree import CollectedResult
-from hpcbench.results.schema import RunMetrics, RunResult, result_document
+from hpcbench.results.schema import RunResult, result_document
+from tests.results import planted
 
 SPECS = [RunSpec(model="resnet18", dataset="digits", strategy="single", batch_size=size) for size in (8, 16, 32)]
 IDS = [run_id(spec) for spec in SPECS]
@@ -36,10 +37,7 @@ HEADER = BundleHeader(
 
 
 def result(number: int) -> RunResult:
-    return RunResult(
-        run_id=IDS[number], config_id=config_id(SPECS[number]), attempt=1, sweep="s", cluster="c", status="ok",
-        spec=SPECS[number], metrics=RunMetrics(samples_per_s=1.5),
-    )  # fmt: skip
+    return planted.result(spec=SPECS[number])
 
 
 def place(number: int, cluster: str = "c") -> str:

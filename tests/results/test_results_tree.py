@@ -1,28 +1,16 @@
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from hpcbench.config.run_spec import RunSpec, config_id, run_id
 from hpcbench.errors import StorageError
-from hpcbench.results.attempts import begin_attempt, latest_attempt
+from hpcbench.results.attempts import begin_attempt
 from hpcbench.results.results_tree import ClusterTree, ResultsTree, collect_results
-from hpcbench.results.schema import FailureRecord, RankResult, RunMetrics, RunResult
-
-SPEC = RunSpec(model="resnet18", dataset="digits", strategy="single", batch_size=8)
-ID = run_id(SPEC)
-
-
-def result(attempt: int = 1, status: str = "ok") -> RunResult:
-    error = None if status == "ok" else FailureRecord(type="T", message="m")
-    return RunResult(
-        run_id=ID, config_id=config_id(SPEC), attempt=attempt, sweep="s", cluster="c", status=status, spec=SPEC,
-        metrics=RunMetrics(samples_per_s=1.5), error=error,
-    )  # fmt: skip
+from hpcbench.results.schema import RankResult, RunResult
+from tests.results.planted import ID, result
 
 
 @pytest.fixture
@@ -88,27 +76,6 @@ def test_a_lock_of_a_dead_writer_does_not_hold_up_the_next(tree: ClusterTree, mo
 def test_only_ids_become_paths(tree: ClusterTree, name: str) -> None:
     with pytest.raises(StorageError, match="is no run_id"):
         tree.run_folder(name)
-
-
-def test_attempts_are_numbered_and_claimed_once(tree: ClusterTree) -> None:
-    numbers: list[int] = []
-
-    def begin(index: int) -> None:
-        attempt = begin_attempt(tree.run_folder(ID), launch=f"l{index}", host="h", started_unix_s=1.0)
-        numbers.append(attempt.number)
-
-    threads = [threading.Thread(target=begin, args=(index,)) for index in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(numbers) == list(range(1, 9))
-    latest = latest_attempt(tree.run_folder(ID))
-    assert latest is not None
-    assert latest.number == 8
-    marker = latest.read_start()
-    assert marker is not None
-    assert marker.attempt == 8
 
 
 def test_valid_rank_files_of_an_attempt_are_read(tree: ClusterTree) -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,41 +12,6 @@ from hpcbench.results.timing_statistics import (
     subtract_intervals,
     union_intervals,
 )
-
-
-@pytest.mark.parametrize(
-    ("intervals", "expected"),
-    [
-        ([], []),
-        ([(3, 3)], []),
-        ([(5, 7), (0, 2)], [(0, 2), (5, 7)]),
-        ([(0, 2), (2, 4)], [(0, 4)]),
-        ([(0, 9), (2, 3)], [(0, 9)]),
-        ([(0, 3), (2, 5), (7, 8)], [(0, 5), (7, 8)]),
-    ],
-)
-def test_the_union_of_intervals_is_sorted_and_disjoint(
-    intervals: list[TimeInterval], expected: list[TimeInterval]
-) -> None:
-    assert union_intervals(intervals) == expected
-
-
-@pytest.mark.parametrize(
-    ("intervals", "without", "expected"),
-    [
-        ([(0, 10)], [], [(0, 10)]),
-        ([(0, 10)], [(0, 10)], []),
-        ([(0, 10)], [(-5, 20)], []),
-        ([(0, 10)], [(2, 3), (8, 20)], [(0, 2), (3, 8)]),
-        ([(0, 4), (6, 10)], [(3, 7)], [(0, 3), (7, 10)]),
-        ([(0, 4), (6, 10)], [(1, 2), (3, 4), (9, 12)], [(0, 1), (2, 3), (6, 9)]),
-        ([], [(0, 1)], []),
-    ],
-)
-def test_subtracted_intervals_leave_the_rest(
-    intervals: list[TimeInterval], without: list[TimeInterval], expected: list[TimeInterval]
-) -> None:
-    assert subtract_intervals(intervals, without) == expected
 
 
 def test_intervals_are_clipped_and_overlaps_count_once() -> None:

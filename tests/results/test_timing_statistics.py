@@ -9,12 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcbench.results.timing_statistics import (
-    block_medians,
     count_outliers,
     count_warmup_steps,
     make_steadiness_warnings,
     make_warmup_warning,
-    mann_kendall_p_value,
     relative_drift,
     step_time_statistics,
 )
@@ -97,19 +95,6 @@ def test_relative_drift_is_none_with_too_few_steps(times: list[float], expected:
 def test_drift_of_a_long_run_is_that_of_its_blocks() -> None:
     times = [1 + step / 10_000 for step in range(10_000)]
     assert relative_drift(times) == pytest.approx(1 / 1.5, rel=0.01)
-
-
-def test_the_mann_kendall_p_value_of_ten_steps_is_exact() -> None:
-    # S = 45, its variance 10 * 9 * 25 / 18 = 125: z = 44 / sqrt(125) = 3.935.
-    assert mann_kendall_p_value([float(number) for number in range(10)]) == pytest.approx(8.3e-5, rel=0.01)
-    assert mann_kendall_p_value([1.0] * 10) == 1.0
-    # Ties of five and five: variance 125 - 2 * 5 * 4 * 15 / 18 = 91.67, S = 25: z = 24 / sqrt(91.67) = 2.507.
-    assert mann_kendall_p_value([1.0] * 5 + [2.0] * 5) == pytest.approx(0.0122, rel=0.01)
-
-
-def test_thinned_blocks_are_equally_long() -> None:
-    assert block_medians([1.0, 2.0, 3.0], 5) == [1.0, 2.0, 3.0]
-    assert block_medians([1.0, 2.0, 9.0, 4.0, 5.0, 6.0, 7.0], 3) == [2.0, 5.0]
 
 
 @pytest.mark.parametrize(

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from hpcbench.strategies.gradient_buckets import assign_owners, fsdp_units, gradient_ready_order
 from hpcbench.strategies.layer_table import LayerRow, LayerTable, TensorShape
-
-
-def layer(name: str, block: int, kind: str, parameters: int = 1, attributes: dict[str, Any] | None = None) -> LayerRow:
-    return LayerRow(
-        name=name, block=block, kind=kind, input_shape=[1], output_shape=[1], parameters=parameters, forward_flops=0,
-        backward_flops=0, activation_bytes=0, activation_fixed_bytes=0, output_bytes=0, forward_moved_bytes=0,
-        backward_moved_bytes=0, attributes=attributes or {},
-    )  # fmt: skip
+from tests.layer_tables import layer
 
 
 def table(layers: list[LayerRow], tensors: dict[str, list[int]]) -> LayerTable:
@@ -27,14 +18,14 @@ def table(layers: list[LayerRow], tensors: dict[str, list[int]]) -> LayerTable:
 
 CNN = table(
     # The shortcut runs after the convolutions, but stands before them in the model.
-    [layer("0.conv", 0, "Conv2d"), layer("0.norm", 0, "BatchNorm2d"), layer("0.short", 0, "Conv2d"),
-     layer("0", 0, "Block.other"), layer("1", 1, "Linear")],
+    [layer("0.conv", 0, "Conv2d", parameters=1), layer("0.norm", 0, "BatchNorm2d", parameters=1), layer("0.short", 0, "Conv2d", parameters=1),
+     layer("0", 0, "Block.other", parameters=1), layer("1", 1, "Linear", parameters=1)],
     {"0.scale": [1], "0.short.weight": [4, 1], "0.conv.weight": [4, 1], "0.conv.bias": [4], "0.norm.weight": [4],
      "0.norm.bias": [4], "1.weight": [2, 4], "1.bias": [2]},
 )  # fmt: skip
 TIED = table(
-    [layer("0.tokens", 0, "Embedding"), layer("1.up", 1, "Linear"), layer("2.norm", 2, "LayerNorm"),
-     layer("2.output", 2, "Linear", 0, {"in_features": 4, "out_features": 9})],
+    [layer("0.tokens", 0, "Embedding", parameters=1), layer("1.up", 1, "Linear", parameters=1), layer("2.norm", 2, "LayerNorm", parameters=1),
+     layer("2.output", 2, "Linear", attributes={"in_features": 4, "out_features": 9})],
     {"0.tokens.weight": [9, 4], "1.up.weight": [4, 4], "1.up.bias": [4], "2.norm.weight": [4]},
 )  # fmt: skip
 

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
 from hpcbench.errors import ConfigError
 from hpcbench.strategies.layer_table import (
-    LayerRow,
     LayerTable,
     TensorShape,
     decode_layer_table,
@@ -17,14 +15,7 @@ from hpcbench.strategies.layer_table import (
     shipped_table_path,
 )
 from hpcbench.strategies.resolve import InfeasiblePoint, shipped_model_dataset_pairs, single_device_run
-from tests.layer_tables import table_of
-
-
-def layer(name: str, **values: int) -> LayerRow:
-    given: dict[str, Any] = {"parameters": 0, "forward_flops": 0, "backward_flops": 0, "activation_bytes": 0,
-             "activation_fixed_bytes": 0, "output_bytes": 0, "forward_moved_bytes": 0, "backward_moved_bytes": 0}  # fmt: skip
-    return LayerRow(name=name, block=0, kind="Linear", input_shape=[3], output_shape=[2], **{**given, **values})
-
+from tests.layer_tables import layer, table_of
 
 TABLE = LayerTable(
     model="m",
@@ -77,11 +68,6 @@ def test_a_different_figure_keeps_a_block() -> None:
     data = encode_layer_table(table)
     assert b'"repeated_blocks":{}' in data
     assert decode_layer_table(data, "here") == table
-
-
-def test_blocks_without_numbers_are_stored_one_by_one() -> None:
-    table = blocks_of(["stem", "body", "body"])
-    assert decode_layer_table(encode_layer_table(table), "here") == table
 
 
 @pytest.mark.parametrize(

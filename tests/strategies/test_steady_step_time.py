@@ -6,20 +6,12 @@ import pytest
 
 from hpcbench.strategies.pipeline.schedule_simulator import (
     StageTimes,
-    dependency_cycles,
     simulated_step_time_s,
     steady_step_time_s,
 )
 from hpcbench.strategies.pipeline.weight_versions import Staleness
 
 UNEVEN = [StageTimes(1.0, 2.0, 0.5, 0.3), StageTimes(1.5, 2.5, 0.2, 0.1, 0.3), StageTimes(0.5, 1.5, 0.4, 0.0, 0.1)]
-
-
-def test_dependency_cycles_of_two_stages_are_those_by_hand() -> None:
-    seconds, counts, firsts = zip(*dependency_cycles(UNEVEN[:2], True), strict=True)
-    assert seconds == pytest.approx((0.3, 0.4, 3.5, 3.0 + 4.0 + 0.6 + 0.5, 4.2))
-    assert counts == (1, 1, 1, 2, 1)
-    assert firsts == (0, 1, 0, 0, 1)
 
 
 @pytest.mark.parametrize(

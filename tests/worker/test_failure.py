@@ -118,17 +118,6 @@ def test_a_sigterm_counts_as_cancelled_only_under_srun(launcher: str, status: st
     assert found.status == status
 
 
-def test_the_cause_is_the_rank_with_its_own_error() -> None:
-    ranks = {
-        0: make_rank(0, status="failed", error=failure("RuntimeError", "Connection closed by peer")),
-        1: make_rank(1, status="unsupported", error=failure("WorkerError", "mine")),
-    }
-    found = decide_outcome(2, ranks, cause=None, only_follows=True, launcher="srun", oom_kills_before=4)
-    assert found.status == "unsupported"
-    assert found.error is not None
-    assert found.error.message == "rank 1 on n1: mine"
-
-
 @pytest.mark.parametrize("precision", ["tf32", "fp16"])
 def test_cuda_precisions_on_a_cpu_are_unsupported(precision: str) -> None:
     with pytest.raises(WorkerError, match=f"precision {precision} needs a cuda device") as caught:

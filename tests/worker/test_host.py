@@ -11,7 +11,6 @@ from hpcbench.worker.measure.host import (
     host_facts,
     infiniband_ports,
     interface_facts,
-    parse_core_list,
 )
 from tests.worker.trees import write_tree
 
@@ -76,13 +75,6 @@ def test_unreadable_files_give_no_machine_facts(tmp_path: Path) -> None:
     facts = host_facts([0], tmp_path)
     assert {key: value for key, value in facts.items() if value} == {}
     assert facts["container_kind"] is None
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"), [("0-2,7", {0, 1, 2, 7}), ("5", {5}), ("", set()), ("x-3", set()), ("0-1\n", {0, 1})]
-)
-def test_a_list_of_cores_is_parsed_or_empty(text: str, expected: set[int]) -> None:
-    assert parse_core_list(text) == expected
 
 
 def test_package_versions_are_read_with_torchs_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,15 +196,6 @@ def test_a_table_takes_no_memory() -> None:
     assert activations > 10 * 2**30
 
 
-def test_options_of_the_model_count() -> None:
-    request = msgspec.json.encode(
-        LayerTableRequest(model="vgg11", dataset="digits", model_options={"batch_norm": False})
-    )
-    table = answer_request(request).table
-    assert table is not None
-    assert (table.model_options, table.totals().parameters) == ({"batch_norm": False}, 9_224_458)
-
-
 def test_a_run_whose_model_cannot_be_measured_has_a_warning(tmp_path: Path) -> None:
     warnings: list[str] = []
     assert model_table(make_spec(), None, warnings) == shipped("resnet18", "digits")

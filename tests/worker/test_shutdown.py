@@ -78,31 +78,21 @@ def test_the_first_reason_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert abandoned == [first, second], "each asks to end the process; whoever ends it first wins"
 
 
-def test_a_signal_reaches_the_flag_while_the_main_thread_does_not_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wake-up socket is read by a thread; no python code of the main thread is needed."""
-    monkeypatch.setattr(stop_module, "_SIGNALS", ("SIGUSR2",))
-    before = signal.getsignal(signal.SIGUSR2)
-    seen = threading.Event()
-    stop = StopController()
-    stop.abort = lambda _: seen.set()
-    try:
-        stop.install()
-        signal.raise_signal(signal.SIGUSR2)
-        assert seen.wait(30)
-        assert isinstance(stop.reason, Stopped)
-        assert stop.reason.status == "timeout"
-    finally:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGUSR2, before)
-
-
-@pytest.mark.parametrize(("has_warning", "status"), [(False, "cancelled"), (True, "timeout")])
-def test_a_term_is_the_time_limits_where_the_job_script_left_its_warning(
-    has_warning: bool, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("number", "has_warning", "status"),
+    [
+        (signal.SIGUSR2, False, "timeout"),
+        # torchrun passes nothing but TERM on to its ranks: the job script leaves its warning in a file.
+        (signal.SIGTERM, False, "cancelled"),
+        (signal.SIGTERM, True, "timeout"),
+    ],
+)
+def test_a_signal_reaches_the_flag_while_the_main_thread_does_not_look(
+    number: signal.Signals, has_warning: bool, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torchrun passes nothing but TERM on to its ranks."""
-    monkeypatch.setattr(stop_module, "_SIGNALS", ("SIGTERM",))
-    before = signal.getsignal(signal.SIGTERM)
+    """The wake-up socket is read by a thread; no python code of the main thread is needed."""
+    monkeypatch.setattr(stop_module, "_SIGNALS", (number.name,))
+    before = signal.getsignal(number)
     seen = threading.Event()
     stop = StopController()
     stop.abort = lambda _: seen.set()
@@ -111,13 +101,13 @@ def test_a_term_is_the_time_limits_where_the_job_script_left_its_warning(
         stop.warning_file.touch()
     try:
         stop.install()
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(number)
         assert seen.wait(30)
         assert isinstance(stop.reason, Stopped)
         assert stop.reason.status == status
     finally:
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
 
 
 def test_an_ignored_signal_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from hpcbench.errors import WorkerError
 from hpcbench.worker.distributed import world
 from hpcbench.worker.distributed.process_groups import HashStore, RankContext
 from hpcbench.worker.distributed.rank_environment import RankInfo
-from hpcbench.worker.distributed.world import choose_device, ranks_sharing_devices
+from hpcbench.worker.distributed.world import choose_device
 from hpcbench.worker.measure.environment_record import collect_provenance, environment_digest
 from tests.worker.helpers import make_header, make_spec, tree_of, write_tasks
 
@@ -113,38 +113,40 @@ def provenance(tmp_path: Path) -> dict[str, Any]:
     return collect_provenance(make_header(tmp_path), make_spec(), info, torch.device("cpu"))
 
 
-@pytest.mark.parametrize(
-    ("changes", "moves"),
-    [
-        ({"host": "other"}, False),
-        ({"job": {"job_id": "9"}}, False),
-        ({"executable": "/elsewhere/python"}, False),
-        ({"kernel": "0.1"}, False),
-        ({"threads": 64}, False),
-        ({"hpcbench_commit": "abc"}, False),
-        ({"gpus": [{"uuid": "GPU-1", "pci": "0000:3b:00.0"}]}, False),
-        ({"memory_bytes": 1}, False),
-        ({"interfaces": [{"name": "ib7"}]}, False),
-        ({"cgroup": {"cpu_quota_cores": 0.5}}, False),
-        ({"hugepages": {"reserved": 9, "transparent": "sometimes"}}, True),
-        ({"cpu": {"smt": "off"}}, True),
-        ({"gpu": {"ecc": "off"}}, True),
-        ({"driver": "1"}, True),
-        ({"infiniband": ["mlx5_0/1 InfiniBand, 100 Gb/sec, ACTIVE"]}, True),
-        ({"torch_build": {"cpu_capability": "AVX2"}}, True),
-        ({"container_kind": "spacecraft"}, True),
-        ({"torch": "1.0"}, True),
-        ({"cpu_model": "another"}, True),
-        ({"gpu_model": "another"}, True),
-        ({"device": "cuda"}, True),
-        ({"packages": {"numpy": "1"}}, True),
-    ],
-)
-def test_the_digest_moves_with_what_changes_a_measurement(tmp_path: Path, changes: dict[str, Any], moves: bool) -> None:
-    found = provenance(tmp_path)
-    header = make_header(tmp_path)
-    before, after = environment_digest(found, header, {}), environment_digest({**found, **changes}, header, {})
-    assert (before != after) is moves
+OF_THE_JOB = {
+    "host": "other",
+    "job": {"job_id": "9"},
+    "executable": "/elsewhere/python",
+    "kernel": "0.1",
+    "threads": 64,
+    "hpcbench_commit": "abc",
+    "gpus": [{"uuid": "GPU-1", "pci": "0000:3b:00.0"}],
+    "memory_bytes": 1,
+    "interfaces": [{"name": "ib7"}],
+    "cgroup": {"cpu_quota_cores": 0.5},
+}
+OF_THE_MACHINE = {
+    "hugepages": {"reserved": 9, "transparent": "sometimes"},
+    "cpu": {"smt": "off"},
+    "gpu": {"ecc": "off"},
+    "driver": "1",
+    "infiniband": ["mlx5_0/1 InfiniBand, 100 Gb/sec, ACTIVE"],
+    "torch_build": {"cpu_capability": "AVX2"},
+    "container_kind": "spacecraft",
+    "torch": "1.0",
+    "cpu_model": "another",
+    "gpu_model": "another",
+    "device": "cuda",
+    "packages": {"numpy": "1"},
+}
+
+
+def test_the_digest_moves_with_what_changes_a_measurement(tmp_path: Path) -> None:
+    found, header = provenance(tmp_path), make_header(tmp_path)
+    before = environment_digest(found, header, {})
+    for name, value in (OF_THE_JOB | OF_THE_MACHINE).items():
+        after = environment_digest({**found, name: value}, header, {})
+        assert (before != after) is (name in OF_THE_MACHINE), name
 
 
 def test_the_digest_moves_with_variables_and_profile(tmp_path: Path) -> None:
@@ -159,11 +161,6 @@ def test_the_digest_moves_with_variables_and_profile(tmp_path: Path) -> None:
 
 
 # Devices
-
-
-def test_ranks_that_share_a_gpu_are_found() -> None:
-    assert ranks_sharing_devices(["a", "b", "c"]) == []
-    assert ranks_sharing_devices(["a", "b", "a", "b", "c"]) == [[0, 2], [1, 3]]
 
 
 def test_ranks_that_share_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,42 +178,39 @@ def test_a_cuda_profile_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch
         choose_device("cuda", RankInfo(0, 0, 1, 1, 0, "lone", "x"))
 
 
-@pytest.mark.parametrize(
-    ("seen", "local_rank", "local_world_size", "index"), [(4, 3, 4, 3), (1, 3, 4, 0), (8, 1, 2, 1), (1, 0, 1, 0)]
-)
-def test_a_rank_takes_the_gpu_of_its_local_rank(
-    monkeypatch: pytest.MonkeyPatch, seen: int, local_rank: int, local_world_size: int, index: int
-) -> None:
+def device_of(monkeypatch: pytest.MonkeyPatch, seen: int, rank: int, ranks: int, per_device: int = 1) -> torch.device:
+    """The device of a rank on a host that sees so many GPUs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    info = RankInfo(local_rank, local_rank, local_world_size, local_world_size, 0, "srun", "x")
-    assert choose_device("cuda", info) == torch.device("cuda", index)
+    return choose_device("cuda", RankInfo(rank, rank, ranks, ranks, 0, "srun", "x"), ranks_per_device=per_device)
+
+
+@pytest.mark.parametrize(
+    ("seen", "rank", "ranks", "per_device", "index"),
+    [
+        (4, 3, 4, 1, 3),
+        (1, 3, 4, 1, 0),
+        (8, 1, 2, 1, 1),
+        (1, 0, 1, 1, 0),
+        # Ranks that share devices take them in turn.
+        (1, 3, 4, 4, 0),
+        (2, 1, 4, 4, 1),
+        (2, 3, 4, 4, 1),
+        (4, 3, 4, 4, 3),
+    ],
+)
+def test_a_rank_takes_the_gpu_of_its_local_rank(
+    monkeypatch: pytest.MonkeyPatch, seen: int, rank: int, ranks: int, per_device: int, index: int
+) -> None:
+    assert device_of(monkeypatch, seen, rank, ranks, per_device) == torch.device("cuda", index)
 
 
 def test_fewer_gpus_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(WorkerError, match="4 ranks on .* see 2 GPUs"):
-        choose_device("cuda", RankInfo(0, 0, 4, 4, 0, "srun", "x"))
-
-
-@pytest.mark.parametrize(("seen", "local_rank", "index"), [(1, 3, 0), (2, 1, 1), (2, 3, 1), (4, 3, 3)])
-def test_ranks_that_share_devices_take_them_in_turn(
-    monkeypatch: pytest.MonkeyPatch, seen: int, local_rank: int, index: int
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    info = RankInfo(local_rank, local_rank, 4, 4, 0, "pool", "x")
-    assert choose_device("cuda", info, ranks_per_device=4) == torch.device("cuda", index)
-
-
-def test_more_ranks_than_may_share_the_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        device_of(monkeypatch, seen=2, rank=0, ranks=4)
     with pytest.raises(WorkerError, match="4 ranks on .* see 1 GPUs") as refused:
-        choose_device("cuda", RankInfo(0, 0, 4, 4, 0, "pool", "x"), ranks_per_device=2)
+        device_of(monkeypatch, seen=1, rank=0, ranks=4, per_device=2)
     assert "ranks per GPU: 2" in str(refused.value)
 
 

@@ -19,28 +19,19 @@ from hpcbench.worker.measure import step_profiler
 from hpcbench.worker.measure.clocks import no_marker
 from hpcbench.worker.measure.step_profiler import run_profiled_steps
 from hpcbench.worker.shutdown import StopController, Stopped
-from hpcbench.worker.strategy import Strategy
 from tests.worker.helpers import make_spec
+from tests.worker.only_steps import OnlySteps
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Multiplier(Strategy):
+class Multiplier(OnlySteps):
     """A strategy whose step is a product of matrices, marked as the phases are."""
-
-    replica = 0
-    module: torch.nn.Module = torch.nn.Identity()
 
     def __init__(self, before_step: Callable[[int], None] = lambda _step: None) -> None:
         self.steps: list[int] = []
         self._before_step = before_step
-
-    def setup(self, model: Any, spec: Any, place: Any) -> None:
-        raise AssertionError("profiling does not set up")
-
-    def announce(self, steps: Any) -> None:
-        raise AssertionError("the loop's steps follow one another")
 
     def step(self, feed: DataFeed, step: int) -> torch.Tensor:
         self._before_step(step)
@@ -49,16 +40,6 @@ class Multiplier(Strategy):
             product = torch.ones(200, 200) @ torch.ones(200, 200)
         with self.phases("optimizer"):
             return product.sum()
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {}
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        return {}
-
-    @staticmethod
-    def close() -> None:
-        pass
 
 
 def run(

@@ -10,7 +10,6 @@ from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.measure.clocks import HostClock
 from hpcbench.worker.shutdown import StopController, Stopped
-from hpcbench.worker.strategy import Strategy
 from hpcbench.worker.training_loop import (
     LoopProgress,
     make_evaluate_hook,
@@ -18,41 +17,23 @@ from hpcbench.worker.training_loop import (
     timed_segments,
 )
 from tests.worker.helpers import make_spec
+from tests.worker.only_steps import OnlySteps
 
 CPU = torch.device("cpu")
 
 
-class Recorder(Strategy):
+class Recorder(OnlySteps):
     """A strategy that writes down what the loop asks of it."""
-
-    replica = 0
-    module: torch.nn.Module = torch.nn.Identity()
 
     def __init__(self, stop: StopController, stop_after: int | None = None, losses: list[float] | None = None) -> None:
         self.calls: list[Any] = []
         self._stop, self._stop_after, self._losses = stop, stop_after, losses
-
-    def setup(self, model: Any, spec: Any, place: Any) -> None:
-        raise AssertionError("the loop does not set up")
-
-    def announce(self, steps: Any) -> None:
-        raise AssertionError("the loop's steps follow one another")
 
     def step(self, feed: DataFeed, step: int) -> torch.Tensor:
         self.calls.append(step)
         if step == self._stop_after:
             self._stop.reason = Stopped("cancelled", "told")
         return torch.tensor(self._losses[step] if self._losses else float(step))
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {}
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        return {}
-
-    @staticmethod
-    def close() -> None:
-        raise AssertionError("the loop does not close")
 
 
 def run(
@@ -182,20 +163,11 @@ def feed_labels(feed: DataFeed) -> torch.Tensor:
     return torch.cat([labels for _, labels in batches])
 
 
-def test_the_clock_gives_the_times_between_marks(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = iter([0, 5_000_000, 7_000_000])
-    monkeypatch.setattr(time, "perf_counter_ns", lambda: next(ticks))
-    clock = HostClock()
-    assert clock.times_s() == []
-    for _ in range(3):
-        clock.mark()
-    assert clock.times_s() == [0.005, 0.002]
-
-
 def test_time_before_a_restart_of_the_clock_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter([0, 1, 3, 100, 104, 200])
     monkeypatch.setattr(time, "perf_counter_ns", lambda: next(ticks) * 1_000_000_000)
     clock = HostClock()
+    assert clock.times_s() == []
     for move in (clock.begin, clock.mark, clock.mark, clock.begin, clock.mark, clock.begin):
         move()
     assert clock.times_s() == [1.0, 2.0, 4.0]

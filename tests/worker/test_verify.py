@@ -26,7 +26,6 @@ from hpcbench.worker.verification.reference import (
     TrainingRecord,
     VerificationCheck,
     compare_training,
-    max_relative_difference,
     verification_checks,
 )
 from hpcbench.worker.verification.rounding import AS_IT_IS, ORDERS, distances, result_tolerances
@@ -78,25 +77,6 @@ def test_a_gradient_that_one_side_lacks_is_zero(gradient: float, passes: bool) -
         gradients["spare"] = torch.tensor([gradient])
     assert compare_training(record, lacking, CHECK).passed is passes
     assert compare_training(lacking, record, CHECK).passed is passes
-
-
-@pytest.mark.parametrize(
-    ("ours", "reference", "expected"),
-    [
-        ([1.0, 2.0], [1.0, 2.5], 0.2),
-        ([0.0, 0.5], [0.0, 0.25], 0.25),
-        ([float("nan"), 0.0], [0.0, 0.0], float("inf")),
-        ([0.0], [float("inf")], float("inf")),
-        ([INFINITE], [INFINITE], 0.0),
-        ([-INFINITE], [INFINITE], INFINITE),
-        ([0.0], [0.0, 0.0], float("inf")),
-        ([], [], 0.0),
-    ],
-)
-def test_the_difference_is_relative_to_the_largest_value(
-    ours: list[float], reference: list[float], expected: float
-) -> None:
-    assert max_relative_difference(torch.tensor(ours), torch.tensor(reference)) == pytest.approx(expected)
 
 
 def trained(
