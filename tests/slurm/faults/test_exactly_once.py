@@ -67,7 +67,8 @@ def test_a_controller_that_hangs_during_a_submit(plants: str, hang_s: float, box
     with frozen_controller():
         time.sleep(hang_s)
     _, err = process.communicate()
-    assert process.returncode == 0, err
+    # Whether SLURM's own commands give up before the daemon goes on decides if submit sends, or holds the jobs back.
+    assert process.returncode == 0 or (process.returncode == 3 and "run submit again" in err), err
     project.variables.clear()
     project.finish("frozen")
     no_run_was_doubled(project, "frozen")
