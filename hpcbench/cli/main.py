@@ -44,7 +44,7 @@ COMMANDS = {
     "cluster": ("hpcbench.cli.cluster_commands:cluster", "List, show and write cluster profiles."),
     "predict": ("hpcbench.cli.oracle_commands:predict_sweep", "Predict step time and memory of a sweep's runs."),
     "recommend": ("hpcbench.cli.oracle_commands:rank_strategies", "Rank all strategies for a model on a cluster."),
-    "validate": ("hpcbench.cli.oracle_commands:validate_predictions", "Compare measurements with predictions."),
+    "validate": ("hpcbench.cli.validate_command:validate_predictions", "Compare measurements with predictions."),
     "models": ("hpcbench.cli.project_commands:models", "Show parameters, FLOPs, activations and layers of the models."),
     "data": ("hpcbench.cli.project_commands:data", "Make synthetic samples in files, and list data sets."),
     "schema": ("hpcbench.cli.project_commands:schema", "Print a JSON Schema for editors and scripts."),

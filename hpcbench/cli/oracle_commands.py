@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
 from hpcbench.cli.common import (
     cluster_option,
     complete_choices,
-    filter_options,
     make_console,
     model_folder_option,
     out_option,
@@ -21,16 +19,12 @@ from hpcbench.cli.common import (
     print_json,
     print_message,
     print_text,
-    sources_argument,
 )
 from hpcbench.cli.load_plan import check_options, load_plan
-from hpcbench.fileio import encode_indented_json, printable_excerpt, write_atomic
-from hpcbench.predict.calibration.calibration_store import check_disturbed
+from hpcbench.fileio import printable_excerpt, write_atomic
 from hpcbench.predict.forecast import Forecast
 from hpcbench.predict.oracle_requests import LayoutRecommendation, RecommendRequest, recommend_for, recommend_layouts
 from hpcbench.predict.recommend import Recommendation
-from hpcbench.report.column_names import Condition
-from hpcbench.report.load_results import load_frame
 from hpcbench.report.prediction_view import machine_notes, predict_configurations, predictions_json, predictions_view
 from hpcbench.report.recommendation_view import (
     layouts_json,
@@ -43,19 +37,9 @@ from hpcbench.report.recommendation_view import (
     refused_table,
     scales_view,
 )
-from hpcbench.report.table_files import write_view
 from hpcbench.report.table_model import View
 from hpcbench.report.table_output import render_view
-from hpcbench.report.validation import (
-    VALIDATION_COLUMNS,
-    cases_view,
-    choices_view,
-    errors_view,
-    validate,
-    validation_json,
-)
 from hpcbench.results.results_tree import ResultsTree
-from hpcbench.results.schema import STATUS_OK
 from hpcbench.strategies.check_names import custom_model_folder
 from hpcbench.workloads.datasets import DATASETS
 from hpcbench.workloads.models import MODELS
@@ -216,46 +200,3 @@ def show_view(view: View, notes: list[str]) -> None:
 def _print_dimmed(lines: list[str]) -> None:
     for line in lines:
         make_console().print(printable_excerpt(line), style="dim")
-
-
-@click.command("validate")
-@sources_argument
-@filter_options
-@click.option("--cases", "every", is_flag=True, help="Also list every configuration.")
-@click.option("--busy", "takes_disturbed", is_flag=True, help="Compare even if others disturbed every run.")
-@out_option(".json: everything; .csv .md .tex .xlsx .parquet: every configuration.")
-@output_options
-def validate_predictions(
-    sources: tuple[str, ...], cluster_name: str | None, where: str | None, every: bool,
-    takes_disturbed: bool, out: Path | None, results: ResultsTree, as_json: bool,
-) -> None:  # fmt: skip
-    """Compare measured with predicted step times: error, rank, and the regret of choosing by the predictions.
-
-    Each prediction leaves out the results of its own configuration. The regret of the predicted best is printed next to
-    that of always choosing ddp. Runs that failed although they were predicted to run are counted.
-    """
-    condition = Condition(where, "--where") if where else None
-    columns = [*VALIDATION_COLUMNS, "warnings", *(condition.columns if condition else [])]
-    frame = load_frame(results, sources, [cluster_name] if cluster_name else None, columns)
-    if condition:
-        frame = frame.filter(condition.mask(frame))
-    warnings = [msgspec.json.decode(text or "[]") for text in frame.filter(frame["status"] == STATUS_OK)["warnings"]]
-    noted = check_disturbed(warnings, "runs", "nothing was compared", takes_disturbed=takes_disturbed)
-    validation = validate(frame, results)
-    validation.notes.extend(noted)
-    if out is not None:
-        if out.suffix == ".json":
-            write_atomic(out, encode_indented_json(validation_json(validation)))
-        else:
-            write_view(cases_view(validation.cases), out)
-        print_message(f"{len(validation.cases)} configurations written to {out}")
-    if as_json:
-        print_json(validation_json(validation))
-    elif not validation.cases:
-        print_message("\n".join([f"no results to validate in {', '.join(sources) or results.root}", *validation.notes]))
-    elif out is None or every:
-        show_view(errors_view(validation.cases), [*machine_notes(validation.machines), *validation.notes, ""])
-        if validation.choices:
-            show_view(choices_view(validation.choices), [""])
-        if every:
-            show_view(cases_view(validation.cases), [""])
