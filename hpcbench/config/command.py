@@ -17,8 +17,8 @@ from hpcbench.config.expression import Expression
 from hpcbench.config.run_spec import PARAMETER_DEFAULTS, OptionValue, RunSpec, sorted_json
 
 LAUNCH_VARIABLES = (
-    "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "HPCBENCH_RUN_FOLDER",
-    "HPCBENCH_METRICS", "HPCBENCH_NODES", "HPCBENCH_DEVICES_PER_NODE",
+    "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK",
+    "HPCBENCH_RUN_FOLDER", "HPCBENCH_METRICS", "HPCBENCH_NODES", "HPCBENCH_DEVICES_PER_NODE",
 )  # fmt: skip
 """Variables that every process of a command has, and placeholders of the same names."""
 RUN_INTEGERS = ("nodes", "devices_per_node", "devices", "seed", "repeat")

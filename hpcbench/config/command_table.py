@@ -98,7 +98,8 @@ def parse_command(table: CommandTable, source: TomlSource, problems: list[Hpcben
             message = f"command.parameters: {name!r} is a name that every run has"
             problems.append(source.error(message, "command", "parameters", name, hint="choose another name"))
     for number, word in enumerate(table.argv):
-        problems += _word_problems(word, table.parameters, source, number)
+        problems += _word_problems(word, table.parameters, source, "argv", number)
+    problems += _folder_problems(table, source)
     for key in ("must_match", "must_not_match"):
         problems += _pattern_problems(getattr(table, key), 0, source, "command", key)
     names = [metric.name for metric in table.metrics]
@@ -126,15 +127,29 @@ def expression_names(parameters: Collection[str]) -> list[str]:
     return [*parameters, *PARAMETER_DEFAULTS, "ranks", "devices", "devices_per_node"]
 
 
-def _word_problems(word: str, parameters: Collection[str], source: TomlSource, number: int) -> Iterator[HpcbenchError]:
+def _folder_problems(table: CommandTable, source: TomlSource) -> Iterator[HpcbenchError]:
+    yield from _word_problems(table.folder, table.parameters, source, "folder")
+    if table.folder != "run" and not table.folder.startswith("/"):
+        yield source.error(f"folder: {table.folder!r:.80} is no absolute path", "command", "folder", hint='or "run"')
+    if "{HPCBENCH_RUN_FOLDER}" in table.folder:
+        yield source.error("folder: it cannot contain itself", "command", "folder")
+    for pattern in table.outputs:
+        if pattern.startswith("/") or ".." in pattern.split("/") or not pattern:
+            message = f"outputs: {pattern!r:.80} leads out of the run's folder"
+            yield source.error(message, "command", "outputs", hint="name files below it: profile/*.json")
+
+
+def _word_problems(
+    word: str, parameters: Collection[str], source: TomlSource, *key: str | int
+) -> Iterator[HpcbenchError]:
     known = [*parameters, *RUN_INTEGERS, *LAUNCH_VARIABLES]
     for match in PLACEHOLDER.finditer(word):
         if match[0] in ("{", "}"):
-            message, hint = f"argv: {word!r:.80} has a single {match[0]!r}", f"write {match[0] * 2} for a brace"
-            yield source.error(message, "command", "argv", number, hint=hint)
+            message, hint = f"{key[0]}: {word!r:.80} has a single {match[0]!r}", f"write {match[0] * 2} for a brace"
+            yield source.error(message, "command", *key, hint=hint)
         elif match[1] is not None and match[1] not in known:
-            message = f"argv: no parameter {match[1]!r} for the placeholder in {word!r:.80}"
-            yield source.error(message, "command", "argv", number, hint=did_you_mean(match[1], known))
+            message = f"{key[0]}: no parameter {match[1]!r} for the placeholder in {word!r:.80}"
+            yield source.error(message, "command", *key, hint=did_you_mean(match[1], known))
 
 
 def _pattern_problems(patterns: list[str], groups: int, source: TomlSource, *key: str | int) -> Iterator[HpcbenchError]:

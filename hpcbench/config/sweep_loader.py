@@ -5,7 +5,7 @@ expansion into points: the product of the axes and the includes, without exclude
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -146,6 +146,7 @@ def parse_sweep(data: dict[str, Any], source: TomlSource) -> Sweep:
     file = validate_table(SweepFile, data, source)
     problems: list[HpcbenchError] = []
     command = parse_command(file.command, source, problems) if file.command is not None else None
+    declared = file.command.parameters if file.command is not None else {}
     axes = _read_axes(file, data, source, problems)
     includes = [_flatten_tables(include.model_dump(exclude_none=True)) for include in file.include]
     varied = (
@@ -163,7 +164,9 @@ def parse_sweep(data: dict[str, Any], source: TomlSource) -> Sweep:
             continue
         words = [f"{'.'.join(key)} = {', '.join(map(str, values))}" for key, values in keys.items()]
         rule = f"[[exclude]] {' and '.join([*words, *([when] if when else [])])} ({place})"
-        expression = _parse_expression(when, source.where(("exclude", number, "when")), problems) if when else None
+        expression = (
+            _parse_expression(when, source.where(("exclude", number, "when")), problems, declared) if when else None
+        )
         rules.append(ExclusionRule(rule, keys, expression))
     sweep = Sweep(
         name=file.name,
@@ -276,15 +279,18 @@ def _parse_derived(
             message = f"derive: unknown parameter {name!r}"
             problems.append(source.error(message, "derive", name, hint=did_you_mean(name, parameters)))
             continue
-        expression = _parse_expression(text, source.where(("derive", name)), problems)
+        declared = file.command.parameters if file.command is not None else {}
+        expression = _parse_expression(text, source.where(("derive", name)), problems, declared)
         if expression is not None:
             derived[parameter] = expression
     return derived
 
 
-def _parse_expression(text: str, where: str, problems: list[HpcbenchError]) -> Expression | None:
+def _parse_expression(
+    text: str, where: str, problems: list[HpcbenchError], declared: Collection[str] = ()
+) -> Expression | None:
     try:
-        return Expression(text, [*parameter_types(), *COMPUTED_NAMES], where)
+        return Expression(text, [*parameter_types(), *COMPUTED_NAMES, *declared], where)
     except ConfigError as error:
         problems.append(error)
         return None
@@ -342,6 +348,7 @@ def expand_sweep(sweep: Sweep) -> Iterator[SweepPoint | ExcludedPoint]:
         ('single', 16, 0, 7)
     """
     fixed: SweepPoint = {}
+    defaults = sweep.command.defaults if sweep.command is not None else {}
     _set_parameters(fixed, sweep.fixed)
     product = itertools.product(*(axis.steps for axis in sweep.axes)) if sweep.has_product else ()
     for steps in itertools.chain(product, ([include] for include in sweep.includes)):
@@ -351,9 +358,15 @@ def expand_sweep(sweep: Sweep) -> Iterator[SweepPoint | ExcludedPoint]:
         # Apply derived parameters in the order of the file: one may use those above it. An include's own value wins.
         for parameter, expression in sweep.derived.items():
             if parameter[-1] not in (point if len(parameter) == 1 else point.get(parameter[0], ())):
-                value = expression(expression_values(point))
+                value = expression({**defaults, **expression_values(point)})
                 if value is not None:
                     _set_parameters(point, {parameter: _convert_derived(parameter, value, expression.where)})
+        if sweep.command is not None:
+            # 1 and 1.0 are the same value of a parameter that is a number.
+            given = {**defaults, **point.get("parameters", {})}
+            point["parameters"] = {
+                name: float(value) if isinstance(defaults.get(name), float) else value for name, value in given.items()
+            }
         rule = find_exclusion(sweep, point)
         for repeat in range(sweep.repeats):
             numbered = {**point, "repeat": repeat}
@@ -406,7 +419,8 @@ def find_exclusion(sweep: Sweep, point: Mapping[str, Any]) -> str | None:
 
 def expression_values(point: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a point for expressions: with defaults and derived values. Unset degrees are ``None``."""
-    seen = {**_UNSET_VALUES, **point}
+    # Parameters of a command are called by their own names.
+    seen = {**point.get("parameters", {}), **_UNSET_VALUES, **point}
     seen["ranks"] = seen["nodes"] * seen["tasks_per_node"]
     seen["devices"] = seen["ranks"] * seen["devices_per_task"]
     return seen

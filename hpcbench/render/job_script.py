@@ -118,7 +118,7 @@ def _container_command(container: ContainerConfig | None) -> list[str]:
         return [kind, "exec", *options, *binds, image]
     if kind == "podman-hpc":
         volumes = [word for mount in container.mounts for word in ("--volume", mount)]
-        # The ranks are told who they are, and what the profile sets, by variables of the host.
+        # Ranks read their number and the profile's variables from the host's environment.
         return ["podman-hpc", "run", "--rm", "--env-host", *options, *volumes, image]
     return ["shifter", *options] if kind == "shifter" else []
 

@@ -26,7 +26,7 @@ from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.distributed.world import any_rank, barrier, choose_device, join_world, open_control_channel
 from hpcbench.worker.finalize import RankMeasurements, RunFinalizer
 from hpcbench.worker.measure.counters import RegionCounters
-from hpcbench.worker.measure.environment_record import collect_provenance, environment_digest
+from hpcbench.worker.measure.environment_record import record_provenance
 from hpcbench.worker.measure.host import keep_freed_memory, read_peak_memory
 from hpcbench.worker.measure.step_profiler import run_profiled_steps
 from hpcbench.worker.measure.traffic_recorder import run_recorded_step
@@ -64,12 +64,7 @@ def measure_run(finalizer: RunFinalizer) -> None:
         info, header, context.attempt.rendezvous_path, launch, single_node, stop
     )
     rank_context = join_world(spec, info, device, channel, header.wait_s, header.ranks_per_device)
-    provenance = result.provenance = collect_provenance(header, spec, info, device)
-    digest = environment_digest(
-        provenance, header, rank_environment.user_performance_environment(context.user_env, spec.env)
-    )
-    if digest is not None:
-        provenance["environment_digest"] = digest
+    provenance = result.provenance = record_provenance(header, spec, info, device, context.user_env)
     stop.raise_if_stopped()
 
     runtime = resolve_runtime(spec.strategy)

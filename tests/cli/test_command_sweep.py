@@ -14,6 +14,8 @@ from tests.cli.test_cli import hpcbench
 
 TRAIN = """\
 import json, os, sys, time
+import beside
+assert "TORCHELASTIC_RUN_ID" not in os.environ
 learning_rate, what = float(sys.argv[1]), sys.argv[2]
 print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "at", os.environ["MASTER_ADDR"], flush=True)
 with open(os.environ["HPCBENCH_METRICS"], "w") as file:
@@ -57,6 +59,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HPCBENCH_CLUSTER", "local")
     monkeypatch.delenv("HPCBENCH_RESULTS", raising=False)
     (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "beside.py").write_text("")
     (tmp_path / "mine.toml").write_text(SWEEP.replace("TRAIN", str(tmp_path / "train.py")))
     return tmp_path
 
@@ -74,7 +77,7 @@ def test_a_program_of_two_ranks_is_measured_like_a_training(project: Path) -> No
     assert done.returncode == 0, done.stderr
     assert "command" in done.stdout
     small, large = sorted(results(project), key=lambda result: len(result["ranks"]))
-    assert (large["spec"]["workload"], large["spec"]["parameters"]) == ("command", {"lr": 0.5})
+    assert (large["spec"]["workload"], large["spec"]["parameters"]) == ("command", {"lr": 0.5, "what": "well"})
     assert large["spec"]["command_digest"] == small["spec"]["command_digest"] != ""
     metrics = large["metrics"]
     assert metrics["step_time"]["median"] == metrics["step_time_s"]["median"] == 0.25
@@ -85,8 +88,9 @@ def test_a_program_of_two_ranks_is_measured_like_a_training(project: Path) -> No
         {"step_time": "lower", "loss": "lower"},
     )
     assert large["step_times_s"] == [0.25] * 4
+    assert large["environment_digest"] == small["environment_digest"] != ""
     folder = project / "results" / "local" / "runs" / large["run_id"][:2] / large["run_id"] / "attempts" / "1"
-    assert (folder / "outputs-1" / "profile.txt").read_text() == "kept"
+    assert (folder / "outputs" / "profile.txt").read_text() == "kept"
     logs = hpcbench("logs", large["run_id"], cwd=project).stdout
     assert "rank 0 of 2 at 127.0.0.1" in logs
     assert "rank 1 of 2 at 127.0.0.1" in logs
@@ -141,3 +145,24 @@ def test_a_parameter_that_no_word_uses_is_named_by_check(project: Path) -> None:
 def test_a_dry_run_refuses_a_command(project: Path) -> None:
     done = hpcbench("dry-run", "mine.toml", cwd=project)
     assert (done.returncode, "mine.toml:2: a dry run builds trainings of hpcbench" in done.stderr) == (2, True)
+
+
+def test_a_plain_torch_script_meets_its_ranks(project: Path) -> None:
+    (project / "train.py").write_text(
+        "import torch.distributed as dist\nimport torch\ndist.init_process_group('gloo')\nnumber = torch.ones(1)\n"
+        "dist.all_reduce(number)\nfor _ in range(3): print('elapsed', number.item())\nprint('training completed')\n"
+        "dist.barrier()\ndist.destroy_process_group()\n"
+    )
+    text = (project / "mine.toml").read_text()
+    (project / "mine.toml").write_text(
+        text.partition('[[command.metrics]]\nname = "loss"')[0] + "[fixed]\ntasks_per_node = 2\n"
+    )
+    done = hpcbench("run", "mine.toml", "--set", "warmup_steps=0", cwd=project)
+    assert done.returncode == 0, done.stderr
+    assert results(project)[0]["step_times_s"] == [2.0] * 3
+
+
+def test_a_key_that_no_line_of_json_has_is_named(project: Path) -> None:
+    (project / "mine.toml").write_text((project / "mine.toml").read_text().replace('json = "loss"', 'json = "lost"'))
+    hpcbench("run", "mine.toml", cwd=project)
+    assert results(project)[0]["error"]["message"].endswith("no line of $HPCBENCH_METRICS has the key 'lost'")

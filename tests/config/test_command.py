@@ -19,6 +19,7 @@ name = "mine"
 argv = ["python", "train.py", "--lr={lr}", "--dp", "{dp}", "{{x}}", "$(id) `id`"]
 parameters.lr = { type = "float", unit = "1", default = 1e-3 }
 parameters.dp = { type = "int", default = 1 }
+parameters.width = { type = "int", default = 2 }
 [[command.metrics]]
 name = "step_time"
 unit = "s"
@@ -29,7 +30,9 @@ pattern = 'elapsed ([0-9.]+)'
 lr = [1e-3, 1e-2]
 nodes = [1, 2]
 [derive]
-dp = "nodes * 2"
+dp = "nodes * width"
+[[exclude]]
+when = "width > 2"
 """
 
 WriteSweep = Callable[[str], Sweep]
@@ -47,7 +50,7 @@ def test_parameters_are_swept_and_derived_by_their_own_names(write_sweep: WriteS
     check_names(sweep)
     found = specs(sweep)
     assert [(spec.nodes, spec.parameters) for spec in found] == [
-        (1, {"lr": 1e-3, "dp": 2}), (2, {"lr": 1e-3, "dp": 4}), (1, {"lr": 1e-2, "dp": 2}), (2, {"lr": 1e-2, "dp": 4}),
+        (1, {"lr": 1e-3, "dp": 2, "width": 2}), (2, {"lr": 1e-3, "dp": 4, "width": 2}), (1, {"lr": 1e-2, "dp": 2, "width": 2}), (2, {"lr": 1e-2, "dp": 4, "width": 2}),
     ]  # fmt: skip
     assert {(spec.workload, spec.strategy, spec.model) for spec in found} == {("command", "command", "")}
     assert len({run_id(spec) for spec in found}) == 4
@@ -79,25 +82,28 @@ def test_one_process_a_node_drives_the_devices_of_all_its_tasks(write_sweep: Wri
 def test_a_parameter_without_a_placeholder_is_found(write_sweep: WriteSweep) -> None:
     command = write_sweep(SWEEP.replace("--lr={lr}", "--lr=1")).command
     assert command is not None
-    assert unused_parameters(command) == ["lr"]
+    assert unused_parameters(command) == ["lr", "width"]
 
 
 METRIC = "pattern = 'elapsed ([0-9.]+)'"
 WRONG: dict[str, tuple[str, str, str]] = {
     "placeholder": ("{lr}", "{lrr}", "sweep.toml:3: argv: no parameter 'lrr' for the placeholder in '--lr={lrr}'\n  did you mean 'lr'?"),
     "brace": ("{{x}}", "{x", "sweep.toml:3: argv: '{x' has a single '{'\n  write {{ for a brace"),
-    "no group": (METRIC, "pattern = 'elapsed'", "sweep.toml:11: pattern: 'elapsed' has no group\n  put the number in brackets"),
-    "no expression": (METRIC, "pattern = '(elapsed'", "sweep.toml:11: pattern: '(elapsed' is no regular expression: missing )"),
+    "no group": (METRIC, "pattern = 'elapsed'", "sweep.toml:12: pattern: 'elapsed' has no group\n  put the number in brackets"),
+    "no expression": (METRIC, "pattern = '(elapsed'", "sweep.toml:12: pattern: '(elapsed' is no regular expression: missing )"),
     "two sources": (METRIC, METRIC + '\njson = "t"', "either pattern or json is needed, not both"),
     "no source": (METRIC, "", "either pattern or json is needed, not both"),
-    "name": ("[[command", 'parameters.steps = { type = "int", default = 1 }\n[[command', "sweep.toml:6: command.parameters: 'steps' is a name that every run has"),
+    "name": ("[[command", 'parameters.steps = { type = "int", default = 1 }\n[[command', "sweep.toml:7: command.parameters: 'steps' is a name that every run has"),
     "default": ("default = 1 }", 'default = "a" }', "default: a whole number expected, not \"a\""),
-    "type": ("lr = [1e-3, 1e-2]", "lr = [true]", "sweep.toml:13: lr: a number expected, not true"),
+    "type": ("lr = [1e-3, 1e-2]", "lr = [true]", "sweep.toml:14: lr: a number expected, not true"),
     "unknown": ("lr = [1e-3, 1e-2]", "parameters.lrr = [1.0]", "[command] has no parameter 'lrr'\n  did you mean 'lr'?"),
-    "training": ("nodes = [1, 2]", "batch_size = [8]", "sweep.toml:14: batch_size belongs to trainings of hpcbench"),
+    "training": ("nodes = [1, 2]", "batch_size = [8]", "sweep.toml:15: batch_size belongs to trainings of hpcbench"),
     "empty": ('argv = ["python", "train.py", "--lr={lr}", "--dp", "{dp}", "{{x}}", "$(id) `id`"]', "argv = []", "command.argv: "),
+    "folder": ("[[command", 'folder = "here"\n[[command', "folder: 'here' is no absolute path"),
+    "folder's word": ("[[command", 'folder = "/a/{b}"\n[[command', "folder: no parameter 'b' for the placeholder"),
+    "outputs": ("[[command", 'outputs = ["../*"]\n[[command', "outputs: '../*' leads out of the run's folder"),
     "per step": ("[[command", 'samples_per_step = "lr * batch"\n[[command', "unknown name 'batch'"),
-    "derive": ('dp = "nodes * 2"', 'dq = "nodes"', "derive: unknown parameter 'dq'"),
+    "derive": ('dp = "nodes * width"', 'dq = "nodes"', "derive: unknown parameter 'dq'"),
 }  # fmt: skip
 
 

@@ -86,7 +86,7 @@ CASES = [
     # The order of a sum of four gradients shows in fp32: see decision 7.
     horovod_case(4, "resnet18", "digits", precision="fp64"),
     dataclasses.replace(UNEVEN, samples=UNEVEN.spec.global_batch_size - 1),
-    # Four of two samples each: a partial batch is cut into three, fewer than Horovod was told to wait for.
+    # Four of two samples each: a partial batch is cut into three, fewer than `backward_passes_per_step`.
     horovod_case(2, "vgg11", "digits", PLAIN, micro_batches=4),
     horovod_case(4, "vgg11", "digits", PLAIN, micro_batches=2),
     # A step with gradients of zero, which is how Horovod would make a state to broadcast, counts and decays.

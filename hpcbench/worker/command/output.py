@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 import re
 import time
 from collections import deque
-from collections.abc import Iterable
 from io import BufferedReader
 from pathlib import Path
 from typing import IO
@@ -127,10 +127,10 @@ def read_metrics_file(command: Command, path: Path) -> dict[str, list[float]]:
     """
     keys = {metric.json: metric.name for metric in command.metrics if metric.json is not None}
     values: dict[str, list[float]] = {}
-    try:
-        lines: Iterable[bytes] = path.read_bytes().splitlines()
-    except FileNotFoundError:
+    if not path.exists():
         return values
+    with path.open("rb") as file:
+        lines = list(itertools.islice(iter(lambda: file.readline(MAX_LINE_BYTES), b""), MAX_VALUES))
     for number, line in enumerate(lines, start=1):
         try:
             entry = msgspec.json.decode(line, type=dict[str, object])

@@ -17,24 +17,28 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import psutil
+import torch
 
 from hpcbench.config.command import Command, command_values, fill_word
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError, unsupported
 from hpcbench.fileio import printable_text
 from hpcbench.results.probe_records import CommandOutcome
+from hpcbench.units import format_bytes
 from hpcbench.worker.command.output import MAX_VALUES, CommandOutput, read_metrics_file
+from hpcbench.worker.distributed.rank_environment import RankInfo
 from hpcbench.worker.distributed.rendezvous import ControlChannel, reachable_address
 from hpcbench.worker.distributed.world import open_control_channel
-from hpcbench.worker.finalize import RunFinalizer
+from hpcbench.worker.finalize import RankMeasurements, RunFinalizer
 from hpcbench.worker.measure.counters import RegionCounters
+from hpcbench.worker.measure.environment_record import record_provenance
 from hpcbench.worker.measure.host import read_counter
 from hpcbench.worker.shutdown import StopController
 
@@ -48,6 +52,7 @@ _ERROR_LINES = 30
 MAX_OUTPUT_BYTES = 64 * 2**20
 """The largest sum of a run's kept files."""
 _PR_SET_CHILD_SUBREAPER = 36
+_OF_THE_LAUNCHER = re.compile(r"TORCHELASTIC_\w+|GROUP_(RANK|WORLD_SIZE)|ROLE_(RANK|WORLD_SIZE|NAME)|PYTHONSAFEPATH")
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|CUDA out of memory|MemoryError|bad_alloc")
 _ALL_ENDED_KEY, _MASTER_KEY = "command/all", "command/master"
 
@@ -76,11 +81,15 @@ def run_command(finalizer: RunFinalizer, command: Command) -> None:
     channel = finalizer.channel = open_control_channel(
         info, context.header, attempt.rendezvous_path, launch, spec.nodes == 1, stop
     )
+    device = _measured_device(context.header.device, info)
+    provenance = record_provenance(context.header, spec, info, device, context.user_env)
+    finalizer.measurements.result.provenance = provenance
     folder = attempt.folder / "run" if command.folder == "run" else Path(command.folder)
     address, port = _agree_on_master(context.header, spec, info.rank, channel, stop)
     variables = {
         "MASTER_ADDR": address, "MASTER_PORT": str(port), "RANK": str(info.rank), "LOCAL_RANK": str(info.local_rank),
-        "WORLD_SIZE": str(info.world_size), "NODE_RANK": str(info.node_rank),
+        "WORLD_SIZE": str(info.world_size), "LOCAL_WORLD_SIZE": str(info.local_world_size),
+        "NODE_RANK": str(info.node_rank),
         "HPCBENCH_METRICS": str(attempt.folder / f"metrics-{info.rank}.jsonl"), "HPCBENCH_NODES": str(spec.nodes),
         "HPCBENCH_DEVICES_PER_NODE": str(spec.tasks_per_node * spec.devices_per_task),
     }  # fmt: skip
@@ -91,12 +100,13 @@ def run_command(finalizer: RunFinalizer, command: Command) -> None:
     output: CommandOutput | None = None
     if command.launch != "job" or info.rank == 0:
         words = [fill_word(word, values) for word in command.argv]
-        output = _run_process(finalizer, command, words, folder, variables)
-    _wait_for_all(channel, info.rank, info.world_size, output, command, stop)
-    if output is not None:
-        outcome = finalizer.measurements.result.command
-        assert outcome is not None, "the process has ended"
-        outcome.outputs = _keep_outputs(command, folder, attempt.folder / f"outputs-{info.rank}")
+        output = _run_process(finalizer, command, device, words, folder, variables)
+    _wait_for_all(channel, finalizer.measurements.result.command, info, output, command, stop)
+    outcome = finalizer.measurements.result.command
+    if info.rank == 0 and outcome is not None:
+        # All ranks share the folder.
+        outcome.outputs, lost = keep_outputs(command, folder, attempt.folder / "outputs")
+        finalizer.measurements.result.warnings += lost
 
 
 def _agree_on_master(
@@ -129,25 +139,27 @@ def _wait_for_key(channel: ControlChannel, key: str, stop: StopController) -> No
 
 
 def _run_process(
-    finalizer: RunFinalizer, command: Command, words: list[str], folder: Path, variables: dict[str, str]
-) -> CommandOutput:
+    finalizer: RunFinalizer, command: Command, device: torch.device, words: list[str], folder: Path,
+    variables: dict[str, str],
+) -> CommandOutput:  # fmt: skip
     """Start the process and wait for its end, which this rank's record then describes."""
     measurements, stop = finalizer.measurements, finalizer.stop
     # Children of children that outlive their parents become children of this process, which ends them.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     outcome = measurements.result.command = CommandOutcome(argv=words)
     output = CommandOutput(command, finalizer.context.attempt.folder / f"rank-{finalizer.context.info.rank}.log")
-    counters = measurements.counters = _open_counters(finalizer.context.header.device, command, finalizer.context.info)
+    counters = measurements.counters = _open_counters(device, command, finalizer.context.info)
     began_s = time.monotonic()
     if counters is not None:
         counters.begin()
-    process = _start(words, folder, variables)
+    environment = program_environment(finalizer.context.user_env, finalizer.context.spec.env)
+    process = _start(words, folder, {**environment, **variables})
     problems: list[BaseException] = []
     reader = threading.Thread(target=_read, args=(output, process, problems), name="output", daemon=True)
     reader.start()
     with _ended_at_abort(stop, process):
         try:
-            measurements.peak = (_wait_for_end(process, stop, problems), None)
+            _wait_for_end(process, measurements, stop, problems)
         finally:
             _end_children(process)
             outcome.wall_s = time.monotonic() - began_s
@@ -164,7 +176,7 @@ def _run_process(
     if problems:
         raise problems[0]
     if process.returncode:
-        _raise_if_job_was_told(process.returncode, stop)
+        _raise_if_job_was_signalled(process.returncode, stop)
         raise _process_error(words[0], process.returncode, output)
     if output.forbidden is not None:
         raise WorkerError(f"must_not_match: {output.forbidden}")
@@ -172,10 +184,21 @@ def _run_process(
     return output
 
 
-def _start(words: list[str], folder: Path, variables: dict[str, str]) -> subprocess.Popen[bytes]:
+def program_environment(user_env: Mapping[str, str], run_env: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's variables for the program, without those of hpcbench's own launcher.
+
+    torchrun's would make the program look for a store of its own, and PYTHONSAFEPATH hides the modules beside a script.
+    """
+    kept = {name: value for name, value in os.environ.items() if not _OF_THE_LAUNCHER.fullmatch(name)}
+    if "OMP_NUM_THREADS" not in user_env:
+        kept.pop("OMP_NUM_THREADS", None)
+    return {**kept, **run_env}
+
+
+def _start(words: list[str], folder: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
-            words, cwd=folder, env={**os.environ, **variables}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            words, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     except (OSError, ValueError) as error:
@@ -184,8 +207,13 @@ def _start(words: list[str], folder: Path, variables: dict[str, str]) -> subproc
         raise unsupported(message, "argv[0] is a program on the PATH of the jobs, or an absolute path") from error
 
 
-def _wait_for_end(process: subprocess.Popen[bytes], stop: StopController, problems: list[BaseException]) -> int:
-    """Return the peak memory of the largest process, in bytes, when ``process`` has ended. Raises a reason to stop."""
+def _wait_for_end(
+    process: subprocess.Popen[bytes],
+    measurements: RankMeasurements,
+    stop: StopController,
+    problems: list[BaseException],
+) -> None:
+    """Wait until ``process`` has ended, and keep the peak memory of its largest process. Raises a reason to stop."""
     peak_bytes, began_s = 0, time.monotonic()
     due_s = began_s
     while process.poll() is None:
@@ -194,10 +222,10 @@ def _wait_for_end(process: subprocess.Popen[bytes], stop: StopController, proble
             raise problems[0]
         if time.monotonic() >= due_s:
             peak_bytes = max(peak_bytes, largest_resident_bytes())
+            measurements.peak = (peak_bytes, None)
             # More often at first: a short program has a peak, too.
             due_s = time.monotonic() + min(_MEMORY_POLL_S, 0.1 * (time.monotonic() - began_s))
         time.sleep(_POLL_S)
-    return peak_bytes
 
 
 @contextlib.contextmanager
@@ -226,15 +254,15 @@ def largest_resident_bytes() -> int:
     return max(peaks, default=0)
 
 
-def _open_counters(device: str, command: Command, info: Any) -> RegionCounters | None:
-    """Return the counters of this rank's device, or of its node; none where a process drives several devices."""
-    import torch
+def _measured_device(kind: str, info: RankInfo) -> torch.device:
+    """Return the device that counters are read of. It is not made current: the program alone uses its memory."""
+    count = torch.cuda.device_count() if kind == "cuda" else 0
+    return torch.device("cuda", info.local_rank % count) if count else torch.device("cpu")
 
-    if device == "cpu":
-        return RegionCounters(torch.device("cpu"), info)
-    if command.launch != "rank" or not torch.cuda.is_available():
-        return None
-    return RegionCounters(torch.device("cuda", info.local_rank % torch.cuda.device_count()), info)
+
+def _open_counters(device: torch.device, command: Command, info: RankInfo) -> RegionCounters | None:
+    """Return the counters of this rank's device, or of its node; none where a process drives several devices."""
+    return None if device.type == "cuda" and command.launch != "rank" else RegionCounters(device, info)
 
 
 def _read(output: CommandOutput, process: subprocess.Popen[bytes], problems: list[BaseException]) -> None:
@@ -266,7 +294,7 @@ def _send(process: psutil.Process, number: signal.Signals) -> None:
         return
 
 
-def _raise_if_job_was_told(code: int, stop: StopController) -> None:
+def _raise_if_job_was_signalled(code: int, stop: StopController) -> None:
     """Raise the reason to stop where the scheduler's signal to the whole job ended the program, too."""
     if -code in _SIGNALS_OF_JOBS:
         # The thread that reads this process's own signals may be a moment later than the program's end.
@@ -289,18 +317,18 @@ def _process_error(program: str, code: int, output: CommandOutput) -> WorkerErro
 
 
 def _wait_for_all(
-    channel: ControlChannel | None, rank: int, world_size: int, output: CommandOutput | None, command: Command,
-    stop: StopController,
+    channel: ControlChannel | None, outcome: CommandOutcome | None, info: RankInfo, output: CommandOutput | None,
+    command: Command, stop: StopController,
 ) -> None:  # fmt: skip
     """Wait until the processes of all ranks have ended; rank 0 checks that each pattern was found by one of them."""
-    own = _Ended([], []) if output is None else _Ended(sorted(output.matched), sorted(output.values))
+    own = _Ended(sorted(output.matched) if output else [], sorted(outcome.values) if outcome else [])
     ended = [own]
-    if channel is not None and rank > 0:
-        channel.publish(f"command/ended/{rank}", msgspec.json.encode(own).decode())
+    if channel is not None and info.rank > 0:
+        channel.publish(f"command/ended/{info.rank}", msgspec.json.encode(own).decode())
         _wait_for_key(channel, _ALL_ENDED_KEY, stop)
         return
     if channel is not None:
-        for other in range(1, world_size):
+        for other in range(1, info.world_size):
             _wait_for_key(channel, f"command/ended/{other}", stop)
             ended.append(msgspec.json.decode(channel.store.get(f"command/ended/{other}"), type=_Ended))
         channel.publish(_ALL_ENDED_KEY, "1")
@@ -311,9 +339,12 @@ def _wait_for_all(
         if text not in matched:
             raise WorkerError(_never_matched(f"must_match: no line matches {text!r}", output.similar_lines(text)))
     for metric in command.metrics:
-        if metric.name not in found and metric.pattern is not None:
-            message = f"the metric {metric.name}: no line matches {metric.pattern!r}"
-            raise WorkerError(_never_matched(message, output.similar_lines(metric.pattern)))
+        if metric.name in found:
+            continue
+        if metric.pattern is None:
+            raise WorkerError(f"the metric {metric.name}: no line of $HPCBENCH_METRICS has the key {metric.json!r}")
+        message = f"the metric {metric.name}: no line matches {metric.pattern!r}"
+        raise WorkerError(_never_matched(message, output.similar_lines(metric.pattern)))
 
 
 def _never_matched(message: str, lines: list[str]) -> str:
@@ -322,17 +353,22 @@ def _never_matched(message: str, lines: list[str]) -> str:
     return f"{message}; the most similar lines:\n" + "\n".join(f"  {printable_text(line):.200}" for line in lines)
 
 
-def _keep_outputs(command: Command, folder: Path, target: Path) -> list[str]:
-    """Copy the files that ``outputs`` names to ``target``, up to ``MAX_OUTPUT_BYTES``; return their names."""
-    kept, total = [], 0
-    for pattern in command.outputs:
-        for path in sorted(folder.glob(pattern)):
-            size = path.stat().st_size if path.is_file() and not path.is_symlink() else MAX_OUTPUT_BYTES + 1
-            if total + size > MAX_OUTPUT_BYTES:
-                continue
-            total += size
-            copy = target / path.relative_to(folder)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, copy)
-            kept.append(str(path.relative_to(folder)))
-    return kept
+def keep_outputs(command: Command, folder: Path, target: Path) -> tuple[list[str], list[str]]:
+    """Copy the files that ``outputs`` names to ``target``; return their names, and warnings about files left out."""
+    kept, lost, total_bytes = list[str](), list[str](), 0
+    for path in sorted({path for pattern in command.outputs for path in folder.glob(pattern)}):
+        name = str(path.relative_to(folder))
+        try:
+            # Links, also to folders, may lead to files of others.
+            if not path.is_file() or path.resolve() != folder.resolve() / name:
+                lost.append(f"outputs: {name} is a link or no file")
+            elif total_bytes + path.stat().st_size > MAX_OUTPUT_BYTES:
+                lost.append(f"outputs: {name} is left out: more than {format_bytes(MAX_OUTPUT_BYTES)} in all")
+            else:
+                (target / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, target / name)
+                total_bytes += path.stat().st_size
+                kept.append(name)
+        except OSError as error:
+            lost.append(f"outputs: {name} cannot be copied: {error.strerror}")
+    return kept, lost

@@ -24,7 +24,13 @@ import torch.distributed as dist
 import hpcbench
 from hpcbench.config.run_spec import RunSpec, TaskFileHeader
 from hpcbench.strategies.catalog import load_member
-from hpcbench.worker.distributed.rank_environment import RankInfo, cpu_mask, performance_environment, resource_limits
+from hpcbench.worker.distributed.rank_environment import (
+    RankInfo,
+    cpu_mask,
+    performance_environment,
+    resource_limits,
+    user_performance_environment,
+)
 from hpcbench.worker.measure.gpu import host_gpu_facts, rank_gpu_facts
 from hpcbench.worker.measure.host import cores_per_numa_node, host_facts, read_text
 from hpcbench.workloads.models import custom_model_file, is_custom_model
@@ -106,6 +112,15 @@ _IMAGE_VARIABLES = (
 )  # fmt: skip
 
 
+def record_provenance(
+    header: TaskFileHeader, spec: RunSpec, info: RankInfo, device: torch.device, user_env: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return ``collect_provenance`` with the digest of the environment, where this rank makes one."""
+    provenance = collect_provenance(header, spec, info, device)
+    digest = environment_digest(provenance, header, user_performance_environment(user_env, spec.env))
+    return provenance if digest is None else {**provenance, "environment_digest": digest}
+
+
 def collect_provenance(header: TaskFileHeader, spec: RunSpec, info: RankInfo, device: torch.device) -> dict[str, Any]:
     """Return everything that this rank can read about its environment; unknown parts are absent.
 
@@ -157,10 +172,12 @@ def _host_provenance(header: TaskFileHeader, spec: RunSpec, info: RankInfo, devi
     if header.model_folder and is_custom_model(spec.model):
         file = custom_model_file(spec.model, Path(header.model_folder))
         facts["model_file_sha256"] = hashlib.sha256(file.read_bytes()).hexdigest() if file else None
-    facts[spec.strategy] = load_member(spec.strategy, "train", "TRAININGS").library_facts(spec)
+    training = load_member(spec.strategy, "train", "TRAININGS")
+    if training is not None:
+        facts[spec.strategy] = training.library_facts(spec)
     if device.type == "cuda":
         facts |= {**host_gpu_facts(), "cudnn": torch.backends.cudnn.version()}  # type: ignore[no-untyped-call]
-        with contextlib.suppress(Exception):  # a torch built without NCCL has no version to tell
+        with contextlib.suppress(Exception):  # a torch built without NCCL has no version
             facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return facts
 
