@@ -142,6 +142,9 @@ def _unfinished_sweeps(
     help="Parameters that get their own line, comma-separated (default: strategy).",
 )
 @click.option("--predict", is_flag=True, help="Add predictions: lines in scaling, points in predicted.")
+@click.option(
+    "--metric", metavar="M", shell_complete=complete_columns, help="Metric of history. (default: step_time_s)"
+)
 @out_option(".png .svg .pdf .html or .json")
 @output_options
 def draw_plot(
@@ -152,6 +155,7 @@ def draw_plot(
     where: str | None,
     by: str | None,
     predict: bool,
+    metric: str | None,
     out: Path | None,
     results: ResultsTree,
     as_json: bool,
@@ -174,7 +178,7 @@ def draw_plot(
         hint = f"choices: {', '.join(_PLOTS_WITH_PREDICTIONS)}"
         raise ConfigError(f"--predict: the plot {kind} shows no predictions", hint=hint)
     clusters = [cluster_name] if cluster_name else None
-    drawn = plot_results(kind, results, sources, clusters, where=where, by=by, predict=predict)
+    drawn = plot_results(kind, results, sources, clusters, where=where, by=by, predict=predict, metric=metric)
     if as_json:
         print_json({"plots": [_plot_json(drawn)]})
     if out is not None:

@@ -232,6 +232,7 @@ NEEDED = {
     "predicted": "no run has a prediction: add --predict (in Python: predict=True)",
     "mfu": "mfu: 1 configuration ended well, but none has it measured",
     "energy": "energy: 1 configuration ended well, but none has it measured",
+    "history": "none of 1 launch has step time and a date in its tree",
 }  # fmt: skip
 
 

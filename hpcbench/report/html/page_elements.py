@@ -194,7 +194,8 @@ def draw_page_figures(
         lines: predicted lines of the plot ``scaling``.
     """
     extra = {PREDICTED_PLOT: predicted, SCALING_PLOT: lines}
-    plots = [draw_plot(name, frame, replace(request, predicted=extra.get(name))) for name in PLOTS]
+    names = [name for name, kind in PLOTS.items() if kind.on_page]
+    plots = [draw_plot(name, frame, replace(request, predicted=extra.get(name))) for name in names]
     left_out = [printable_excerpt(f"{plot.name}: {plot.nothing}") for plot in plots if plot.drawing is None]
     try:
         drawn = [make_page_figure(plot) for plot in plots if plot.drawing is not None]

@@ -17,6 +17,7 @@ from hpcbench.report.plots.charts import (
     BAND,
     BOX_NUMBERS,
     BOX_ROLE,
+    CHANGE,
     CROSSOVER,
     DOT_ROLE,
     IDEAL,
@@ -83,7 +84,7 @@ def _line_chart(chart: LineChart, frame: polars.DataFrame) -> tuple[Any, list[Ro
 
     base = alt.Chart().encode(x=_line_x(chart, frame), y=_line_y(chart, frame), tooltip=_line_tooltip(chart))
     colour = channel(alt.Color, "colour", title=chart.legend)
-    shape = channel(alt.Shape, "shape")
+    shape = channel(alt.Shape, "shape", title=chart.legend)
     # The legend shows the shape; dashes around a small symbol would only spoil it.
     dash = channel(alt.StrokeDash, "dash", legend=None)
     ends = {"y": alt.Y("low:Q", title=chart.y.heading), "y2": alt.Y2("high")}
@@ -94,6 +95,8 @@ def _line_chart(chart: LineChart, frame: polars.DataFrame) -> tuple[Any, list[Ro
     layers = []
     if BAND in roles:
         layers.append(rows_of(BAND).mark_area(opacity=0.5, color=theme.LIGHT_GREY).encode(**ends))
+    if CHANGE in roles:
+        layers.append(rows_of(CHANGE).mark_rule(color=theme.GREY, strokeDash=[5, 4]).encode(**ends))
     if IDEAL in roles:
         ideal = rows_of(IDEAL).mark_line(color=theme.GREY, strokeWidth=1.2, strokeDash=[3, 3])
         layers.append(ideal.encode(detail="series:N"))

@@ -14,7 +14,9 @@ from hpcbench.report.plots.theme import PlotAxis
 _LINE_NUMBERS = ("x", "y", "low", "high")
 LINE_COLUMNS = ("panel", "series", "role", *_LINE_NUMBERS, "label", "launches")
 MEASURED, PREDICTED, IDEAL, CROSSOVER, BAND = "measured", "predicted", "ideal", "crossing", "band"
-"""Roles of rows. An ideal is a thin line, a crossover a ring where two lines meet, a band the space around an ideal."""
+CHANGE = "change"
+"""Roles of rows. An ideal is a thin line, a crossover a ring where two lines meet, a band the space around an ideal,
+a change a vertical line from ``low`` to ``high``."""
 MAX_INTEGER_TICKS = 10
 """Maximum number of different whole numbers on an axis that all are ticks."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import polars as pl
 
+from hpcbench.report.configurations import STEP_TIME
 from hpcbench.report.plots.charts import Chart
 from hpcbench.report.plots.theme import column_values
 from hpcbench.report.table_model import short_name
@@ -27,6 +28,8 @@ class PlotRequest:
     whole: ReadFullResults | None = None
     predicted: pl.DataFrame | None = None
     """Rows of an oracle: columns as the kind of plot defines them."""
+    metric: str = STEP_TIME
+    """Column of the plot of history."""
 
     def read_results(self, rows: pl.DataFrame) -> dict[tuple[str, str], RunResult]:
         """The full results of the launches in ``rows`` (columns ``cluster``, ``run_ids``) by cluster and run id."""

@@ -17,10 +17,12 @@ import polars as pl
 from hpcbench.errors import INSTALL_REPORT, ConfigError, did_you_mean
 from hpcbench.fileio import escape_control_characters, write_atomic
 from hpcbench.paths import results_folder
-from hpcbench.report.column_names import Condition, resolve_column, source_columns
-from hpcbench.report.configurations import SPEC_COLUMNS, filter_launches
+from hpcbench.report.column_names import Condition, resolve_column, source_columns, with_own_metrics
+from hpcbench.report.comparison import comparison_metric
+from hpcbench.report.configurations import SPEC_COLUMNS, STEP_TIME, filter_launches, varying_parameters
 from hpcbench.report.load_results import full_results, load_frame
 from hpcbench.report.plots.breakdown_plots import distribution_plot, memory_plot, step_parts_plot, timeline_plot
+from hpcbench.report.plots.history_plot import DATE_COLUMN, VERSION_COLUMNS, history_plot
 from hpcbench.report.plots.plot_model import NothingToDraw, Plot, PlotRequest
 from hpcbench.report.plots.point_data import POINT_COLUMNS
 from hpcbench.report.plots.scaling_plots import (
@@ -44,6 +46,8 @@ class PlotKind(NamedTuple):
     columns: tuple[str, ...] = ()
     whole: bool = False
     """Whether it needs ``PlotRequest.whole``: figures that are in result files alone."""
+    on_page: bool = True
+    """Whether a report has it."""
 
 
 _PHASE_COLUMNS = ("metrics.compute_s", "metrics.comm_s", "metrics.exposed_comm_s", "metrics.bubble_fraction")
@@ -67,6 +71,8 @@ PLOTS: dict[str, PlotKind] = {
                     ("metrics.mfu", "metrics.hfu")),
     "energy": PlotKind("Energy per sample over devices", "energy per sample over devices", energy_plot,
                        _ENERGY_COLUMNS),
+    "history": PlotKind("Launches over time", "a metric over time, and where the environment changed", history_plot,
+                        (DATE_COLUMN, *VERSION_COLUMNS, *SPEC_COLUMNS), on_page=False),
 }  # fmt: skip
 
 
@@ -82,16 +88,20 @@ def plot_kind(name: str) -> PlotKind:
 
 def draw_plot(name: str, frame: pl.DataFrame, request: PlotRequest | None = None) -> Plot:
     """The plot ``name`` of a frame of ``load_results.load_frame`` with ``plot_columns(name)`` at least."""
-    kind = plot_kind(name)
+    kind, request = plot_kind(name), request or PlotRequest()
+    if not request.by:
+        # Commands have no strategy: lines are the parameters by which they differ.
+        names = [f"spec.parameters.{parameter}" for parameter in varying_parameters(frame)]
+        request = replace(request, by=tuple(names))
     try:
-        return replace(kind.plot(frame, request or PlotRequest()), name=name, title=kind.title)
+        return replace(kind.plot(frame, request), name=name, title=kind.title)
     except NothingToDraw as empty:
         return Plot(name, kind.title, nothing=str(empty), notes=empty.notes)
 
 
 def plot_results(
     kind: str, tree: ResultsTree, sources: Sequence[str], clusters: Sequence[str] | None, *, where: str | None = None,
-    by: str | None = None, predict: bool = False,
+    by: str | None = None, predict: bool = False, metric: str | None = None,
 ) -> Plot:  # fmt: skip
     """Draw the results of ``sources`` that satisfy ``where``.
 
@@ -103,17 +113,21 @@ def plot_results(
         where: a condition on runs.
         by: parameters that get their own line, comma-separated.
         predict: add the oracle's predictions.
+        metric: the metric of ``history``; else the step time.
     """
+    if metric is not None and kind != "history":
+        raise ConfigError(f"--metric: the plot {kind} has its own", hint="history shows any metric")
+    column = comparison_metric(metric) if metric is not None else STEP_TIME
     keys = tuple(resolve_column(name.strip()) for name in by.split(",")) if by else ()
     condition = Condition(where, "--where") if where else None
-    columns = [*plot_columns(kind), *source_columns(keys), *(condition.columns if condition else [])]
+    columns = [*plot_columns(kind), *source_columns([*keys, column]), *(condition.columns if condition else [])]
 
     def load_full(wanted: Sequence[tuple[str, str]]) -> Iterable[RunResult]:
         return full_results(tree, sources, clusters, wanted)
 
     if not predict:
         frame = filter_launches(load_frame(tree, sources, clusters, columns), condition)
-        return draw_plot(kind, frame, PlotRequest(keys, load_full, None))
+        return draw_plot(kind, with_own_metrics(frame, [column]), PlotRequest(keys, load_full, None, column))
     # Imported here: plots without predictions need no oracle.
     from hpcbench.predict.cluster_forecasts import ClusterForecasts
     from hpcbench.report.prediction_frames import measured_vs_predicted_frame, predicted_scaling_frame
@@ -125,7 +139,7 @@ def plot_results(
 
 def plot(
     kind: str, *sources: str | Path, results: str | Path | None = None, clusters: Sequence[str] | None = None,
-    where: str | None = None, by: str | None = None, predict: bool = False,
+    where: str | None = None, by: str | None = None, predict: bool = False, metric: str | None = None,
 ) -> Any:  # fmt: skip
     """Return the plot ``hpcbench plot KIND`` as an altair chart, which a notebook shows.
 
@@ -139,12 +153,13 @@ def plot(
         where: a condition on runs.
         by: parameters that get their own line, comma-separated.
         predict: add the oracle's predictions.
+        metric: the metric of ``history``; else the step time.
 
     Raises:
         HpcbenchError: there is no such plot, source or column, nothing to draw, or altair is missing.
     """
     tree = ResultsTree(results_folder(str(results) if results is not None else None))
-    drawn = plot_results(kind, tree, [*map(str, sources)], clusters, where=where, by=by, predict=predict)
+    drawn = plot_results(kind, tree, [*map(str, sources)], clusters, where=where, by=by, predict=predict, metric=metric)
     if drawn.nothing:
         raise ConfigError(f"{kind}: nothing to draw: {drawn.nothing}")
     return _import_package("altair", "altair").Chart.from_dict(plot_specification(drawn))
@@ -152,7 +167,7 @@ def plot(
 
 def plot_columns(name: str) -> list[str]:
     """The columns of a results frame that the picture ``name`` is made from."""
-    return [*POINT_COLUMNS, *plot_kind(name).columns]
+    return list(dict.fromkeys([*POINT_COLUMNS, *plot_kind(name).columns]))
 
 
 PLOT_SUFFIXES = (".html", ".json", ".pdf", ".png", ".svg")

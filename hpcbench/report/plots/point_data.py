@@ -74,7 +74,7 @@ def plot_points(
     """
     ended = ok_results(frame)
     if ended.is_empty():
-        raise NothingToDraw(_no_points_reason(frame))
+        raise NothingToDraw(no_points_reason(frame))
     failed = frame.filter(frame["status"] != STATUS_OK)
     notes = []
     if len(failed):
@@ -105,18 +105,28 @@ def plot_points(
         raise NothingToDraw(f"{short_name(metric)}: {count} ended well, but {why}", notes)
     if len(there) < len(rows):
         notes.append(f"without {short_name(metric)}: {len(rows) - len(there)} configurations")
-    there = there.with_columns(pl.format(text, _rounded_text(batch)).alias("_batch"))
-    there, shared = _with_panels(_with_series_and_label(there, by))
-    return PlotPoints(there if every else _limit_panels_and_series(there, notes), shared, notes)
+    there = there.with_columns(batch_text(text, _rounded_text(batch)))
+    there, shared = with_panels(_with_series_and_label(there, by))
+    return PlotPoints(there if every else _fastest_of_each_point(there, notes), shared, notes)
 
 
-def _limit_panels_and_series(rows: pl.DataFrame, notes: list[str]) -> pl.DataFrame:
-    """One configuration a point, and no more panels and lines than can be distinguished."""
+def batch_text(text: str, size: pl.Expr) -> pl.Expr:
+    """The column ``_batch``; a command has no batch that would be known."""
+    return pl.when(pl.col("spec.model") == "").then(pl.lit("")).otherwise(pl.format(text, size)).alias("_batch")
+
+
+def limit_panels_and_series(rows: pl.DataFrame, notes: list[str]) -> pl.DataFrame:
+    """Return the rows of no more panels and lines than a reader can distinguish; a note counts the others."""
     for key, most, words in (("panel", MAX_PANELS, "panels"), ("series", MAX_SERIES, "lines")):
         counts = rows.group_by(key, maintain_order=True).len().sort("len", descending=True, maintain_order=True)
         if len(counts) > most:
             rows = rows.filter(pl.col(key).is_in(counts[key].head(most).to_list()))
             notes.append(f"the {most} {words} with most points of {len(counts)}; others can be chosen with --where")
+    return rows
+
+
+def _fastest_of_each_point(rows: pl.DataFrame, notes: list[str]) -> pl.DataFrame:
+    rows = limit_panels_and_series(rows, notes)
     cell = ["panel", "series", "devices"]
     fastest = rows.sort(THROUGHPUT, descending=True, nulls_last=True, maintain_order=True).unique(
         cell, keep="first", maintain_order=True
@@ -140,7 +150,8 @@ def _natural_sort_key(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name[:_MAX_NAME])]
 
 
-def _no_points_reason(frame: pl.DataFrame) -> str:
+def no_points_reason(frame: pl.DataFrame) -> str:
+    """Return why a frame without a run that ended well gives an empty plot."""
     if frame.is_empty():
         return "there are no results"
     count = "the one run" if len(frame) == 1 else f"none of {len(frame)} runs"
@@ -212,10 +223,11 @@ def printable_name(value: Any) -> str:
     return text if len(text) <= _MAX_NAME else f"{text[: _MAX_NAME - 3]}..."
 
 
-def _with_panels(rows: pl.DataFrame) -> tuple[pl.DataFrame, str]:
-    """``rows`` with ``panel``: what differs between them; and what does not."""
+def with_panels(rows: pl.DataFrame) -> tuple[pl.DataFrame, str]:
+    """``rows`` with ``panel``: what differs between them; and what does not. They have a text ``_batch``."""
     varying = [name for name in _PANEL_TEXTS if rows[name].n_unique() > 1]
-    shared = ", ".join(_panel_text(name, rows[name][0]) for name in _ALWAYS_IN_SUBTITLE if name not in varying)
+    texts = [_panel_text(name, rows[name][0]) for name in _ALWAYS_IN_SUBTITLE if name not in varying]
+    shared = ", ".join(filter(None, texts))
     if not varying:
         return rows.with_columns(pl.lit("").alias("panel")), shared
     different = rows.select(varying).unique(maintain_order=True)
@@ -229,7 +241,7 @@ def _with_panels(rows: pl.DataFrame) -> tuple[pl.DataFrame, str]:
 
 
 def _panel_text(name: str, value: Any) -> str:
-    if value is None:
+    if value is None or value == "":
         return ""
     if name == "spec.model_options":
         value = " ".join(f"{key} {option}" for key, option in msgspec.json.decode(value).items())

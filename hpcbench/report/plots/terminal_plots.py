@@ -19,7 +19,7 @@ from hpcbench.report.plots.theme import PlotAxis, column_values, format_tick, li
 
 _MAX_WIDTH, _MIN_WIDTH, _ROWS = 80, 24, 14
 """Columns of a plot, and rows of a panel with numbers on both axes."""
-_IN_ASCII = str.maketrans("─│└┤┬╌·█▓▒░µ", "-|+|+-.#%=:u")
+_IN_ASCII = str.maketrans("─│└┤┬╌╎·█▓▒░µ", "-|+|+-:.#%=:u")
 _MARKS_IN_ASCII = "ox+*@%&=~$^v"
 _UNNAMED = PlotAxis("")
 
@@ -106,13 +106,16 @@ def _draw_lines(chart: charts.LineChart, frame: pl.DataFrame, marks: str) -> tup
             if role in (charts.IDEAL, joined):
                 lines.append((mark if role == charts.IDEAL else "·", colour, rows["x"].to_list(), rows["y"].to_list()))
             for x, y, low, high in rows.select("x", "y", "low", "high").iter_rows():
+                if role == charts.CHANGE:
+                    lines.append(("╎", "", [x, x], [low, high]))
                 if role == charts.MEASURED and low is not None:
                     whiskers.append(("│", colour, [x, x], [low, high]))
                 if role in (charts.MEASURED, charts.CROSSOVER) or (role == charts.PREDICTED and name not in measured):
                     dots.append((mark, colour, [x], [y]))
         panels.append(_Panel(str(title or ""), chart.x, x_span, chart.y, y_span, [], [*lines, *whiskers, *dots]))
     key = [(f"{mark} {name}", colour) for name, (mark, colour) in named.items()]
-    others = {charts.CROSSOVER: "X lines cross", charts.IDEAL: f"╌ {chart.ideal}"}
+    others = {charts.CROSSOVER: "X lines cross", charts.IDEAL: f"╌ {chart.ideal}",
+              charts.CHANGE: "╎ the environment changed"}  # fmt: skip
     return panels, [*key, *((text, "") for role, text in others.items() if role in roles)]
 
 
