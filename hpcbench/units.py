@@ -95,6 +95,16 @@ def format_count(count: float) -> str:
     return f"{count:.0f}"
 
 
+def format_figure(value: float, unit: str) -> str:
+    """``(0.0123, "s") -> "12.3 ms"``, ``(412.5, "GB/s") -> "412.5 GB/s"``: a figure of a user's program."""
+    if unit == "s":
+        return format_seconds(value)
+    if unit in ("B", "bytes"):
+        return format_bytes(value)
+    number = format_count(value) if value >= 1e5 else f"{value:.4g}"
+    return f"{number} {unit}".rstrip()
+
+
 def format_slurm_time(seconds: float) -> str:
     """``5400 -> '0-01:30:00'``, rounded up to the next second."""
     whole = math.ceil(seconds)

@@ -22,11 +22,12 @@ from hpcbench.cli.common import (
 from hpcbench.cli.results_commands import print_view
 from hpcbench.errors import EXIT_RUNS_FAILED, ConfigError
 from hpcbench.fileio import write_atomic
-from hpcbench.report.column_names import Condition
+from hpcbench.report.column_names import Condition, own_units, with_own_metrics
 from hpcbench.report.comparison import (
     comparison_metric,
+    is_larger_better,
     judge_pairs,
-    load_reference_bands,
+    load_bands,
     pair_configurations,
     separating_parameters,
 )
@@ -35,12 +36,13 @@ from hpcbench.report.comparison_view import (
     comparison_data_view,
     comparison_text_view,
     junit_xml,
+    rows_from_bands,
     rows_from_pairs,
-    rows_from_references,
     verdict_summary,
 )
 from hpcbench.report.configurations import filter_launches
 from hpcbench.report.load_results import load_frame
+from hpcbench.report.normal_bands import bands_toml
 from hpcbench.report.table_files import view_json, write_view
 from hpcbench.results.results_tree import ResultsTree
 
@@ -65,8 +67,12 @@ from hpcbench.results.results_tree import ResultsTree
     help="Minimum relative change to report.",
 )  # fmt: skip
 @click.option(
-    "--reference", metavar="FILE", type=click.Path(path_type=Path), help="TOML file with bands that NEW must lie in."
+    "--bands", metavar="FILE", type=click.Path(path_type=Path), help="TOML file with bands that NEW must lie in."
 )
+@click.option(
+    "--make-bands", metavar="FILE", type=click.Path(path_type=Path),
+    help="Write the normal range of the launches of one source, as a file for --bands.",
+)  # fmt: skip
 @out_option(".md .csv .json .tex .xlsx or .parquet")
 @click.option("--junit", metavar="FILE", type=click.Path(path_type=Path), help="JUnit XML for a CI server.")
 @click.option("--allow-empty", is_flag=True, help="Exit code 0 if no configuration is on both sides.")
@@ -79,7 +85,8 @@ def compare_sources(
     where: str | None,
     since: str | None,
     threshold: float,
-    reference: Path | None,
+    bands: Path | None,
+    make_bands: Path | None,
     out: Path | None,
     junit: Path | None,
     allow_empty: bool,
@@ -92,17 +99,26 @@ def compare_sources(
     nothing can be compared.
     """
     column = comparison_metric(metric)
-    base, new = _load_sides(sources, cluster_name, where, since, results, bands_alone=reference is not None)
+    if make_bands is not None and (len(sources) > 1 or since or bands):
+        raise ConfigError("--make-bands takes one source", hint="compare SOURCE --make-bands FILE")
+    base, new = _load_sides(sources, cluster_name, where, since, results, one_side=bool(bands or make_bands))
+    if make_bands is not None:
+        launches = with_own_metrics(new, [column])
+        text = bands_toml(launches, column, larger_is_better=is_larger_better(column, launches))
+        write_atomic(make_bands, text.encode())
+        print_message(f"written: {make_bands}; next: hpcbench compare SOURCE --bands {make_bands}")
+        return
     rows: list[ComparisonRow] = []
     notes: list[str] = []
     if base is not None:
+        base, new = (with_own_metrics(side, [column]) for side in (base, new))
         pairs, notes = pair_configurations(base, new, column)
-        judge_pairs(pairs, column, threshold / 100)
+        judge_pairs(pairs, is_larger_better(column, new), threshold / 100)
         if not pairs:
             notes += separating_parameters(base, new)
-        rows += rows_from_pairs(pairs, column)
-    if reference is not None:
-        rows += rows_from_references(new, *load_reference_bands(reference))
+        rows += rows_from_pairs(pairs, column, own_units(new).get(column))
+    if bands is not None:
+        rows += rows_from_bands(new, *load_bands(bands))
     title = " -> ".join([*sources, f"since {since}"] if since else sources)
     text_view = comparison_text_view(rows, title, notes, threshold / 100)
     data_view = comparison_data_view(rows, title, notes)
@@ -126,14 +142,14 @@ def compare_sources(
 
 def _load_sides(
     sources: tuple[str, ...], cluster: str | None, where: str | None, since: str | None, results: ResultsTree, *,
-    bands_alone: bool,
+    one_side: bool,
 ) -> tuple[polars.DataFrame | None, polars.DataFrame]:  # fmt: skip
     """The results of BASE, if there is one, and NEW."""
     needed = 1 if since else 2
-    if len(sources) != needed and not (bands_alone and len(sources) == 1):
+    if len(sources) != needed and not (one_side and len(sources) == 1):
         raise ConfigError(
             f"{len(sources)} sources are given, and {needed} needed",
-            hint="compare BASE NEW, compare SOURCE --since DATE, or compare NEW --reference FILE",
+            hint="compare BASE NEW, compare SOURCE --since DATE, or compare NEW --bands FILE",
         )
     condition = Condition(where, "--where") if where else None
     clusters = [cluster] if cluster else None

@@ -26,6 +26,8 @@ PREDICTED_COLUMNS = (
     "predicted_peak_memory_bytes", "prediction_error",
 )  # fmt: skip
 """Figures of the oracle, for the runs of the table; the error is (predicted - measured) / measured step time."""
+OWN_METRICS = "metrics.own"
+"""The metrics of commands by name, in JSON."""
 _PREFIXES = ("", "spec.", "metrics.", "provenance.")
 
 
@@ -41,6 +43,9 @@ def resolve_column(name: str) -> str:
     option = f"spec.{name.removeprefix('spec.')}"
     if split_option_column(option):
         return option
+    own = f"metrics.{name.removeprefix('metrics.')}"
+    if own_metric_name(own):
+        return own
     raise ConfigError(f"no column {name!r}", hint=did_you_mean(name, column_choices()))
 
 
@@ -56,6 +61,44 @@ def split_option_column(column: str) -> tuple[str, str] | None:
     return (f"spec.{table}", key) if key and column_types().get(f"spec.{table}") == JSON_TEXT else None
 
 
+def own_metric_name(column: str) -> str | None:
+    """``metrics.own.loss -> loss``; ``None`` for a column that is no metric of a command."""
+    name = column.removeprefix(f"{OWN_METRICS}.")
+    return name if name != column and name.isidentifier() else None
+
+
+def with_own_metrics(frame: pl.DataFrame, columns: Iterable[str]) -> pl.DataFrame:
+    """Return ``frame``, whose rows are launches, with those of ``columns`` that are metrics of commands.
+
+    Raises:
+        ConfigError: no launch has a metric of that name.
+    """
+    for column in dict.fromkeys(columns):
+        name = own_metric_name(column)
+        if name is None:
+            continue
+        texts = frame[OWN_METRICS].unique().drop_nulls().to_list()
+        found = [msgspec.json.decode(text) for text in texts]
+        if not any(name in metrics for metrics in found):
+            known = sorted({known for metrics in found for known in metrics})
+            raise ConfigError(f"no command has a metric {name!r}", hint=did_you_mean(name, known))
+        values = [own_metric_value(metrics[name]) if name in metrics else None for metrics in found]
+        own = pl.DataFrame({OWN_METRICS: texts, column: values}, schema={OWN_METRICS: pl.String, column: pl.Float64})
+        frame = frame.join(own, on=OWN_METRICS, how="left", maintain_order="left")
+    return frame
+
+
+def own_units(frame: pl.DataFrame) -> dict[str, str]:
+    """The units of commands' metrics by column, as the sweeps state them."""
+    texts: list[str] = frame["units"].unique().drop_nulls().to_list() if "units" in frame.columns else []
+    return {f"{OWN_METRICS}.{name}": unit for text in texts for name, unit in sorted(msgspec.json.decode(text).items())}
+
+
+def own_metric_value(value: dict[str, float] | float) -> float:
+    """The figure of a command's metric: the median of one per step."""
+    return value["median"] if isinstance(value, dict) else value
+
+
 def column_choices() -> list[str]:
     """Return the short names of all columns."""
     stored = [short_name(name) for name in column_types() if not name.startswith("file.")]
@@ -69,6 +112,8 @@ def source_columns(columns: Iterable[str]) -> list[str]:
         option = split_option_column(column)
         if option:
             sources.append(option[0])
+        elif own_metric_name(column):
+            sources += [OWN_METRICS, "units", "better"]
         elif not is_computed(column):
             sources += DERIVED_COLUMNS.get(column, (column,))
     return list(dict.fromkeys(sources))
@@ -114,6 +159,11 @@ class Condition:
     def columns(self) -> list[str]:
         """The columns of a results frame that it reads."""
         return source_columns(self._columns.values())
+
+    @property
+    def names(self) -> list[str]:
+        """The names that it uses, as columns."""
+        return [*self._columns.values()]
 
     @property
     def reads_figures(self) -> bool:

@@ -22,7 +22,7 @@ from hpcbench.config.run_spec import LAUNCH_PARAMETERS, RunSpec
 from hpcbench.config.toml_tables import TomlSource, TomlTable, load_table
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.report import hypothesis_tests
-from hpcbench.report.column_names import resolve_column
+from hpcbench.report.column_names import own_metric_name, resolve_column
 from hpcbench.report.configurations import run_spec_of
 from hpcbench.report.load_results import LAUNCH_KEY
 from hpcbench.report.table_model import short_name
@@ -34,7 +34,7 @@ _QUANTITY_KINDS = {"_bytes": "size", "_per_s": "", "_s": "time"}
 """Kind of quantity of a value with a unit, by the end of the metric's name; a rate per second has none of its own."""
 
 
-class ReferenceBand(TomlTable):
+class Band(TomlTable):
     """The band of a metric, for the configurations that ``where`` fits."""
 
     where: Annotated[str, Field(description="an expression over parameters and cluster")]
@@ -44,7 +44,7 @@ class ReferenceBand(TomlTable):
     high: Annotated[float | None, Field(ge=0, description="0.1: at most 10 % above; without it no bound")] = None
 
     @model_validator(mode="after")
-    def _checked(self) -> ReferenceBand:
+    def _checked(self) -> Band:
         if self.low is None and self.high is None:
             raise ValueError("low, high or both are needed")
         if self.si_value <= 0:
@@ -62,16 +62,16 @@ class ReferenceBand(TomlTable):
         return parse_quantity(self.value, kind)
 
 
-class ReferenceBandsFile(TomlTable):
+class BandsFile(TomlTable):
     """The whole file."""
 
-    reference: Annotated[list[ReferenceBand], Field(min_length=1)]
+    band: Annotated[list[Band], Field(min_length=1)]
 
 
-def load_reference_bands(path: Path) -> tuple[list[ReferenceBand], TomlSource]:
-    """The references of a TOML file. Raises ``ConfigErrors`` with everything that is wrong in it."""
-    file, source = load_table(ReferenceBandsFile, path)
-    return file.reference, source
+def load_bands(path: Path) -> tuple[list[Band], TomlSource]:
+    """The bands of a TOML file. Raises ``ConfigErrors`` with everything that is wrong in it."""
+    file, source = load_table(BandsFile, path)
+    return file.band, source
 
 
 _COMPARED_CONFIGURATIONS = 200
@@ -108,6 +108,8 @@ class ConfigurationPair:
 def comparison_metric(name: str) -> str:
     """Return the column of a metric whose ratio is meaningful; ``ConfigError`` with the choices for any other."""
     column = resolve_column(name)
+    if own_metric_name(column):
+        return column
     metrics = [metric for metric in column_types() if metric.startswith("metrics.")]
     endings = (".median", "_s", "_bytes", "_j", *(f"metrics.{metric}" for metric in LARGER_IS_BETTER))
     choices = [metric for metric in metrics if metric.endswith(endings)]
@@ -115,6 +117,15 @@ def comparison_metric(name: str) -> str:
         hint = did_you_mean(name, map(short_name, choices))
         raise ConfigError(f"--metric {name}: not a figure to compare", hint=hint)
     return column
+
+
+def is_larger_better(column: str, frame: pl.DataFrame) -> bool:
+    """Whether a larger figure of ``column`` is the better one; the sweep states it of a command's metric."""
+    own = own_metric_name(column)
+    if own is None:
+        return short_name(column) in LARGER_IS_BETTER
+    directions = (msgspec.json.decode(text) for text in frame["better"].unique().drop_nulls())
+    return any(known.get(own) == "higher" for known in directions)
 
 
 def pair_configurations(
@@ -189,7 +200,7 @@ def _configuration_values(frame: pl.DataFrame) -> Iterator[dict[str, str]]:
         yield {name: str(value) for name, value in spec.items() if name not in LAUNCH_PARAMETERS}
 
 
-def judge_pairs(pairs: Sequence[ConfigurationPair], column: str, threshold: float) -> None:
+def judge_pairs(pairs: Sequence[ConfigurationPair], larger_is_better: bool, threshold: float) -> None:
     """Set the verdict of every pair.
 
     A change is significant at ``SIGNIFICANCE_LEVEL`` for all pairs together (Holm 1979) and at least ``threshold``;
@@ -197,7 +208,7 @@ def judge_pairs(pairs: Sequence[ConfigurationPair], column: str, threshold: floa
 
     Args:
         pairs: configurations with launches of both sides; changed in place.
-        column: the metric, for the direction that is better.
+        larger_is_better: the better direction of the metric.
         threshold: the smallest change that counts, as a share (0.02).
     """
     tested = []
@@ -222,7 +233,7 @@ def judge_pairs(pairs: Sequence[ConfigurationPair], column: str, threshold: floa
         pair.chance = p_value if shift.estimate else None
         pair.verdict = hypothesis_tests.classify(shift, p_value, threshold, greater=is_larger)
         if pair.verdict == hypothesis_tests.SIGNIFICANT:
-            pair.verdict = BETTER if is_larger == (short_name(column) in LARGER_IS_BETTER) else WORSE
+            pair.verdict = BETTER if is_larger == larger_is_better else WORSE
         elif pair.verdict == hypothesis_tests.INCONCLUSIVE:
             pair.reason = "the 95 % interval exceeds the threshold"
 

@@ -1,4 +1,4 @@
-"""Rows of a comparison or of a check against reference bands, as a table and as JUnit XML."""
+"""Rows of a comparison or of a check against bands, as a table and as JUnit XML."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpcbench.config.toml_tables import TomlSource
 from hpcbench.errors import ConfigError
 from hpcbench.fileio import printable_excerpt, printable_text
 from hpcbench.report import comparison
-from hpcbench.report.column_names import Condition, resolve_column
+from hpcbench.report.column_names import Condition, own_units, resolve_column, with_own_metrics
 from hpcbench.report.configurations import aggregate_launches, filter_launches, ok_results, run_spec_of
 from hpcbench.report.hypothesis_tests import INCONCLUSIVE, SIGNIFICANCE_LEVEL
 from hpcbench.report.results_table import data_column, identity_columns, parameter_column, split_parameters
@@ -49,13 +49,15 @@ class ComparisonRow:
     chance: float | None = None
     launches_base: int = 0
     launches_new: int = 0
-    reference: str | None = None
+    band: str | None = None
     """The condition of a band."""
+    unit: str | None = None
+    """Unit of a command's metric."""
 
     @property
     def run_ids(self) -> list[str]:
         """The name of a row without a specification."""
-        return [self.reference or ""]
+        return [self.band or ""]
 
     @property
     def is_regression(self) -> bool:
@@ -63,8 +65,10 @@ class ComparisonRow:
         return self.verdict in comparison.REGRESSIONS or self.verdict in BAND_VERDICTS[:2]
 
 
-def rows_from_pairs(pairs: Sequence[comparison.ConfigurationPair], column: str) -> list[ComparisonRow]:
-    """The rows of judged pairs."""
+def rows_from_pairs(
+    pairs: Sequence[comparison.ConfigurationPair], column: str, unit: str | None = None
+) -> list[ComparisonRow]:
+    """The rows of judged pairs; ``unit`` is that of a command's metric."""
     return [
         ComparisonRow(
             column, pair.cluster, pair.config_id, pair.spec, pair.verdict, pair.reason,
@@ -73,14 +77,14 @@ def rows_from_pairs(pairs: Sequence[comparison.ConfigurationPair], column: str) 
             ratio=comparison.change_ratio(pair),
             ratio_low=math.exp(pair.shift.low) if pair.shift else None,
             ratio_high=math.exp(pair.shift.high) if pair.shift else None,
-            chance=pair.chance, launches_base=len(pair.base), launches_new=len(pair.new),
+            chance=pair.chance, launches_base=len(pair.base), launches_new=len(pair.new), unit=unit,
         )
         for pair in pairs
     ]  # fmt: skip
 
 
-def rows_from_references(
-    frame: polars.DataFrame, references: Sequence[comparison.ReferenceBand], source: TomlSource
+def rows_from_bands(
+    frame: polars.DataFrame, bands: Sequence[comparison.Band], source: TomlSource
 ) -> list[ComparisonRow]:
     """The rows of configurations in ``frame`` that bands refer to, by the median of their launches.
 
@@ -90,33 +94,35 @@ def rows_from_references(
         ConfigError: a band's metric is no column, or its condition is invalid; with file and line of ``source``.
     """
     rows = []
-    for number, reference in enumerate(references):
-        where = source.where(("reference", number, "where"))
+    for number, band in enumerate(bands):
+        where = source.where(("band", number, "where"))
         try:
-            column = resolve_column(reference.metric)
+            column = resolve_column(band.metric)
         except ConfigError as error:
-            location = source.where(("reference", number, "metric"))
+            location = source.where(("band", number, "metric"))
             raise ConfigError(error.message, where=location, hint=error.hint) from None
-        matching = ok_results(aggregate_launches(filter_launches(frame, Condition(reference.where, where))))
+        launches = filter_launches(with_own_metrics(frame, [column]), Condition(band.where, where))
+        matching = ok_results(aggregate_launches(launches))
         measured = [row for row in matching.iter_rows(named=True) if row[column] is not None]
-        rows += [_row_from_reference(row, column, reference) for row in measured]
+        rows += [_row_from_band(row, column, band, own_units(frame).get(column)) for row in measured]
         if not measured:
             rows.append(ComparisonRow(
-                column, "", "", None, NO_MATCHING_RUN, f"{where}: {reference.where}: no run was measured",
-                base=reference.si_value, reference=reference.where,
+                column, "", "", None, NO_MATCHING_RUN, f"{where}: {band.where}: no run was measured",
+                base=band.si_value, band=band.where,
             ))  # fmt: skip
     return rows
 
 
-def _row_from_reference(row: dict[str, Any], column: str, reference: comparison.ReferenceBand) -> ComparisonRow:
-    ratio = row[column] / reference.si_value
-    low, high = reference.low, reference.high
+def _row_from_band(row: dict[str, Any], column: str, band: comparison.Band, unit: str | None) -> ComparisonRow:
+    ratio = row[column] / band.si_value
+    low, high = band.low, band.high
     below, above = low is not None and ratio < 1 + low, high is not None and ratio > 1 + high
-    band = f"[{'' if low is None else f'{low:+.0%}'} {'' if high is None else f'{high:+.0%}'}]"
+    allowed = f"[{'' if low is None else f'{low:+.0%}'} {'' if high is None else f'{high:+.0%}'}]"
     return ComparisonRow(
         column, row["cluster"], row["config_id"], run_spec_of(row), OUTSIDE_BAND if below or above else WITHIN_BAND,
-        f"{'below' if below else 'above'} the band {band}" if below or above else "",
-        base=reference.si_value, new=row[column], ratio=ratio, launches_new=row["launches"], reference=reference.where,
+        f"{'below' if below else 'above'} the band {allowed}" if below or above else "",
+        base=band.si_value, new=row[column], ratio=ratio, launches_new=row["launches"], band=band.where,
+        unit=unit,
     )  # fmt: skip
 
 
@@ -158,8 +164,8 @@ def comparison_text_view(rows: Sequence[ComparisonRow], title: str, notes: Seque
     if len(metrics) > 1:
         columns.append(text_column("metric", lambda row: short_name(row.metric), is_key=True))
     columns += [
-        text_column("base", lambda row: format_value(row.metric, row.base), is_number=True),
-        text_column("new", lambda row: format_value(row.metric, row.new), is_number=True),
+        text_column("base", lambda row: format_value(row.metric, row.base, row.unit), is_number=True),
+        text_column("new", lambda row: format_value(row.metric, row.new, row.unit), is_number=True),
         text_column("change [95 %]", _change_text, is_number=True),
         text_column("verdict", lambda row: verdict_word(row.verdict, rows)),
         text_column("launches", lambda row: f"{row.launches_base or '-'}:{row.launches_new or '-'}", is_number=True,
@@ -197,7 +203,7 @@ def _change_text(row: ComparisonRow) -> str:
 
 
 def _row_name(row: ComparisonRow) -> str:
-    return f"{run_label(row.spec)} ({row.config_id})" if row.spec is not None else row.reference or row.config_id
+    return f"{run_label(row.spec)} ({row.config_id})" if row.spec is not None else row.band or row.config_id
 
 
 def junit_xml(rows: Sequence[ComparisonRow], title: str) -> bytes:

@@ -12,7 +12,13 @@ import polars as pl
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError, did_you_mean
-from hpcbench.report.column_names import Condition, with_derived_columns
+from hpcbench.report.column_names import (
+    OWN_METRICS,
+    Condition,
+    own_metric_value,
+    with_derived_columns,
+    with_own_metrics,
+)
 from hpcbench.report.results_table import ResultRow
 from hpcbench.results.frame import JSON_TEXT, column_types
 from hpcbench.results.schema import STATUS_BROKEN, STATUS_OK
@@ -30,16 +36,15 @@ WORKLOAD_COLUMNS = (
     "cluster", "spec.model", "spec.model_options", "spec.dataset", "spec.input_size", "spec.precision", "spec.data",
     "spec.optimizer", "spec.channels_last", "spec.command_digest",
 )  # fmt: skip
-"""A run and its baseline are equal in these, and in the batch."""
+"""A run and its baseline are equal in these, and in the batch; a command and its baseline in the parameters, too."""
 GROUP_COLUMNS = (*CONFIGURATION_KEYS, "run_id", "status")
 """Columns that grouping always reads."""
 SPEEDUP_COLUMNS = (
     *WORKLOAD_COLUMNS, "spec.strategy", "spec.batch_size", "spec.dp_degree", "spec.nodes", "spec.tasks_per_node",
-    "spec.devices_per_task", THROUGHPUT,
+    "spec.devices_per_task", "spec.parameters", THROUGHPUT,
 )  # fmt: skip
 SPREAD_COLUMNS = ("metrics.step_time_s.ci95_low", "metrics.step_time_s.ci95_high")
 _MAXIMUM_OVER_LAUNCHES = frozenset({"metrics.peak_memory_bytes", "metrics.peak_reserved_bytes"})
-OWN_METRICS = "metrics.own"
 _NOT_AGGREGATED = frozenset({"warnings", OWN_METRICS, "run_id", "file.mtime_ns", "file.size_bytes"})
 
 
@@ -88,7 +93,7 @@ def filter_launches(frame: pl.DataFrame, where: Condition | None) -> pl.DataFram
     if not where.reads_figures:
         return frame.filter(where.mask(frame))
     keys = [*CONFIGURATION_KEYS, "status"]
-    rows = aggregate_launches(frame)
+    rows = aggregate_launches(with_own_metrics(frame, where.names))
     return frame.join(rows.filter(where.mask(rows)), on=keys, how="semi", nulls_equal=True, maintain_order="left")
 
 
@@ -112,7 +117,8 @@ def with_speedups(
     """
     rows = with_derived_columns(rows)
     batch = "spec.batch_size" if scaling == "weak" else "global_batch_size"
-    keys = [*WORKLOAD_COLUMNS, batch]
+    # With a baseline that the user named, parameters of a command may differ.
+    keys = [*WORKLOAD_COLUMNS, batch, *(["spec.parameters"] if baseline is None else [])]
     is_baseline = baseline.mask(rows) if baseline else rows["devices"] == 1
     candidates = rows.filter(is_baseline & (pl.col("status") == STATUS_OK) & (pl.col(THROUGHPUT) > 0))
     if baseline and candidates.is_empty():
@@ -146,6 +152,18 @@ def required_columns(columns: Sequence[str], *, speedups: bool) -> list[str]:
     spread = SPREAD_COLUMNS if STEP_TIME in columns else ()
     more = SPEEDUP_COLUMNS if speedups else ()
     return list(dict.fromkeys([*GROUP_COLUMNS, *columns, *spread, *more]))
+
+
+def varying_parameters(frame: pl.DataFrame) -> list[str]:
+    """Return the parameters of commands that differ between the runs of ``frame``, where all runs are of commands."""
+    texts = frame["spec.parameters"].unique().to_list() if "spec.parameters" in frame.columns else [None]
+    if None in texts:
+        return []
+    values: dict[str, set[str]] = {}
+    for text in sorted(texts):
+        for name, value in msgspec.json.decode(text).items():
+            values.setdefault(name, set()).add(repr(value))
+    return [name for name, found in values.items() if len(found) > 1]
 
 
 def ok_results(frame: pl.DataFrame) -> pl.DataFrame:
@@ -209,6 +227,7 @@ def _row_from_values(values: dict[str, Any]) -> ResultRow:
         values["efficiency"], values["metrics.mfu"], values["metrics.hfu"], values["metrics.peak_memory_bytes"],
         values["metrics.loss.first"], values["metrics.loss.last"], values["metrics.accuracy"], values["verified"],
         decode_warnings(values["warnings"]), values["run_ids"], median_metrics(values[OWN_METRICS]),
+        msgspec.json.decode(values["units"] or b"{}"),
     )  # fmt: skip
 
 
@@ -217,7 +236,7 @@ def median_metrics(texts: Iterable[str]) -> dict[str, float]:
     found: dict[str, list[float]] = {}
     for text in texts:
         for name, value in msgspec.json.decode(text).items():
-            found.setdefault(name, []).append(value["median"] if isinstance(value, dict) else value)
+            found.setdefault(name, []).append(own_metric_value(value))
     return {name: median(values) for name, values in found.items()}
 
 

@@ -130,7 +130,8 @@ def parse_table_request(**options: Any) -> TableRequest:
             *column_names.DERIVED_COLUMNS,
             *column_names.PREDICTED_COLUMNS,
         }
-        if not is_derived and column_types().get(name) not in ("Float64", "Int64"):
+        is_figure = column_types().get(name) in ("Float64", "Int64") or column_names.own_metric_name(name)
+        if not is_derived and not is_figure:
             raise ConfigError(
                 f"--metric {short_name(name)}: not a figure",
                 hint=f"choices: {', '.join(metric_choices())}",
@@ -154,6 +155,8 @@ class _Cell(NamedTuple):
 
     row: dict[str, Any]
     warnings: list[str]
+    units: dict[str, str]
+    """Units of columns that are metrics of commands."""
 
 
 _Key = tuple[Any, ...]
@@ -173,9 +176,10 @@ def pivot_view(
     Raises:
         ConfigError: a pivot has too many values to be columns, or ``request.sort`` is no column.
     """
-    frame = configurations.filter_launches(frame, request.where)
+    frame = configurations.filter_launches(column_names.with_own_metrics(frame, request.metrics), request.where)
     rows = [*_aggregate_cells(frame, request, add_predictions).iter_rows(named=True)]
-    cells = [_Cell(row, configurations.decode_warnings(row.get("warnings", []))) for row in rows]
+    units = column_names.own_units(frame)
+    cells = [_Cell(row, configurations.decode_warnings(row.get("warnings", [])), units) for row in rows]
     ended_badly = frame.filter((pl.col("status") != STATUS_OK) & pl.col("config_id").is_not_null())
     statuses = _with_key_columns(ended_badly, request.keys).select([*request.keys, "status"])
     failed = {row[:-1]: row[-1] for row in statuses.unique(request.keys, maintain_order=True).iter_rows()}
@@ -233,11 +237,14 @@ def _with_key_columns(rows: pl.DataFrame, keys: list[str]) -> pl.DataFrame:
     return rows
 
 
-def _cell_text(column: str, row: dict[str, Any]) -> str:
+def _cell_text(column: str, cell: _Cell) -> str:
+    row = cell.row
     if row[column] is None:
         return ""
     count = row[f"{column}:configurations"]
-    text = format_spread(column, row[column], row.get(f"{column}:low"), row.get(f"{column}:high"))
+    text = format_spread(
+        column, row[column], row.get(f"{column}:low"), row.get(f"{column}:high"), cell.units.get(column)
+    )
     return f"{text} ~{count}" if count > 1 else text
 
 
@@ -266,7 +273,7 @@ def _entry(
     """Figure and text of ``metric``: with marks if ``footnotes`` are given, ``-`` and the status without a cell."""
     if cell is None:
         return None, f"- {status}" if status else ""
-    return cell.row[metric], f"{_cell_text(metric, cell.row)} {footnotes.marks(cell) if footnotes else ''}".rstrip()
+    return cell.row[metric], f"{_cell_text(metric, cell)} {footnotes.marks(cell) if footnotes else ''}".rstrip()
 
 
 def _append_line(

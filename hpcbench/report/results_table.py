@@ -11,7 +11,7 @@ from hpcbench.config.run_spec import PARAMETER_DEFAULTS, RunSpec, run_label, sor
 from hpcbench.fileio import printable_excerpt
 from hpcbench.report.table_model import Column, View, WarningFootnotes, text_column
 from hpcbench.results.schema import STATUS_OK
-from hpcbench.units import count_span, format_bytes, format_rate, or_empty, three_digits
+from hpcbench.units import count_span, format_bytes, format_figure, format_rate, or_empty, three_digits
 
 
 @dataclass
@@ -46,6 +46,7 @@ class ResultRow:
     run_ids: list[str] = field(default_factory=list)
     own_metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of a command: medians over launches."""
+    own_units: dict[str, str] = field(default_factory=dict)
 
 
 _ALWAYS_COLUMNS = ("strategy",)
@@ -78,7 +79,9 @@ def results_text_view(rows: list[ResultRow], title: str) -> View:
 
 
 _DATA_FIELDS = [
-    name for name in ResultRow.__dataclass_fields__ if name not in {"spec", "warnings", "run_ids", "own_metrics"}
+    name
+    for name in ResultRow.__dataclass_fields__
+    if name not in {"spec", "warnings", "run_ids", "own_metrics", "own_units"}
 ]
 
 
@@ -125,7 +128,8 @@ def split_parameters(specs: list[RunSpec]) -> tuple[list[str], str]:
     names = [name for name in RunSpec.__struct_fields__ if name not in _NEVER_COLUMNS]
     values = {name: [getattr(spec, name) for spec in specs] for name in names}
     varying = [name for name in names if any(value != values[name][0] for value in values[name])]
-    always = ("model", "dataset", "strategy", "batch_size", "precision")
+    is_training = any(spec.model for spec in specs)
+    always = ("model", "dataset", "strategy", "batch_size", "precision") if is_training else ()
     alike = [name for name in names if specs and name not in varying and name not in _ALWAYS_COLUMNS]
     set_names = [name for name in alike if values[name][0] and values[name][0] != PARAMETER_DEFAULTS.get(name)]
     shared = [
@@ -218,7 +222,9 @@ def _own_metric(name: str) -> Callable[[ResultRow], float | None]:
 
 
 def _own_metric_cell(name: str) -> Callable[[ResultRow], str]:
-    return lambda row: three_digits(row.own_metrics[name]) if name in row.own_metrics else ""
+    return lambda row: (
+        format_figure(row.own_metrics[name], row.own_units.get(name, "")) if name in row.own_metrics else ""
+    )
 
 
 def _figure_column(heading: str, field_name: str, form: Callable[[float], str], compact_heading: str = "") -> Column:
@@ -260,7 +266,8 @@ def _table_notes(rows: list[ResultRow]) -> list[str]:
     if spreads:
         notes.append(f"spread: {'; '.join(spreads)}")
     if any(row.speedup for row in rows):
-        notes.append("speed-up: samples/s over one rank's with the same batch per replica; eff.: speed-up per device")
+        equal = "batch per replica" if any(row.spec and row.spec.model for row in rows) else "parameters"
+        notes.append(f"speed-up: samples/s over one rank's with the same {equal}; eff.: speed-up per device")
     if any(row.mfu is not None for row in rows):
         notes.append("MFU: the model's own FLOPs (no recomputation) over the devices' peak in the run's precision")
     if _has_recomputation(rows):

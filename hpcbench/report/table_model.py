@@ -12,7 +12,7 @@ from string import ascii_lowercase
 from typing import Any
 
 from hpcbench.fileio import printable_excerpt
-from hpcbench.units import format_bytes, format_count, format_rate, format_seconds
+from hpcbench.units import format_bytes, format_count, format_figure, format_rate, format_seconds
 
 
 def short_name(column: str) -> str:
@@ -162,10 +162,15 @@ def column_heading(column: str) -> str:
     return name.replace("_", " ").replace(".", " ")
 
 
-def format_value(column: str, value: Any) -> str:
-    """``value`` of ``column`` with a unit of suitable size; an empty text for ``None``."""
+def format_value(column: str, value: Any, unit: str | None = None) -> str:
+    """``value`` of ``column`` with a unit of suitable size; an empty text for ``None``.
+
+    ``unit`` is that of a command's metric, whose name does not contain it.
+    """
     if value is None:
         return ""
+    if unit is not None:
+        return format_figure(value, unit)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or column.startswith("spec."):
         return str(value)
     if column in _PERCENT_COLUMNS:
@@ -193,9 +198,9 @@ def _format_with_unit(column: str, value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:.4g}"
 
 
-def format_spread(column: str, value: float, low: float | None, high: float | None) -> str:
+def format_spread(column: str, value: float, low: float | None, high: float | None, unit: str | None = None) -> str:
     """``12.3 [12.1 12.6] ms``: the unit once if it is the same; without bounds the value alone."""
-    texts = [format_value(column, number) for number in (value, low, high)]
+    texts = [format_value(column, number, unit) for number in (value, low, high)]
     if low is None or high is None:
         return texts[0]
     numbers, units = zip(*((text.partition(" ")[0], text.partition(" ")[2]) for text in texts), strict=True)

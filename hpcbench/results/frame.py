@@ -23,7 +23,9 @@ from hpcbench.results.decode import decode_result, decode_result_unbounded, doub
 from hpcbench.results.results_tree import RUN_ID_PATTERN, ClusterTree, CollectedResult
 from hpcbench.results.schema import STATUS_BROKEN, FailureRecord, RunMetrics, RunResult, VerificationResult
 
-RESULT_COLUMNS = ("run_id", "config_id", "attempt", "sweep", "cluster", "status", "environment_digest", "warnings")
+RESULT_COLUMNS = (
+    "run_id", "config_id", "attempt", "sweep", "cluster", "status", "environment_digest", "warnings", "units", "better",
+)  # fmt: skip
 PROVENANCE_KEYS = ("hpcbench", "hpcbench_commit", "torch", "submission", "environment_key")
 """Keys of a result's provenance that are columns of the frame, as text."""
 FILE_COLUMNS = ("file.mtime_ns", "file.size_bytes")
@@ -93,6 +95,8 @@ def results_frame(results: Sequence[RunResult], files: Sequence[tuple[int, int]]
     columns: dict[str, Sequence[Any]] = {name: list(map(attrgetter(name), results)) for name in RESULT_COLUMNS}
     texts = [[*result.warnings, *doubts_of(result)] for result in results]
     columns["warnings"] = [sorted_json(warnings) if warnings else None for warnings in texts]
+    for name in ("units", "better"):
+        columns[name] = [sorted_json(value) if value else None for value in columns[name]]
     for name, record in _NESTED_RECORDS.items():
         _add_record_columns(columns, name, record, list(map(attrgetter(name), results)))
     for name in PROVENANCE_KEYS:

@@ -25,7 +25,7 @@ from hpcbench.cli.main import cli
 from hpcbench.config.cluster_profile import load_cluster, load_cluster_file, load_user_config
 from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.errors import HpcbenchError
-from hpcbench.report.comparison import load_reference_bands
+from hpcbench.report.comparison import load_bands
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.strategies.check_names import check_names
 from hpcbench.submit.plan import make_plan
@@ -122,7 +122,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for block in of_kind("toml"):
         if block.page == "docs/measurement.md":
             (folder / "spread.toml").write_text(block.text)
-        if "[[reference]]" in block.text:
+        if "[[band]]" in block.text:
             (folder / "bands.toml").write_text(block.text)
     (wide,) = (block for block in ALL if block.page == "docs/add-a-model.md" and "width=256" in block.text)
     for module in ("nets/wide.py", "my-models/nets.py"):
@@ -225,8 +225,8 @@ def test_toml_blocks_are_valid(block: Block, template: Path, tmp_path: Path, mon
     data = tomli.loads(block.text)
     if {"fixed", "grid", "include"} & set(data):
         check_names(load_sweep(path))
-    elif "reference" in data:
-        assert load_reference_bands(path)[0]
+    elif "band" in data:
+        assert load_bands(path)[0]
     elif {"accounts", "cluster"} & set(data):
         monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
         (tmp_path / "hpcbench").mkdir()

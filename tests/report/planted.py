@@ -18,6 +18,10 @@ NOISE = (0.0, 0.004, -0.003, 0.002, -0.005)
 """What launches of one configuration differ by, as shares."""
 
 
+COMMAND: dict[str, Any] = {"model": "", "dataset": "", "strategy": "command", "batch_size": 0, "command_digest": "d"}
+"""Values of a command's run in place of a training's parameters."""
+
+
 def launch(
     step_s: float | None,
     *,

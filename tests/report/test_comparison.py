@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 from click.testing import CliRunner, Result
 
@@ -19,6 +20,7 @@ from hpcbench.errors import ConfigError, HpcbenchError
 from hpcbench.report.comparison import (
     ConfigurationPair,
     comparison_metric,
+    is_larger_better,
     judge_pairs,
     pair_configurations,
     separating_parameters,
@@ -48,7 +50,7 @@ def a_tree(
         after = step_s * (1.05 if number == slower else 1)
         base, new = (launches(source, count, one, disturbed) for one in (step_s, after))
         pairs.append(ConfigurationPair("c", str(number), SPEC, base, new))
-    judge_pairs(pairs, STEP, 0.02)
+    judge_pairs(pairs, False, 0.02)
     return pairs
 
 
@@ -100,7 +102,7 @@ FIVE, SLOWER = [1.00, 1.01, 1.02, 1.03, 1.04], [1.10, 1.11, 1.12, 1.13, 1.14]
     ],
 )
 def test_a_pair_of_configurations_gets_the_expected_verdict(one: ConfigurationPair, column: str, verdict: str) -> None:
-    judge_pairs([one], column, 0.02)
+    judge_pairs([one], is_larger_better(column, pl.DataFrame()), 0.02)
     assert one.verdict == verdict
     assert bool(one.reason) == (verdict in ("inconclusive", "fails"))
 
@@ -145,7 +147,7 @@ def findings() -> list[ComparisonRow]:
         ConfigurationPair("c", "b" * 12, RunSpec(model="resnet18", dataset="digits", strategy="<&\x1b", batch_size=8), [1.0], [1.0]),
         ConfigurationPair("c", "d" * 12, RunSpec(model="resnet18", dataset="digits", strategy="fsdp", batch_size=8), [1.0], [], Counter(oom=1)),
     ]  # fmt: skip
-    judge_pairs(pairs, STEP, 0.02)
+    judge_pairs(pairs, False, 0.02)
     return rows_from_pairs(pairs, STEP)
 
 
@@ -225,7 +227,7 @@ def test_option_since_splits_launches_at_a_date(trees: Path) -> None:
         call(trees / "old", "--since", "yesterday")
 
 
-BAND = """[[reference]]
+BAND = """[[band]]
 where = 'strategy == "ddp" and cluster == "c"'
 value = "{}"
 low = -0.1
@@ -243,10 +245,10 @@ high = 0.05
         (BAND.format("1 s") + BAND.format("7").replace('"7"', '7\nmetric = "samples_per_s"'), 1, ["outside", "within"]),
     ],
 )
-def test_measurements_outside_a_reference_band_fail(trees: Path, text: str, code: int, verdicts: list[str]) -> None:
+def test_measurements_outside_a_band_fail(trees: Path, text: str, code: int, verdicts: list[str]) -> None:
     bands = trees / "bands.toml"
     bands.write_text(text)
-    done = call(trees / "new", "--reference", bands, "--json")
+    done = call(trees / "new", "--bands", bands, "--json")
     assert [row["verdict"] for row in json.loads(done.stdout)["rows"]] == verdicts
     assert done.exit_code == code
 
@@ -254,18 +256,18 @@ def test_measurements_outside_a_reference_band_fail(trees: Path, text: str, code
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (BAND.format("1 GiB"), r"bands.toml:1: reference.0: '1 GiB' is no time"),
+        (BAND.format("1 GiB"), r"bands.toml:1: band.0: '1 GiB' is no time"),
         (BAND.format("1 s").replace("low = -0.1\nhigh = 0.05\n", ""), "low, high or both are needed"),
         (BAND.format("1 s").replace("strategy ==", "stratgy =="), r"bands.toml:2: .*no column 'stratgy'"),
         (BAND.format("1").replace('"1"', "1") + 'metric = "fast"', r"bands.toml:6: no column 'fast'"),
         (BAND.format("1 s").replace("-0.1", "0.1"), "less than or equal to 0"),
     ],
 )
-def test_an_invalid_reference_is_reported_with_its_place(trees: Path, text: str, message: str) -> None:
+def test_an_invalid_band_is_reported_with_its_place(trees: Path, text: str, message: str) -> None:
     bands = trees / "bands.toml"
     bands.write_text(text)
     with pytest.raises(HpcbenchError, match=message):
-        call(trees / "new", "--reference", bands)
+        call(trees / "new", "--bands", bands)
 
 
 def test_a_wrong_number_of_sources_is_refused(trees: Path) -> None:

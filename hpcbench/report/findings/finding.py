@@ -19,6 +19,7 @@ from hpcbench.report.configurations import (
     aggregate_launches,
     decode_warnings,
     run_spec_of,
+    varying_parameters,
     with_speedups,
 )
 from hpcbench.results.schema import STATUS_BROKEN, STATUS_OK
@@ -29,8 +30,8 @@ OBSERVED: Literal["observed"] = "observed"
 """Measured or counted as it stands, without any inference; the other values are those of ``hypothesis_tests``."""
 
 FINDING_KINDS = {
-    "fastest": "Fastest strategy",
-    "crossover": "Crossovers of the fastest strategy",
+    "fastest": "Fastest",
+    "crossover": "Crossovers of the fastest",
     "efficiency": "Efficiency",
     "memory": "Memory",
     "failure": "Failures",
@@ -131,6 +132,8 @@ class ConfigurationLaunches:
     warnings: list[str] = field(default_factory=list)
     failure: tuple[str, str, str] = ("", "", "")
     """Type, message and hint."""
+    parameters: tuple[str, ...] = ()
+    """Parameters of a command by which runs differ: they stand in the strategy's place."""
 
     @property
     def is_ok(self) -> bool:
@@ -143,8 +146,17 @@ class ConfigurationLaunches:
 
     @property
     def label(self) -> str:
-        """The strategy, of a hybrid with its degrees."""
-        return printable_excerpt(strategy_label(self.spec))
+        """The strategy, of a hybrid with its degrees; or the parameters of a command."""
+        return printable_excerpt(self._parameters_text or strategy_label(self.spec))
+
+    @property
+    def line(self) -> str:
+        """Name of a line over scales: the strategy, whatever its degrees are, or the parameters of a command."""
+        return printable_excerpt(self._parameters_text or self.spec.strategy)
+
+    @property
+    def _parameters_text(self) -> str:
+        return ", ".join(f"{name} {self.spec.parameters.get(name)}" for name in self.parameters)
 
     def evidence(self) -> EvidenceRow:
         return EvidenceRow(
@@ -176,14 +188,17 @@ def configurations_of(frame: pl.DataFrame, where: Condition | None = None) -> tu
     broken = rows.filter(pl.col("status") == STATUS_BROKEN)
     if where is not None:
         readable, broken = readable.filter(where.mask(readable)), rows.clear()
-    first, second = (list(map(_configuration_launches, rows.iter_rows(named=True))) for rows in (readable, broken))
+    parameters = tuple(varying_parameters(readable))
+    first, second = (
+        [_configuration_launches(row, parameters) for row in rows.iter_rows(named=True)] for rows in (readable, broken)
+    )
     return first, second
 
 
 _UNKNOWN_SPEC = RunSpec(model="", dataset="", strategy="?", batch_size=1)
 
 
-def _configuration_launches(row: dict[str, Any]) -> ConfigurationLaunches:
+def _configuration_launches(row: dict[str, Any], parameters: tuple[str, ...]) -> ConfigurationLaunches:
     is_broken = row["status"] == STATUS_BROKEN
     launches = ConfigurationLaunches(
         row["cluster"], _UNKNOWN_SPEC if is_broken else run_spec_of(row), row["status"], row["config_id"] or "",
@@ -192,6 +207,7 @@ def _configuration_launches(row: dict[str, Any]) -> ConfigurationLaunches:
         peak_memory_bytes=row["metrics.peak_memory_bytes"],
         warnings=decode_warnings(row["warnings"]),
         failure=(row["error.type"] or "", row["error.message"] or "", row["error.hint"] or ""),
+        parameters=parameters,
     )  # fmt: skip
     if launches.status == STATUS_OK and row["_rates"]:
         launches.rates, launches.rate, launches.step_time_s = row["_rates"], row[THROUGHPUT], row[STEP_TIME]
@@ -243,7 +259,8 @@ class SubjectNames:
     def name(self, cluster_workload: ClusterWorkload, scale: RunScale | None = None) -> str:
         """``resnet18 on digits, precision bf16, 4 nodes``."""
         cluster, workload = cluster_workload
-        words = [f"{workload[self._model]} on {workload[self._dataset]}"]
+        is_command = not workload[self._model]
+        words = ["the command" if is_command else f"{workload[self._model]} on {workload[self._dataset]}"]
         words += [f"{name} {workload[number]}" for number, name in self._named if workload[number] is not None]
         words += [str(scale)] if scale is not None else []
         words += [f"cluster {cluster}"] if self._several_clusters else []

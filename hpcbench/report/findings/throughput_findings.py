@@ -92,7 +92,8 @@ def _only_strategy_finding(subject: str, only: ConfigurationLaunches, rows: Conf
     others = list(dict.fromkeys(f"{row.label} ({_end_text(row)})" for row in failed))
     text = f"only {only.label} {'ended well' if others else 'was measured'}: {format_rate(only.rate or 0)} samples/s"
     why = f"{join_words(others)} did not" if others else pluralize(len(only.rates), "launch", "launches")
-    settle = "" if only.scale.devices == 1 or failed else "measure another strategy at this scale"
+    other = "other parameters" if only.spec.parameters else "another strategy"
+    settle = "" if only.scale.devices == 1 or failed else f"measure {other} at this scale"
     if any(row.status in _STOPPED_STATUSES for row in failed):
         settle = "submit the sweep again: it runs stopped runs"
     return Finding(
@@ -164,7 +165,7 @@ def crossover_findings(table: WorkloadTable, subjects: SubjectNames) -> list[Fin
         ranked = [(scale, best_per_strategy(rows), rows) for scale, rows in by_scale.items() if scale.devices > 1]
         for pair in itertools.pairwise(entry for entry in ranked if entry[1]):
             winners = [ranking[0] for _, ranking, _ in pair]
-            if winners[0].spec.strategy != winners[1].spec.strategy:
+            if winners[0].line != winners[1].line:
                 sides = [
                     _CrossoverSide(scale, ranking[0], _find_strategy(ranking, other), rows)
                     for (scale, ranking, rows), other in zip(pair, reversed(winners), strict=True)
@@ -190,7 +191,7 @@ def _find_strategy(ranking: Configurations, other: ConfigurationLaunches) -> Con
     ``None`` if the ranking has no configuration of that strategy.
     """
     exact = [row for row in ranking if row.label == other.label]
-    return next(iter(exact or [row for row in ranking if row.spec.strategy == other.spec.strategy]), None)
+    return next(iter(exact or [row for row in ranking if row.line == other.line]), None)
 
 
 def _crossover_finding(subject: str, sides: list[_CrossoverSide], verdicts: list[WinnerVerdict | None]) -> Finding:
@@ -239,7 +240,7 @@ def _lines_over_scales(scales: Iterable[Configurations]) -> list[Configurations]
     for rows in scales:
         # Hybrids of one strategy with other degrees are one line over scales.
         for row in best_per_strategy(rows):
-            line = lines.setdefault(row.spec.strategy, [])
+            line = lines.setdefault(row.line, [])
             has_baseline = row.efficiency is not None and row.baseline_rates
             is_larger = row.scale.devices > (row.baseline_devices or 1)
             if has_baseline and is_larger and not (line and line[-1].scale == row.scale):
@@ -263,7 +264,7 @@ def _efficiency_finding(
     if row.baseline_environment != row.environment_digest:
         why = "the run on one device was measured in another environment"
         verdict = replace(verdict, sure=INCONCLUSIVE, why=why, settle="measure both in one environment")
-    strategy = row.spec.strategy
+    strategy = row.line
     if (row.efficiency or 0) < bound:
         text = f"{strategy} falls below {bound:.0%} at {row.scale}: {row.efficiency:.0%}"
     else:
@@ -282,10 +283,11 @@ def _missing_baseline_findings(table: WorkloadTable, subjects: SubjectNames) -> 
     for workload, by_scale in table.items():
         scaled = [row for scale, rows in by_scale.items() for row in rows if scale.devices > 1 and row.is_ok]
         if scaled and all(row.efficiency is None for row in scaled):
+            equal, what = ("batch", "single (or any strategy)") if scaled[0].spec.model else ("parameters", "it")
             findings.append(Finding(
                 "efficiency", subjects.name(workload),
-                "inconclusive: there is no run on one device with the same batch", INCONCLUSIVE,
-                "efficiency is relative to one device", "measure single (or any strategy) on one device",
+                f"inconclusive: there is no run on one device with the same {equal}", INCONCLUSIVE,
+                "efficiency is relative to one device", f"measure {what} on one device",
                 cluster=workload[0],
             ))  # fmt: skip
     return findings
