@@ -6,8 +6,11 @@ hpcbench itself is taken from the tree, so that what an environment holds depend
 from __future__ import annotations
 
 import fcntl
+import importlib.metadata
+import importlib.util
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -32,6 +35,7 @@ def make_cached_environment(
     changeable: Sequence[str],
     announcement: str,
     run: Callable[[Sequence[str]], None],
+    links: Sequence[Path] = (),
 ) -> None:
     """Make a virtual environment in ``folder``, unless it is there already.
 
@@ -43,6 +47,7 @@ def make_cached_environment(
         changeable: Requirements among the arguments; where only they have changed, pip changes the environment in place.
         announcement: What is printed before an installation.
         run: Runs a command, and raises ``EnvironmentMissing`` if it fails.
+        links: Installed packages that the environment shares.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f"{folder.name}.lock").open("w") as lock:
@@ -54,6 +59,9 @@ def make_cached_environment(
         print(announcement, flush=True)
         if not known.startswith(base):
             run([python, "-m", "venv", "--clear", str(folder)])
+            (packages,) = folder.glob("lib/python*/site-packages")
+            for link in links:
+                (packages / link.name).symlink_to(link)
         ready.unlink(missing_ok=True)
         run([str(folder / "bin/python"), "-m", "pip", "install", "--quiet", *pip_arguments])
         ready.write_text(state)
@@ -71,3 +79,21 @@ def run_or_refuse(command: Sequence[str], what: str) -> None:
             f"the environment of {what} cannot be installed: {done.stdout.strip()[-600:]}\n"
             f"it needs a package index with that torch: {' '.join(command)}"
         )
+
+
+def make_trainer_environment(name: str, requirements: Sequence[str]) -> Path:
+    """Return the interpreter of a cached environment with ``requirements`` and the torch of this one.
+
+    Raises:
+        EnvironmentMissing: pip cannot install them.
+    """
+    torch = Path(importlib.util.find_spec("torch").origin).parent  # type: ignore[union-attr, arg-type]
+    version = importlib.metadata.version("torch")
+    links = [torch, torch.parent / "torchgen", torch.parent / "functorch", *torch.parent.glob("torch-*.dist-info")]
+    folder = cached_folder(f"trainer-{name}")
+    base = "\n".join([sys.executable, version, *map(str, links), *requirements])
+    make_cached_environment(
+        folder, sys.executable, requirements, base, [], f"installing {' '.join(requirements)} in {folder}",
+        lambda command: run_or_refuse(command, name), [link for link in links if link.exists()],
+    )  # fmt: skip
+    return folder / "bin" / "python"

@@ -55,7 +55,7 @@ def _names_in(kind: str, patterns: Iterable[str]) -> set[str]:
 def complete_sweeps(context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Names of sweep files and of sweeps in the results; paths of files."""
     recorded = {path.stem for tree in _trees(context) for path in (tree.root / "sweeps").glob("[!.]*.json")}
-    return _matching(_names_in("sweeps", ["*"]) | recorded, incomplete, or_file=True)
+    return _matching(_names_in("sweeps", ["*", "*/*"]) | recorded, incomplete, or_file=True)
 
 
 def complete_clusters(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:

@@ -32,7 +32,7 @@ def find_sweep_file(name: str) -> Path:
     """Find the file of a sweep.
 
     Args:
-        name: A path, or the name of a file in a ``sweeps`` folder.
+        name: A path, or the name of a file in a ``sweeps`` folder or in a folder below it.
 
     Raises:
         ConfigError: There is no such file.
@@ -45,7 +45,7 @@ def find_sweep_file(name: str) -> Path:
         return path
     sweeps: dict[str, Path] = {}
     for folder in search_folders("sweeps"):
-        for file in sorted(folder.glob("*.toml")):
+        for file in [*sorted(folder.glob("*.toml")), *sorted(folder.glob("*/*.toml"))]:
             sweeps.setdefault(file.stem, file)
     if name not in sweeps:
         raise ConfigError(f"no sweep {name!r}", hint=did_you_mean(name, sweeps))

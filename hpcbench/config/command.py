@@ -18,7 +18,7 @@ from hpcbench.config.run_spec import PARAMETER_DEFAULTS, OptionValue, RunSpec, s
 
 LAUNCH_VARIABLES = (
     "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK",
-    "HPCBENCH_RUN_FOLDER", "HPCBENCH_METRICS", "HPCBENCH_NODES", "HPCBENCH_DEVICES_PER_NODE",
+    "HPCBENCH_RUN_FOLDER", "HPCBENCH_SWEEP_FOLDER", "HPCBENCH_METRICS", "HPCBENCH_NODES", "HPCBENCH_DEVICES_PER_NODE",
 )  # fmt: skip
 """Variables that every process of a command has, and placeholders of the same names."""
 RUN_INTEGERS = ("nodes", "devices_per_node", "devices", "seed", "repeat")
@@ -52,11 +52,16 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Expressions of ``PER_STEP_COUNTS``, by name."""
     defaults: dict[str, OptionValue] = {}
     """Default of every parameter."""
+    sweep_folder: str = ""
+    """Folder of the sweep's file, where programs of its own may lie."""
 
     @property
     def digest(self) -> str:
-        """16 hex digits of all that the command is: runs of another command are other runs."""
-        return hashlib.sha256(sorted_json(msgspec.to_builtins(self)).encode()).hexdigest()[:16]
+        """16 hex digits of all that the command is: runs of another command are other runs.
+
+        The folder of the sweep is left out: a project that moved has the same runs."""
+        moved = msgspec.structs.replace(self, sweep_folder="")
+        return hashlib.sha256(sorted_json(msgspec.to_builtins(moved)).encode()).hexdigest()[:16]
 
 
 def unused_parameters(command: Command) -> list[str]:

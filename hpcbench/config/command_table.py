@@ -14,6 +14,7 @@ from hpcbench.config.option import Option, toml_literal
 from hpcbench.config.run_spec import PARAMETER_DEFAULTS, RunSpec
 from hpcbench.config.toml_tables import SingleLineText, TomlSource, TomlTable
 from hpcbench.errors import ConfigError, HpcbenchError, did_you_mean
+from hpcbench.paths import resolve_beside
 
 _NAME = r"^[A-Za-z][A-Za-z0-9_]{0,63}$"
 _KINDS = {"bool": bool, "int": int, "float": float, "text": str}
@@ -119,6 +120,7 @@ def parse_command(table: CommandTable, source: TomlSource, problems: list[Hpcben
         must_not_match=table.must_not_match, outputs=table.outputs,
         metrics=[CommandMetric(**one.model_dump(by_alias=True)) for one in table.metrics], per_step=per_step,
         defaults={name: one.option.default for name, one in table.parameters.items()},
+        sweep_folder=str(resolve_beside(source.path, ".")),
     )  # fmt: skip
 
 

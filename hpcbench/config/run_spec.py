@@ -132,7 +132,9 @@ def run_label(spec: RunSpec) -> str:
     repeat = f", repeat {spec.repeat}" if spec.repeat else ""
     ranks = f"{spec.ranks} rank" + ("s" if spec.ranks > 1 else "")
     if spec.workload == "command":
-        words = "".join(f", {name} {value}" for name, value in spec.parameters.items())
+        ranks = f"{spec.devices} device" + ("s" if spec.devices > 1 else "")
+        # Paths would hide the other values.
+        words = "".join(f", {name} {value}" for name, value in spec.parameters.items() if "/" not in str(value))
         return f"{spec.strategy} on {ranks}{words}{repeat}"
     return f"{strategy_label(spec)} on {ranks}, {spec.model}, batch {spec.batch_size}{repeat}"
 

@@ -8,7 +8,7 @@ import json
 import operator
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -266,7 +266,7 @@ def _apply(data: dict[str, Any], text: str) -> KeyPath:
     where = f"--set {text}"
     if not separator or not key:
         raise ConfigError("no key=value", where=where, hint="for instance steps=5 or grid.batch_size=8,16")
-    path = _key_path(key, where)
+    path = _key_path(key, where, _table(_table(data, "command"), "parameters"))
     is_list = path[0] == "grid" or path == ("scaling", "nodes")
     value = _parse_list(value_text) if is_list else toml_tables.parse_toml_value(value_text)
     if path[0] == "fixed" and path[1] != "env" and isinstance(value, str) and "," in value:
@@ -293,10 +293,16 @@ def _apply(data: dict[str, Any], text: str) -> KeyPath:
     return path
 
 
-def _key_path(key: str, where: str) -> tuple[str, ...]:
-    """The place of ``key`` in the file: parameters without a table stand in ``[fixed]``."""
+def _key_path(key: str, where: str, of_command: Collection[str]) -> tuple[str, ...]:
+    """The place of ``key`` in the file: parameters without a table stand in ``[fixed]``.
+
+    ``of_command`` are the names of a command's own parameters.
+    """
     first, _, rest = key.partition(".")
     parameters = parameter_types()
+    table, name = (first, rest) if first in ("fixed", "grid") else ("fixed", key)
+    if name.removeprefix("parameters.") in of_command:
+        return (table, name.removeprefix("parameters."))
     if first in parameters:
         first, rest = "fixed", key
     if first in ("fixed", "grid"):
@@ -310,7 +316,9 @@ def _key_path(key: str, where: str) -> tuple[str, ...]:
         return (key,)
     if first in (field.alias or name for name, field in SweepFile.model_fields.items()):
         raise ConfigError(f"[{first}] cannot be set here", where=where, hint="change it in the sweep's file")
-    raise ConfigError(f"unknown key {key!r}", where=where, hint=did_you_mean(key, [*parameters, *_SETTABLE_KEYS]))
+    raise ConfigError(
+        f"unknown key {key!r}", where=where, hint=did_you_mean(key, [*of_command, *parameters, *_SETTABLE_KEYS])
+    )
 
 
 def _parse_list(text: str) -> list[Any]:

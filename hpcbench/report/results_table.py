@@ -54,7 +54,7 @@ _DEGREE_PARAMETERS = ("devices_per_task", "dp_degree", "tp_degree", "sp_degree",
 """Parts of the strategy's label and of the ranks for readers; columns of their own for programs."""
 _NEVER_COLUMNS = {
     "nodes", "tasks_per_node", "repeat", "seed", "verify", "time_limit_min", "spec_version", "workload",
-    "command_digest", *_DEGREE_PARAMETERS,
+    "command_digest", "parameters", *_DEGREE_PARAMETERS,
 }  # fmt: skip
 
 
@@ -117,25 +117,39 @@ def parameter_column(name: str) -> Column:
     """A column for programs with a parameter of the specification; tables of options as JSON."""
 
     def value(row: IdentifiedRow) -> Any:
-        parameter = getattr(row.spec, name, None)
+        parameter = _parameter(row.spec, name)
         return sorted_json(parameter) if isinstance(parameter, dict) else parameter
 
     return data_column(name, value)
 
 
 def split_parameters(specs: list[RunSpec]) -> tuple[list[str], str]:
-    """Return the names of parameters that differ between ``specs``, and a text about those that all share."""
-    names = [name for name in RunSpec.__struct_fields__ if name not in _NEVER_COLUMNS]
-    values = {name: [getattr(spec, name) for spec in specs] for name in names}
-    varying = [name for name in names if any(value != values[name][0] for value in values[name])]
+    """Return the names of parameters that differ between ``specs``, and a text about those that all share.
+
+    Parameters of a command are called ``parameters.lr``.
+    """
     is_training = any(spec.model for spec in specs)
+    # The one option of commands is their launch, which all runs of a sweep share.
+    never = _NEVER_COLUMNS if is_training else {*_NEVER_COLUMNS, "options"}
+    names = [name for name in RunSpec.__struct_fields__ if name not in never]
+    names += dict.fromkeys(f"parameters.{name}" for spec in specs for name in spec.parameters)
+    values = {name: [_parameter(spec, name) for spec in specs] for name in names}
+    varying = [name for name in names if any(value != values[name][0] for value in values[name])]
     always = ("model", "dataset", "strategy", "batch_size", "precision") if is_training else ()
     alike = [name for name in names if specs and name not in varying and name not in _ALWAYS_COLUMNS]
     set_names = [name for name in alike if values[name][0] and values[name][0] != PARAMETER_DEFAULTS.get(name)]
     shared = [
-        f"{name} {values[name][0]}" for name in alike if values[name][0] and (name in always or name in set_names)
+        f"{name.removeprefix('parameters.')} {values[name][0]}"
+        for name in alike
+        if values[name][0] and (name in always or name in set_names)
     ]
     return [name for name in varying if name not in _ALWAYS_COLUMNS], printable_excerpt(", ".join(shared))
+
+
+def _parameter(spec: RunSpec | None, name: str) -> Any:
+    table, _, key = name.partition(".")
+    value = getattr(spec, table, None)
+    return value.get(key) if key and value is not None else value
 
 
 class IdentifiedRow(Protocol):
@@ -161,9 +175,9 @@ def identity_columns(rows: Sequence[IdentifiedRow], varying: Iterable[str]) -> l
 
 
 def _parameter_key_column(name: str) -> Column:
-    heading = _PARAMETER_HEADINGS.get(name)
+    heading, own_name = _PARAMETER_HEADINGS.get(name), name.removeprefix("parameters.")
     return text_column(
-        heading or name, lambda row: parameter_text(getattr(row.spec, name, None)), is_key=True,
+        heading or own_name, lambda row: parameter_text(_parameter(row.spec, name)), is_key=True,
         is_number=heading is not None, folds=heading is None,
     )  # fmt: skip
 
@@ -176,7 +190,9 @@ _PARAMETER_HEADINGS = {
 def _ranks_cell(row: IdentifiedRow) -> str:
     if row.spec is None:
         return ""
-    return str(row.spec.ranks) if row.spec.nodes == 1 else f"{row.spec.nodes}x{row.spec.tasks_per_node}"
+    # A process of a command starts the ranks of its devices itself.
+    per_node = row.spec.tasks_per_node * (1 if row.spec.model else row.spec.devices_per_task)
+    return str(per_node) if row.spec.nodes == 1 else f"{row.spec.nodes}x{per_node}"
 
 
 def parameter_text(value: Any) -> str:

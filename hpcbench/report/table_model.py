@@ -154,7 +154,7 @@ def column_heading(column: str) -> str:
     """``metrics.step_time_s.median -> step time``: the unit is in the cells."""
     if column in COLUMN_HEADINGS:
         return COLUMN_HEADINGS[column]
-    name = short_name(column)
+    name = short_name(column).removeprefix("own.")
     if not column.startswith(("metrics.", "predicted_")):
         return name
     for unit in ("_s", "_bytes", "_j"):

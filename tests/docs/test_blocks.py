@@ -42,6 +42,7 @@ FOLLOWED = {
     "benchmarks/oracle/README.md": "tests/predict/test_abci_predictions.py",
     "benchmarks/oracle/gpu.md": "tests/predict/test_gpu_predictions.py",
     "docs/tutorial.md": "tests/slurm/test_tutorial.py",
+    "docs/your-own-command.md": "tests/cli/test_command_examples.py",
 }
 """Pages that a test of their own follows from top to bottom."""
 PLACEHOLDERS = {"SWEEP": "quickstart", "C": "my-cluster", "FILE": "bands.toml"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import os
 import re
 import shutil
@@ -26,7 +27,7 @@ import msgspec
 import psutil
 import torch
 
-from hpcbench.config.command import Command, command_values, fill_word
+from hpcbench.config.command import LAUNCH_VARIABLES, Command, command_values, fill_word
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError, unsupported
 from hpcbench.fileio import printable_text
@@ -43,6 +44,7 @@ from hpcbench.worker.measure.host import read_counter
 from hpcbench.worker.shutdown import StopController
 
 _POLL_S = 0.1
+_MAX_HASHED_BYTES = 64 * 2**20
 _MEMORY_POLL_S = 1.0
 _TERM_PATIENCE_S = 5.0
 """Seconds from SIGTERM to SIGKILL: the scheduler's own patience is often 30 s."""
@@ -82,7 +84,8 @@ def run_command(finalizer: RunFinalizer, command: Command) -> None:
         info, context.header, attempt.rendezvous_path, launch, spec.nodes == 1, stop
     )
     device = _measured_device(context.header.device, info)
-    provenance = record_provenance(context.header, spec, info, device, context.user_env)
+    facts = {"program_files_sha256": program_hashes(command, command_values(spec, command))}
+    provenance = record_provenance(context.header, spec, info, device, context.user_env, facts)
     finalizer.measurements.result.provenance = provenance
     folder = attempt.folder / "run" if command.folder == "run" else Path(command.folder)
     address, port = _agree_on_master(context.header, spec, info.rank, channel, stop)
@@ -90,7 +93,9 @@ def run_command(finalizer: RunFinalizer, command: Command) -> None:
         "MASTER_ADDR": address, "MASTER_PORT": str(port), "RANK": str(info.rank), "LOCAL_RANK": str(info.local_rank),
         "WORLD_SIZE": str(info.world_size), "LOCAL_WORLD_SIZE": str(info.local_world_size),
         "NODE_RANK": str(info.node_rank),
-        "HPCBENCH_METRICS": str(attempt.folder / f"metrics-{info.rank}.jsonl"), "HPCBENCH_NODES": str(spec.nodes),
+        "HPCBENCH_SWEEP_FOLDER": command.sweep_folder,
+        "HPCBENCH_METRICS": str(attempt.folder / f"metrics-{info.rank}.jsonl"),
+        "HPCBENCH_NODES": str(spec.nodes),
         "HPCBENCH_DEVICES_PER_NODE": str(spec.tasks_per_node * spec.devices_per_task),
     }  # fmt: skip
     values = {**command_values(spec, command), **variables}
@@ -107,6 +112,21 @@ def run_command(finalizer: RunFinalizer, command: Command) -> None:
         # All ranks share the folder.
         outcome.outputs, lost = keep_outputs(command, folder, attempt.folder / "outputs")
         finalizer.measurements.result.warnings += lost
+
+
+def program_hashes(command: Command, values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the SHA-256 of each word of the command that names a file, such as the interpreter and a script.
+
+    Launches of two versions of a script have two environments, and no table takes a median over both.
+    """
+    known = {**dict.fromkeys(LAUNCH_VARIABLES, ""), **values, "HPCBENCH_SWEEP_FOLDER": command.sweep_folder}
+    hashes = {}
+    for word in command.argv:
+        path = Path(fill_word(word, known))
+        with contextlib.suppress(OSError, ValueError):
+            if path.is_absolute() and path.is_file() and path.stat().st_size <= _MAX_HASHED_BYTES:
+                hashes[word] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashes
 
 
 def _agree_on_master(

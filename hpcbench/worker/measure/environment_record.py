@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -91,7 +92,7 @@ def git_commit() -> str | None:
 _DIGEST_KEYS = (
     "hpcbench", "python", "torch", "torch_git", "torch_build", "cuda", "cudnn", "nccl", "driver", "packages", "machine",
     "device", "cpu_model", "cores", "cpu", "gpu_model", "gpu", "infiniband", "container", "container_kind",
-    "model_file_sha256",
+    "model_file_sha256", "program_files_sha256",
 )  # fmt: skip
 _JOB_VARIABLES = {
     "job_id": "SLURM_JOB_ID", "array_job_id": "SLURM_ARRAY_JOB_ID", "array_task_id": "SLURM_ARRAY_TASK_ID",
@@ -113,10 +114,11 @@ _IMAGE_VARIABLES = (
 
 
 def record_provenance(
-    header: TaskFileHeader, spec: RunSpec, info: RankInfo, device: torch.device, user_env: Mapping[str, str]
-) -> dict[str, Any]:
-    """Return ``collect_provenance`` with the digest of the environment, where this rank makes one."""
-    provenance = collect_provenance(header, spec, info, device)
+    header: TaskFileHeader, spec: RunSpec, info: RankInfo, device: torch.device, user_env: Mapping[str, str],
+    facts: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:  # fmt: skip
+    """Return ``collect_provenance`` and ``facts`` with the digest of the environment, where this rank makes one."""
+    provenance = {**collect_provenance(header, spec, info, device), **facts}
     digest = environment_digest(provenance, header, user_performance_environment(user_env, spec.env))
     return provenance if digest is None else {**provenance, "environment_digest": digest}
 
