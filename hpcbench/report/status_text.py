@@ -12,13 +12,11 @@ import click
 
 from hpcbench.config.run_spec import RunSpec, run_label, strategy_label
 from hpcbench.fileio import printable_excerpt, printable_text
+from hpcbench.report.table_output import STATUS_STYLE
 from hpcbench.submit.run_state import ACTIVE_STATES, RunState, count_states, suspect_nodes
 from hpcbench.submit.watcher import RunDetails
 from hpcbench.units import format_seconds
 
-STATUS_STYLE = {
-    "ok": "green", "lost": "red", "failed": "red", "timeout": "yellow", "cancelled": "yellow", "oom": "magenta",
-}  # fmt: skip
 _UNLISTED_STATES = frozenset({"ok", "planned"})
 _PENDING_RANKS = {"running": 1, "pending": 2, "waiting": 3}
 """Listed last, in this order: they need no attention."""

@@ -13,9 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from hpcbench.fileio import printable_excerpt
-from hpcbench.report.status_text import STATUS_STYLE
 from hpcbench.report.table_model import Column, View
 
+STATUS_STYLE = {
+    "ok": "green", "lost": "red", "failed": "red", "timeout": "yellow", "cancelled": "yellow", "oom": "magenta",
+}  # fmt: skip
+"""Colours of states; others have none."""
 _MAX_KEY_WIDTH = 24
 """Longer keys are folded within their column."""
 _MIN_FOLDED_WIDTH = 12
