@@ -35,6 +35,35 @@ _FACTORS_BY_KIND = {"time": _TIME_UNITS, "size": _SIZE_UNITS, "rate": _RATE_UNIT
 _EXAMPLES = {"time": "30 min", "size": "94 GiB", "rate": "200 Gbit/s", "computing speed": "312 TFLOP/s"}
 
 
+_OTHER_UNITS = frozenset({
+    "", "%", "°C", "1", "bytes", "J", "kJ", "MJ", "W", "kW", "Wh", "kWh", "Hz", "MHz", "GHz",
+    "step", "sample", "token", "device", "GPU", "rank", "node", *(f"{prefix}FLOP" for prefix in _DECIMAL_PREFIXES),
+    *(f"{prefix}bit" for prefix in _DECIMAL_PREFIXES), *_TIME_UNITS, *_SIZE_UNITS, *_RATE_UNITS, *_SPEED_UNITS,
+})  # fmt: skip
+_WRONG_UNITS = {
+    **dict.fromkeys(("secs", "second", "seconds"), "s"), **dict.fromkeys(("msecs", "milliseconds"), "ms"),
+    **dict.fromkeys(("usecs", "microseconds"), "us"), "minutes": "min", "kilobytes": "kB", "megabytes": "MB",
+    "gigabytes": "GB", "joules": "J", "watts": "W", "flops": "FLOP/s",
+}  # fmt: skip
+
+
+def check_unit(text: str) -> None:
+    """Raise ``ValueError`` if ``text`` is no unit: known ones, counts of plural nouns (tokens), and quotients of both.
+
+    >>> check_unit("tokens/s")
+    """
+    for part in [] if text in _OTHER_UNITS else text.split("/"):
+        if part in _WRONG_UNITS:
+            raise ValueError(f"{part!r} is no unit: write {_WRONG_UNITS[part]!r}")
+        if part not in _OTHER_UNITS - {""} and not re.fullmatch("[a-z]{3,}s", part):
+            raise ValueError(f"{part!r} is no unit: for instance s, ms, bytes, GB/s, J, %, or a count such as tokens/s")
+
+
+def time_unit_s(unit: str) -> float | None:
+    """Seconds of one ``unit`` of time; ``None`` for a unit of something else."""
+    return _TIME_UNITS.get(unit)
+
+
 def parse_quantity(text: str, kind: str) -> float:
     """The SI value of ``text`` such as ``"200 Gbit/s"``; ``kind`` is a key of the table of units.
 

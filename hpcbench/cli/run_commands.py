@@ -211,7 +211,9 @@ def print_submit_outcome(plan: SweepPlan, outcome: SubmitOutcome) -> None:
         counts.append(f"{unsent} of earlier submissions that were not sent before")
     if unsent < len(waiting):
         counts.append(f"{len(waiting) - unsent} of which it is not known whether they run")
-    print_message(f"sweep {plan.sweep.name} on {plan.profile.name}: {len(plan.runs)} runs, {', '.join(counts)}")
+    print_message(
+        f"sweep {plan.sweep.name} on {plan.profile.name}: {pluralize(len(plan.runs), 'run')}, {', '.join(counts)}"
+    )
     if outcome.sent.waiting:
         print_message(
             f"  {outcome.sent.waiting} jobs are held back ({outcome.sent.reason}); run submit again, or submit --wait"

@@ -39,6 +39,7 @@ from hpcbench.submit.batches import planned_calls
 from hpcbench.submit.plan import SweepPlan
 from hpcbench.submit.submission_record import next_submission_folder
 from hpcbench.submit.submit import render_submission, write_sweep_record
+from hpcbench.units import pluralize
 
 _PREDICTED_FIGURES = ("step_time_s", "peak_memory_bytes", "fits", "bound_by")
 
@@ -90,7 +91,7 @@ def _check_file(path: Path, overrides: Sequence[str]) -> str:
         for name in unused_parameters(sweep.command) if sweep.command is not None else ():
             where = sweep.source.where(("command", "parameters", name))
             print_message(f"warning: {where}: no word and no expression of [command] uses the parameter {name!r}")
-        return f"a sweep of {count_points(sweep)} points, valid"
+        return f"a sweep of {pluralize(count_points(sweep), 'point')}, valid"
     profile, source = load_cluster_file(path)
     checked = check_against_scheduler(profile, source)
     return "a cluster profile, valid" + (", and the scheduler agrees" if checked else "; no scheduler here to compare")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from hpcbench.config.command import LAUNCH_VARIABLES, PER_STEP_COUNTS, PLACEHOLDER, RUN_INTEGERS, Command, CommandMetric
 from hpcbench.config.expression import Expression
@@ -15,10 +15,18 @@ from hpcbench.config.run_spec import PARAMETER_DEFAULTS, RunSpec
 from hpcbench.config.toml_tables import SingleLineText, TomlSource, TomlTable
 from hpcbench.errors import ConfigError, HpcbenchError, did_you_mean
 from hpcbench.paths import resolve_beside
+from hpcbench.units import check_unit
 
 _NAME = r"^[A-Za-z][A-Za-z0-9_]{0,63}$"
 _KINDS = {"bool": bool, "int": int, "float": float, "text": str}
 
+
+def _checked_unit(text: str) -> str:
+    check_unit(text)
+    return text
+
+
+Unit = Annotated[SingleLineText, AfterValidator(_checked_unit)]
 Word = Annotated[str, Field(pattern=r"^[^\x00]*$", max_length=100_000)]
 Pattern = Annotated[str, Field(min_length=1, max_length=1000)]
 
@@ -27,8 +35,8 @@ class ParameterTable(TomlTable):
     """A parameter of the command."""
 
     type: Literal["bool", "int", "float", "text"]
-    unit: SingleLineText = ""
-    """Unit of its values, for headings."""
+    unit: Unit = ""
+    """Unit of its values, for readers."""
     default: bool | int | float | str
     """Value of runs that do not set it."""
     description: SingleLineText = ""
@@ -51,8 +59,8 @@ class MetricTable(TomlTable):
     """A figure that the command prints, or writes as JSON lines into the file ``$HPCBENCH_METRICS``."""
 
     name: Annotated[str, Field(pattern=_NAME)]
-    unit: SingleLineText = ""
-    """``s``, ``bytes``, ``1/s``, ``FLOP/s``, ``J``, ``samples/s`` or any other text."""
+    unit: Unit = ""
+    """``s``, ``ms``, ``bytes``, ``GB/s``, ``FLOP/s``, ``J``, ``%``, or a count: ``samples/s``."""
     better: Literal["lower", "higher"]
     per: Literal["step", "run"] = "run"
     """``step``: every value is one step's, and the first ``warmup_steps`` do not count. ``run``: the last value."""
@@ -144,7 +152,7 @@ def _folder_problems(table: CommandTable, source: TomlSource) -> Iterator[Hpcben
 def _word_problems(
     word: str, parameters: Collection[str], source: TomlSource, *key: str | int
 ) -> Iterator[HpcbenchError]:
-    known = [*parameters, *RUN_INTEGERS, *LAUNCH_VARIABLES]
+    known = list(dict.fromkeys([*parameters, *RUN_INTEGERS, *LAUNCH_VARIABLES]))
     for match in PLACEHOLDER.finditer(word):
         if match[0] in ("{", "}"):
             message, hint = f"{key[0]}: {word!r:.80} has a single {match[0]!r}", f"write {match[0] * 2} for a brace"

@@ -173,7 +173,7 @@ def parse_sweep(data: dict[str, Any], source: TomlSource) -> Sweep:
         description=file.description,
         repeats=file.repeats,
         source=source,
-        fixed={**_command_settings(command), **_flatten_tables(file.fixed.model_dump(exclude_none=True))},
+        fixed={**command_settings(command), **_flatten_tables(file.fixed.model_dump(exclude_none=True))},
         axes=axes,
         includes=includes,
         excludes=rules,
@@ -223,21 +223,12 @@ def _name_parameters(data: dict[str, Any], source: TomlSource) -> dict[str, Any]
     return changed
 
 
-COMMAND_SETTINGS: tuple[ParameterPath, ...] = (("workload",), ("strategy",), ("command_digest",), ("options", "launch"))
-"""Parameters that a sweep with ``[command]`` sets by itself."""
-
-
-def _command_settings(command: Command | None) -> ParameterSettings:
+def command_settings(command: Command | None) -> ParameterSettings:
     """The parameters that every run of a command has."""
     if command is None:
         return {}
-    settings: ParameterSettings = dict.fromkeys(COMMAND_SETTINGS, "command")
-    settings["command_digest",] = command.digest
-    if command.launch == "rank":
-        del settings["options", "launch"]
-    else:
-        settings["options", "launch"] = command.launch
-    return settings
+    launch: ParameterSettings = {("options", "launch"): command.launch} if command.launch != "rank" else {}
+    return {("workload",): "command", ("strategy",): "command", ("command_digest",): command.digest, **launch}
 
 
 def _flatten_tables(values: dict[str, Any]) -> ParameterSettings:

@@ -205,8 +205,10 @@ def _metric_columns(rows: list[ResultRow]) -> list[Column]:
     spread = "[95 %]" if all(row.launches < 2 for row in rows) else "[range]"
     columns = [
         text_column(f"step ms {spread}", _step_time_cell),
-        _figure_column("samples/s", "samples_per_s", format_rate, "samples\n/s"),
     ]
+    is_training = any(row.spec is None or row.spec.model for row in rows)
+    if is_training or any(row.samples_per_s for row in rows):
+        columns.append(_figure_column("samples/s", "samples_per_s", format_rate, "samples\n/s"))
     if any(row.tokens_per_s for row in rows):
         columns.append(_figure_column("tokens/s", "tokens_per_s", format_rate, "tokens\n/s"))
         columns.append(_figure_column("/device", "tokens_per_s_per_device", format_rate))
@@ -219,7 +221,7 @@ def _metric_columns(rows: list[ResultRow]) -> list[Column]:
         columns.append(text_column("HFU", lambda row: f"{row.hfu:.1%}" if row.hfu is not None else ""))
     columns += [text_column(name, _own_metric_cell(name)) for name in _own_metrics(rows)]
     columns.append(_figure_column("memory", "peak_memory_bytes", format_bytes))
-    if any(row.loss_first is not None for row in rows) or not _own_metrics(rows):
+    if is_training:
         columns.append(text_column("loss", _loss_cell))
     columns = [replace(column, is_number=True) for column in columns]
     if any(row.verified is not None for row in rows):

@@ -8,7 +8,7 @@ from pathlib import Path
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.command import Command
 from hpcbench.config.option import Option, toml_literal
-from hpcbench.config.sweep_loader import COMMAND_SETTINGS, Sweep
+from hpcbench.config.sweep_loader import Sweep, command_settings
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
 from hpcbench.strategies.catalog import selectable_strategies
 from hpcbench.strategies.strategy_entry import StrategyEntry
@@ -60,9 +60,10 @@ _COMMAND_PARAMETERS = (
 def _command_problems(sweep: Sweep, command: Command) -> list[HpcbenchError]:
     """Parameters of trainings, and parameters of the command that do not exist or have another type."""
     problems: list[HpcbenchError] = []
+    own_settings = command_settings(command)
     for place, settings in sweep.settings():
-        for parameter in settings:
-            if place == ("fixed",) and parameter in COMMAND_SETTINGS:
+        for parameter, value in settings.items():
+            if place == ("fixed",) and value == own_settings.get(parameter):
                 continue
             where = sweep.source.where((*place, *parameter))
             if parameter[0] not in _COMMAND_PARAMETERS:

@@ -99,7 +99,8 @@ def test_a_program_of_two_ranks_is_measured_like_a_training(project: Path) -> No
 
 
 FAILED = {
-    "an exit code": ("what=code", "failed", "ended with exit code 3: training completed"),
+    "an exit code": ("what=code", "failed", "ended with exit code 3; its last line: training completed"),
+    "a warm-up": ("warmup_steps=6", "failed", "the metric step_time has 6 values, and warmup_steps 6 leaves none"),
     "a pattern": (
         "what=early",
         "failed",
@@ -110,7 +111,7 @@ FAILED = {
 
 @pytest.mark.parametrize(("change", "status", "message"), FAILED.values(), ids=FAILED)
 def test_a_failed_program_leaves_its_reason(project: Path, change: str, status: str, message: str) -> None:
-    done = hpcbench("run", "mine.toml", "--set", f"parameters.{change}", cwd=project)
+    done = hpcbench("run", "mine.toml", "--set", change, cwd=project)
     (result,) = results(project)
     assert (done.returncode, result["status"]) == (int(status == "failed"), status), done.stderr
     assert message in result.get("error", {}).get("message", "")

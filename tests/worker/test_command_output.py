@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hpcbench.config.command import Command, CommandMetric
@@ -38,6 +39,11 @@ def test_values_are_read_from_lines_and_from_progress_bars(tmp_path: Path) -> No
 def test_a_value_that_is_no_finite_number_ends_the_run(tmp_path: Path, value: str) -> None:
     with pytest.raises(WorkerError, match=f"the metric step_time is '{value}', no finite number, in: elapsed {value}"):
         read(tmp_path, f"elapsed {value}\n".encode())
+
+
+def test_a_negative_time_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match=r"the metric step_time is -0.5, and a time is at least 0, in: elapsed -0.5"):
+        read(tmp_path, b"elapsed -0.5\n", Command(argv=["x"], metrics=[STEP]))
 
 
 def test_a_forbidden_line_is_named(tmp_path: Path) -> None:
@@ -102,9 +108,12 @@ def test_steps_of_the_warm_up_do_not_count_and_rates_follow_from_counts_per_step
     assert metrics.wall_time_s == 11.0
 
 
-def test_a_warm_up_longer_than_the_run_is_named() -> None:
-    spec, warnings = RunSpec(strategy="command", workload="command"), list[str]()
-    metrics, _ = command_metrics(spec, COMMAND, {}, {0: rank(0, step_time=[1.0, 1.0])}, warnings)
-    assert (metrics.step_time_s, warnings) == (
-        None, ["step_time: 2 values, and warmup_steps leaves out 5: none is left"],
-    )  # fmt: skip
+@pytest.mark.parametrize(("unit", "step_s"), [("s", 4.0), ("ms", 0.004), ("min", 240.0), ("", None), ("steps/s", None)])
+def test_step_times_of_any_unit_of_time_become_seconds(unit: str, step_s: float | None) -> None:
+    spec = RunSpec(strategy="command", workload="command", warmup_steps=1)
+    command = Command(argv=["x"], metrics=[msgspec.structs.replace(STEP, unit=unit)])
+    metrics, steps_s = command_metrics(spec, command, {}, {0: rank(0, step_time=[9.0, 4.0, 4.0])}, [])
+    own = metrics.own["step_time"]
+    assert isinstance(own, StepTimeStatistics)
+    assert own.median == 4.0
+    assert (metrics.step_time_s and metrics.step_time_s.median, steps_s) == (step_s, [step_s, step_s] if step_s else [])

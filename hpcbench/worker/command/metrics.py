@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from hpcbench.config.command import Command, command_values
+from hpcbench.config.command import STEP_TIME, Command, command_values
 from hpcbench.config.expression import Expression
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError
 from hpcbench.results import timing_statistics
 from hpcbench.results.schema import RankResult, RunMetrics, StepTimeStatistics
-
-STEP_TIME = "step_time"
-"""A metric per step of this name, in seconds, has the treatment of hpcbench's own step times."""
+from hpcbench.units import time_unit_s
 
 
 def command_metrics(
@@ -36,17 +34,13 @@ def command_metrics(
                 metrics.own[metric.name] = values[-1]
             continue
         counted = values[spec.warmup_steps :]
-        if values and not counted:
-            warnings.append(
-                f"{metric.name}: {len(values)} values, and warmup_steps leaves out {spec.warmup_steps}: none is left"
-            )
         figures = timing_statistics.step_time_statistics(counted)
         if figures is None:
             continue
         metrics.own[metric.name] = figures
-        if metric.name == STEP_TIME and metric.unit == "s":
-            steps_s = counted
-            _add_step_times(metrics, figures, steps_s, warnings)
+        if metric.name == STEP_TIME and (unit_s := time_unit_s(metric.unit)):
+            steps_s = [value * unit_s for value in counted]
+            _add_step_times(metrics, steps_s, warnings)
     _add_rates(metrics, spec, command, peak_flops_per_s, warnings)
     metrics.wall_time_s = max((one.wall_s for one in started if one.wall_s is not None), default=None)
     firsts = [result.time_to_first_step_s for result in ranks.values() if result.time_to_first_step_s is not None]
@@ -56,13 +50,13 @@ def command_metrics(
     return metrics, steps_s
 
 
-def _add_step_times(
-    metrics: RunMetrics, figures: StepTimeStatistics, steps_s: list[float], warnings: list[str]
-) -> None:
+def _add_step_times(metrics: RunMetrics, steps_s: list[float], warnings: list[str]) -> None:
+    figures = timing_statistics.step_time_statistics(steps_s)
     metrics.step_time_s, metrics.timed_s = figures, math.fsum(steps_s)
     metrics.outlier_steps = timing_statistics.count_outliers(steps_s)
     metrics.drift = timing_statistics.relative_drift(steps_s)
-    warnings += timing_statistics.make_steadiness_warnings(steps_s, figures)
+    if figures is not None:
+        warnings += timing_statistics.make_steadiness_warnings(steps_s, figures)
 
 
 def _add_rates(

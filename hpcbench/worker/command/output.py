@@ -14,7 +14,7 @@ from typing import IO
 
 import msgspec
 
-from hpcbench.config.command import Command
+from hpcbench.config.command import STEP_TIME, Command
 from hpcbench.errors import WorkerError
 from hpcbench.fileio import printable_text
 
@@ -116,6 +116,8 @@ def to_number(name: str, text: object, line: str) -> float:
         value = math.nan
     if isinstance(text, bool) or not math.isfinite(value):
         raise WorkerError(f"the metric {name} is {text!r:.80}, no finite number, in: {printable_text(line):.200}")
+    if name == STEP_TIME and value < 0:
+        raise WorkerError(f"the metric {name} is {value}, and a time is at least 0, in: {printable_text(line):.200}")
     return value
 
 

@@ -32,7 +32,7 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError, unsupported
 from hpcbench.fileio import printable_text
 from hpcbench.results.probe_records import CommandOutcome
-from hpcbench.units import format_bytes
+from hpcbench.units import format_bytes, pluralize
 from hpcbench.worker.command.output import MAX_VALUES, CommandOutput, read_metrics_file
 from hpcbench.worker.distributed.rank_environment import RankInfo
 from hpcbench.worker.distributed.rendezvous import ControlChannel, reachable_address
@@ -63,7 +63,8 @@ class _Ended(msgspec.Struct):
     """A rank's report when its process has ended."""
 
     matched: list[str]
-    metrics: list[str]
+    values: dict[str, int]
+    """Number of values of each metric."""
 
 
 class CommandFailed(WorkerError):
@@ -101,12 +102,15 @@ def run_command(finalizer: RunFinalizer, command: Command) -> None:
     values = {**command_values(spec, command), **variables}
     folder = Path(fill_word(str(folder), values))
     variables["HPCBENCH_RUN_FOLDER"] = values["HPCBENCH_RUN_FOLDER"] = str(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WorkerError(f"folder: cannot make {folder} on {socket.gethostname()}: {error.strerror}") from error
     output: CommandOutput | None = None
     if command.launch != "job" or info.rank == 0:
         words = [fill_word(word, values) for word in command.argv]
         output = _run_process(finalizer, command, device, words, folder, variables)
-    _wait_for_all(channel, finalizer.measurements.result.command, info, output, command, stop)
+    _wait_for_all(channel, finalizer.measurements.result.command, info, output, command, spec.warmup_steps, stop)
     outcome = finalizer.measurements.result.command
     if info.rank == 0 and outcome is not None:
         # All ranks share the folder.
@@ -328,8 +332,9 @@ def _process_error(program: str, code: int, output: CommandOutput) -> WorkerErro
     """Return the error of a process that ended with ``code``, with its last lines."""
     how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
     lines = [printable_text(line) for line in output.last][-_ERROR_LINES:]
-    last = next((line for line in reversed(lines) if re.search(r"\w", line)), "it printed nothing")
-    error = CommandFailed(f"{program} ended with {how}: {last:.300}", status="failed")
+    last = next((line for line in reversed(lines) if re.search(r"\w", line)), None)
+    said = f"its last line: {last:.300}" if last is not None else "it printed nothing"
+    error = CommandFailed(f"{program} ended with {how}; {said}", status="failed")
     if _OUT_OF_MEMORY.search("\n".join(lines)):
         error.status = "oom"
     error.log_tail = "\n".join(lines)
@@ -338,10 +343,11 @@ def _process_error(program: str, code: int, output: CommandOutput) -> WorkerErro
 
 def _wait_for_all(
     channel: ControlChannel | None, outcome: CommandOutcome | None, info: RankInfo, output: CommandOutput | None,
-    command: Command, stop: StopController,
+    command: Command, warmup_steps: int, stop: StopController,
 ) -> None:  # fmt: skip
     """Wait until the processes of all ranks have ended; rank 0 checks that each pattern was found by one of them."""
-    own = _Ended(sorted(output.matched) if output else [], sorted(outcome.values) if outcome else [])
+    counts = {name: len(values) for name, values in outcome.values.items()} if outcome else {}
+    own = _Ended(sorted(output.matched) if output else [], counts)
     ended = [own]
     if channel is not None and info.rank > 0:
         channel.publish(f"command/ended/{info.rank}", msgspec.json.encode(own).decode())
@@ -354,12 +360,16 @@ def _wait_for_all(
         channel.publish(_ALL_ENDED_KEY, "1")
     assert output is not None, "rank 0 starts a process with every launch"
     matched = {text for one in ended for text in one.matched}
-    found = {name for one in ended for name in one.metrics}
     for text in command.must_match:
         if text not in matched:
             raise WorkerError(_never_matched(f"must_match: no line matches {text!r}", output.similar_lines(text)))
     for metric in command.metrics:
-        if metric.name in found:
+        # The values of the first rank that has any count.
+        count = next((one.values[metric.name] for one in ended if one.values.get(metric.name)), 0)
+        if count > 0 and metric.per == "step" and count <= warmup_steps:
+            values = pluralize(count, "value")
+            raise WorkerError(f"the metric {metric.name} has {values}, and warmup_steps {warmup_steps} leaves none")
+        if count > 0:
             continue
         if metric.pattern is None:
             raise WorkerError(f"the metric {metric.name}: no line of $HPCBENCH_METRICS has the key {metric.json!r}")
