@@ -37,7 +37,7 @@ class FakeNvml:
     def __init__(self, count: int = 1, links: str = "none", **values: Any) -> None:
         self.count, self.links = count, links
         self.values: dict[str, Any] = {"energy": 5000, "reasons": 0, "clock": 1900, "processes": [], "mig": [0, 0],
-                                       "power_ns": 0, "init": None, **values}  # fmt: skip
+                                       "power_ns": 0, "init": None, "used": 10**9, **values}  # fmt: skip
 
     def _get(self, name: str) -> Any:
         value = self.values[name]
@@ -65,7 +65,7 @@ class FakeNvml:
             "nvmlDeviceGetName": lambda handle: "NVIDIA H200",
             "nvmlDeviceGetUUID": lambda handle: f"GPU-{UUID}{handle}",
             "nvmlDeviceGetPciInfo": lambda handle: SimpleNamespace(busId=f"00000000:{handle}B:00.0".encode()),
-            "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(total=150 * 10**9),
+            "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(total=150 * 10**9, used=self._get("used")),
             "nvmlDeviceGetPowerManagementLimit": lambda handle: 700_000,
             "nvmlDeviceGetEccMode": lambda handle: [1, 1],
             "nvmlDeviceGetMaxPcieLinkGeneration": lambda handle: 5,
@@ -116,6 +116,18 @@ def test_gpu_counters_are_differences_between_the_timed_edges(use: Any) -> None:
     assert seen is not None
     assert (seen.gpu_others, seen.gpu_reasons) == (2, ["power cap", "heat (hardware)"])
     assert (seen.gpu_held_s, seen.gpu_sm_hz) == ({"power": 3.0, "thermal": 0.0}, [1.9e9, 1.98e9])
+
+
+def test_a_process_that_drives_several_devices_has_the_energy_of_all(use: Any) -> None:
+    fake = use(FakeNvml(count=2))
+    watch = RegionCounters(CUDA, RankInfo(0, 0, 1, 1, 0, "srun", "x"), others=[torch.device("cuda", 1)])
+    watch.begin()
+    fake.values |= {"energy": 12_500, "power_ns": 3 * 10**9, "used": 5 * 10**9}
+    watch.end()
+    assert (watch.energy_j, watch.watched and watch.watched.gpu_held_s["power"]) == (15.0, 6.0)
+    assert watch.used_gpu_bytes() == [5 * 10**9] * 2
+    fake.values["used"] = NVMLError("Not Supported")
+    assert watch.used_gpu_bytes() == []
 
 
 def test_a_counter_that_has_not_moved_gives_no_energy(use: Any) -> None:

@@ -174,8 +174,7 @@ def _run_process(
     output = CommandOutput(command, finalizer.context.attempt.folder / f"rank-{finalizer.context.info.rank}.log")
     counters = measurements.counters = _open_counters(device, command, finalizer.context.info)
     began_s = time.monotonic()
-    if counters is not None:
-        counters.begin()
+    counters.begin()
     environment = program_environment(finalizer.context.user_env, finalizer.context.spec.env)
     process = _start(words, folder, {**environment, **variables})
     problems: list[BaseException] = []
@@ -183,12 +182,11 @@ def _run_process(
     reader.start()
     with _ended_at_abort(stop, process):
         try:
-            _wait_for_end(process, measurements, stop, problems)
+            _wait_for_end(process, measurements, counters, stop, problems)
         finally:
             _end_children(process)
             outcome.wall_s = time.monotonic() - began_s
-            if counters is not None:
-                counters.end()
+            counters.end()
             # A grandchild that escaped every signal may hold the pipe.
             reader.join(_TERM_PATIENCE_S)
             outcome.exit_code, outcome.values = process.returncode, dict(output.values)
@@ -234,18 +232,25 @@ def _start(words: list[str], folder: Path, environment: dict[str, str]) -> subpr
 def _wait_for_end(
     process: subprocess.Popen[bytes],
     measurements: RankMeasurements,
+    counters: RegionCounters,
     stop: StopController,
     problems: list[BaseException],
 ) -> None:
-    """Wait until ``process`` has ended, and keep the peak memory of its largest process. Raises a reason to stop."""
+    """Wait until ``process`` has ended, and keep its peak memory. Raises a reason to stop.
+
+    On GPUs that is the growth of memory in use on the one with the most growth, else that of the largest process.
+    """
     peak_bytes, began_s = 0, time.monotonic()
+    before = counters.used_gpu_bytes()
     due_s = began_s
     while process.poll() is None:
         stop.raise_if_stopped()
         if problems:
             raise problems[0]
         if time.monotonic() >= due_s:
-            peak_bytes = max(peak_bytes, largest_resident_bytes())
+            used = counters.used_gpu_bytes()
+            grown = [now - first for now, first in zip(used, before, strict=False)]
+            peak_bytes = max([peak_bytes, *grown] if before else [peak_bytes, largest_resident_bytes()])
             measurements.peak = (peak_bytes, None)
             # More often at first: a short program has a peak, too.
             due_s = time.monotonic() + min(_MEMORY_POLL_S, 0.1 * (time.monotonic() - began_s))
@@ -284,9 +289,11 @@ def _measured_device(kind: str, info: RankInfo) -> torch.device:
     return torch.device("cuda", info.local_rank % count) if count else torch.device("cpu")
 
 
-def _open_counters(device: torch.device, command: Command, info: RankInfo) -> RegionCounters | None:
-    """Return the counters of this rank's device, or of its node; none where a process drives several devices."""
-    return None if device.type == "cuda" and command.launch != "rank" else RegionCounters(device, info)
+def _open_counters(device: torch.device, command: Command, info: RankInfo) -> RegionCounters:
+    """Return the counters of this rank's device, or of all devices of its node where one process drives them."""
+    count = torch.cuda.device_count() if device.type == "cuda" and command.launch != "rank" else 0
+    others = [torch.device("cuda", number) for number in range(count) if number != device.index]
+    return RegionCounters(device, info, others=others)
 
 
 def _read(output: CommandOutput, process: subprocess.Popen[bytes], problems: list[BaseException]) -> None:

@@ -173,17 +173,28 @@ _Number = TypeVar("_Number", int, float)
 
 
 class RegionCounters:
-    """Counters of one rank. ``begin`` and ``end`` stand right around timed steps, once or several times."""
+    """Counters of one rank. ``begin`` and ``end`` stand right around timed steps, once or several times.
 
-    def __init__(self, device: torch.device, info: RankInfo, root: Path = ROOT) -> None:
+    Args:
+        device: of the rank.
+        info: the rank; a node's first one reads the energy of its processors.
+        root: folder of the kernel's files.
+        others: further devices that the rank's processes use.
+    """
+
+    def __init__(
+        self, device: torch.device, info: RankInfo, root: Path = ROOT, others: Sequence[torch.device] = ()
+    ) -> None:
         self.energy_absent: str | None = None
         """Reason why a counter that exists was not read."""
         self._root = root
         self._mask = cpu_mask()
-        self._gpu = gpu.open_nvml_device(gpu.device_uuid(device)) if device.type == "cuda" else None
+        used = [device, *others] if device.type == "cuda" else []
+        found = [gpu.open_nvml_device(gpu.device_uuid(one)) for one in used]
+        self._gpus = [one for one in found if one is not None]
         self._meter: EnergyMeter | None = None
-        if self._gpu:
-            self._meter = EnergyMeter("nvml", [EnergyCounter(self._gpu.energy_j, 1)])
+        if self._gpus and len(self._gpus) == len(used):
+            self._meter = EnergyMeter("nvml", [EnergyCounter(one.energy_j, 1) for one in self._gpus])
         elif device.type == "cpu" and info.local_rank == 0:
             self._meter, self.energy_absent = open_node_meter(root)
         self._before: _Reading | None = None
@@ -205,6 +216,11 @@ class RegionCounters:
     def energy_source(self) -> str | None:
         return self._meter.source if self._meter and self.energy_j is not None else None
 
+    def used_gpu_bytes(self) -> list[int]:
+        """Return the memory in use on each device now; empty if NVML does not report it of all."""
+        used = [one.used_bytes() for one in self._gpus]
+        return [] if None in used else [count for count in used if count is not None]
+
     def write_into(self, result: RankResult) -> None:
         """Set the fields of ``result`` that come from the counters."""
         result.watched, result.energy_j, result.energy_source = self.watched, self.energy_j, self.energy_source
@@ -224,13 +240,16 @@ class RegionCounters:
         self._before = None
 
     def _read(self) -> _Reading:
-        mask, root, device = self._mask, self._root, self._gpu
-        of_gpu = () if device is None else (
-            device.other_processes(process_tree_pids()),
-            tuple(device.throttle_reasons()),
-            device.violation_s(),
-            device.sm_clock(),
-        )  # fmt: skip
+        mask, root, gpus = self._mask, self._root, self._gpus
+        own_pids = process_tree_pids() if gpus else set[int]()
+        others = [count for one in gpus if (count := one.other_processes(own_pids)) is not None]
+        clocks = [clock for one in gpus if (clock := one.sm_clock()) is not None]
+        held_s: dict[str, float] = {}
+        for one in gpus:
+            for name, seconds in one.violation_s().items():
+                held_s[name] = held_s.get(name, 0.0) + seconds
+        reasons = tuple(dict.fromkeys(reason for one in gpus for reason in one.throttle_reasons()))
+        of_gpu = (max(others, default=None), reasons, held_s, min(clocks, default=None)) if gpus else ()
         return _Reading(
             time.monotonic(), read_core_times(mask, root), process_tree_cpu_s(), throttled_s(root),
             cpu_quota_cores(root), count_thermal_throttles(mask, root), mean_core_hz(mask, root),

@@ -49,6 +49,12 @@ class NvmlDevice:
             return None
         return cast(float | None, self.query("nvmlDeviceGetTotalEnergyConsumption", convert=lambda mj: mj / 1e3))
 
+    def used_bytes(self) -> int | None:
+        """Return the memory (bytes) that all processes use on the device; ``None`` for a MIG instance."""
+        if self.is_partition:
+            return None
+        return cast(int | None, self.query("nvmlDeviceGetMemoryInfo", convert=lambda memory: int(memory.used)))
+
     def other_processes(self, own_pids: set[int]) -> int | None:
         """Return the number of processes that compute on the device beside ``own_pids``.
 
