@@ -27,7 +27,7 @@ INSTALL_WORKER = "pip install torch torchvision scikit-learn numpy pillow h5py n
 class HpcbenchError(Exception):
     """An error with its place (``file:line`` or a path) and a hint that mends it.
 
-    ``runs_exit_code`` follows the design: 2 the user's input is wrong, 3 the scheduler or the file system refused.
+    ``exit_code`` is 2 if the user's input is wrong, and 3 if the scheduler or the file system refused.
     """
 
     exit_code = EXIT_BAD_INPUT

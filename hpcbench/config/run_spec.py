@@ -15,7 +15,7 @@ from hpcbench.errors import WorkerError
 from hpcbench.units import MAX_COUNT
 
 SPEC_VERSION = 1
-"""Raised whenever a default below changes: the same words must never come to mean another run."""
+"""Increase it whenever a default below changes, or an unchanged sweep has another run under the same ``run_id``."""
 
 DEGREE_NAMES = ("dp_degree", "tp_degree", "sp_degree", "pp_degree")
 
@@ -161,7 +161,10 @@ PARAMETER_DEFAULTS = {
 
 
 def run_id(spec: RunSpec) -> str:
-    """Return the 16 hex digits of a run. Parameters at their default are left out, so that a new one changes no run."""
+    """Return the 16 hex digits of a run.
+
+    Parameters at their default are left out, so that a new parameter changes no existing ``run_id``.
+    """
     return _hash_values(spec_document(spec), _EXCLUDED_FROM_RUN_ID)
 
 

@@ -191,7 +191,7 @@ class CostModel:
 
 
 def main_overlapped_call(events: Sequence[stream_simulator.StreamEvent]) -> Traffic | None:
-    """Return the call of the operation that moves most bytes while the rank computes, the largest of its calls."""
+    """Return the largest call of the operation that moves the most bytes while the rank computes."""
     totals, largest = Counter[str](), dict[str, Traffic]()
     running: list[Traffic] = []
     for event in events:

@@ -1,8 +1,8 @@
 """Kernel times on a device: the roofline, measured kernels, and between them the roofline corrected by near ones.
 
-Of a kernel that was not measured, the roofline's time is multiplied by measured over roofline time of the nearest
-measured kernels of its kind, weighted by their distance in the logarithms of the sizes. Without any of its kind, those
-of all kinds count; without any measured kernel, the roofline's time stays."""
+The roofline's time of a kernel that was not measured is multiplied by the ratio (measured time / roofline time) of the
+nearest measured kernels of its kind, weighted by their distance in the logarithms of the sizes. Without any of its
+kind, those of all kinds count; without any measured kernel, the roofline's time stays."""
 
 from __future__ import annotations
 

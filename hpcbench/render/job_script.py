@@ -93,7 +93,7 @@ def make_job_shape(
 ) -> JobShape:  # fmt: skip
     """The shape of jobs in a partition and an environment of ``profile``, or in its default ones.
 
-    Without ``time_limit_s`` it is the partition's usual limit, as far as the partition allows it.
+    Without ``time_limit_s`` the limit is the partition's ``time_limit_min``, at most the longest time that it allows.
     """
     resolved = profile.partition(partition)
     if time_limit_s is None:

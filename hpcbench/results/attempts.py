@@ -171,7 +171,7 @@ def begin_attempt(run_folder: Path, look: Callable[[Attempt], None] = lambda _: 
         marker = AttemptStart(attempt=attempt.number, **start)
         if _claim_folder(attempt.folder, msgspec.json.encode(marker) + b"\n"):
             return attempt
-        # A cached listing need not show it yet, and what lies there and is no attempt has its number all the same.
+        # A cached listing may not show the other attempt yet. A file that is no attempt also occupies the number.
         seen.add(attempt.number)
         look(attempt)
 

@@ -331,9 +331,9 @@ def count_states(states: Mapping[str, RunState]) -> dict[str, int]:
 def record_scheduler_failures(tree: ClusterTree, states: Mapping[str, RunState], again: Collection[str] = ()) -> None:
     """Write the result of every run whose job ended without one, with the scheduler's reason.
 
-    The scheduler forgets a job after a while; the tree does not. Runs whose job ended a moment ago are left for later,
-    unless they are among those that are submitted ``again``: their new job must find how the old one ended. All are
-    left if this user may not write.
+    The scheduler forgets a job after a while; the tree does not. A job that ended a moment ago is left for later, since
+    its result may still appear. Runs that are submitted ``again`` are always recorded, so that their new job finds how
+    the old one ended. Nothing is recorded if this user may not write.
     """
     for run_id, state in states.items():
         if state.submitted_run is None or state.state not in (*STATUSES, "lost"):

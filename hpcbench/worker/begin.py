@@ -166,7 +166,7 @@ def _nothing_to_do(task: RunTask, why: str) -> int:
 
 
 def done_reason(tree: ClusterTree, task: RunTask) -> str | None:
-    """Return the reason for which the run needs no execution: an ok result that it does not replace.
+    """Return why the run need not be executed: it has an ok result that this task was not sent to replace.
 
     ``None`` if the run has no such result; a broken one does not count.
     """

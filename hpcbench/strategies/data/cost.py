@@ -47,8 +47,7 @@ class DataParallelCost(Cost):
     """Base class: every replica holds everything. A strategy defines the traffic before, during and after the step."""
 
     has_distinct_roots: ClassVar[bool] = False
-    """Whether consecutive calls of buckets and ``after_update`` have different roots: all are begun before any is
-    waited for."""
+    """Whether consecutive calls have different roots. If so, all are started before the first one is waited for."""
 
     def before(self, spec: RunSpec, table: LayerTable) -> list[ReplicaCall]:
         """Return the calls before the forward pass, one after another; none by default."""
@@ -104,7 +103,7 @@ class DataParallelCost(Cost):
 def bucket_calls_when_ready(
     cost_model: CostModel, table: LayerTable, buckets: Sequence[GradientBucket], has_distinct_roots: bool = False
 ) -> EventsAtRow:
-    """Return by row the calls of the buckets that its gradients complete, in the buckets' order."""
+    """Return a function from a row to the calls of the buckets that are complete once it has its gradients."""
     group, ready_rows, row = place_group(cost_model.spec, "dp"), first_use_rows(table), len(table.layers)
     due: dict[int, list[CommCall]] = {}
     for places, calls in buckets:

@@ -1,7 +1,7 @@
 """The peak memory of one rank of a pipeline, by a walk through its actions.
 
-Every backward pass is walked row by row, as ``peak_memory`` walks that of a whole model; beside it there are the
-micro-batches that wait for theirs.
+Every backward pass is walked row by row, as ``peak_memory`` walks that of a whole model. The activations of the
+micro-batches whose backward pass is still to come are added.
 """
 
 from __future__ import annotations

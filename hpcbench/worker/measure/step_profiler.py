@@ -121,8 +121,8 @@ def _kernels_launched_in(events: list[ProfilerEvent], marks: list[TimeInterval])
 def _compute_and_comm(events: list[ProfilerEvent], cuda: bool) -> tuple[list[TimeInterval], list[TimeInterval]]:
     """Return the time in which operators or kernels run, and that of collectives and messages.
 
-    The first leaves out what passes data between ranks or between host and device; the second includes the wait for
-    other ranks.
+    Computation excludes transfers between ranks and between host and device. Communication includes the wait for other
+    ranks.
     """
     if cuda:
         kernels = [event for event in events if event.on_device]

@@ -50,7 +50,7 @@ class VerificationCheck(NamedTuple):
     weights: bool = True
     """Whether weights are compared, too."""
     by_rounding: bool = False
-    """Whether a tensor may differ by what one device's own rounding makes of it, where that is above ``tolerance``."""
+    """Whether the tolerance of a tensor is at least the rounding error that one device shows (``rounding.bounds``)."""
 
     @property
     def gradient_tolerance(self) -> float:

@@ -37,8 +37,8 @@ LEAST = 1e-3
 what is computed of it is rounding alone."""
 
 UNIT = {"fp32": 2.0**-23, "tf32": 2.0**-15, "fp16": 2.0**-15, "bf16": 2.0**-12, "bf16_params": 2.0**-12}
-"""No tensor is taken to be nearer to fp64: one device may hit the exact loss by chance. In fp32 the distance of 1 from
-the next number; a loss in a lower precision is the mean of what some hundred numbers, 32 times as far apart, give."""
+"""The smallest distance from fp64 that is assumed, since one device may hit the exact loss by chance: the epsilon of
+fp32, and a 32nd of that of lower precisions, where a loss is the mean of some hundred rounded numbers."""
 
 Distances = dict[TensorKey, float]
 """Largest difference of each tensor of floating-point numbers by kind and name, relative to its ``_Size.scale``."""
