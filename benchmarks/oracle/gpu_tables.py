@@ -8,8 +8,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpcbench.config.command import Recompute, Software
 from hpcbench.errors import HpcbenchError
-from hpcbench.predict.decoder.layout import CollectiveRates, Layout, Recompute, Software
+from hpcbench.predict.decoder.layout import CollectiveRates, Layout
 from hpcbench.strategies.decoder_shapes import DecoderShape, named_shape
 
 DATA = Path(__file__).parent / "data"

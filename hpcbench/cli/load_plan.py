@@ -19,6 +19,7 @@ from hpcbench.config.toml_tables import NAME_PATTERN, TomlSource
 from hpcbench.errors import ConfigError, ConfigErrors, did_you_mean
 from hpcbench.fileio import write_file
 from hpcbench.paths import is_visible, search_folders
+from hpcbench.predict.command_layouts import layout_refusal
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.strategies.catalog import selectable_strategies
 from hpcbench.submit.plan import SweepPlan, make_plan
@@ -69,7 +70,7 @@ def load_plan(sweep: str | Sweep, cluster_name: str, results: ResultsTree, overr
     if isinstance(sweep, str):
         kept = one_off_path(tree, sweep)
         sweep = load_sweep(kept if kept is not None and kept.is_file() else find_sweep_file(sweep), overrides)
-    plan = make_plan(sweep, profile, tree)
+    plan = make_plan(sweep, profile, tree, layout_refusal(sweep.command))
     if is_profile_path(cluster_name) and find_cluster_profiles().get(profile.name) != source.path.resolve():
         plan.profile_file = source.path.resolve()
     # It lives until the command ends; collecting garbage in it would make large sweeps cost more per run.

@@ -61,7 +61,8 @@ def predict_sweep(
     cluster adjust predictions of similar runs; each row states which.
     """
     plan = load_plan(sweep, cluster_name, results, overrides)
-    forecast = Forecast(plan.profile, plan.tree, custom_model_folder(plan.sweep, plan.profile))
+    models, command = custom_model_folder(plan.sweep, plan.profile), plan.sweep.command
+    forecast = Forecast(plan.profile, plan.tree, models, command=command)
     predictions = predict_configurations(plan.runs, forecast, where)
     if as_json:
         print_json(predictions_json(predictions, forecast.machines()))

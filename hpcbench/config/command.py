@@ -38,6 +38,25 @@ class CommandMetric(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     per: Literal["step", "run"] = "run"
     pattern: str | None = None
     json: str | None = None
+    value: str = ""
+    """An expression of the number that was read, ``value``, and of the parameters; empty: the number itself."""
+
+
+Software = Literal["nanotron", "megatron", "fsdp", "torchtitan"]
+"""Conventions of a training loop: splitting of stages, buckets, precision of gradients."""
+Recompute = Literal["none", "selective", "full"]
+"""Activations that the backward pass computes again."""
+
+
+class CommandLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The layout of the decoder that a command trains, as it was declared; see ``command_table.LayoutTable``."""
+
+    model: str
+    software: Software
+    terms: dict[str, int | bool | str]
+    """Value or expression of each quantity; the absent ones have their defaults."""
+    where: str = ""
+    """``file:line`` of the declaration."""
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -56,22 +75,40 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Default of every parameter."""
     sweep_folder: str = ""
     """Folder of the sweep's file, where programs of its own may lie."""
+    layout: CommandLayout | None = None
 
     @property
     def digest(self) -> str:
-        """16 hex digits of all that the command is: runs of another command are other runs.
+        """16 hex digits of all that determines a run: runs of another command are other runs.
 
-        The folder of the sweep is left out: a project that moved has the same runs."""
-        moved = msgspec.structs.replace(self, sweep_folder="")
-        return hashlib.sha256(sorted_json(msgspec.to_builtins(moved)).encode()).hexdigest()[:16]
+        The folder of the sweep is left out: a project that moved has the same runs. The layout describes the program
+        and does not start it: to declare or to correct it changes no run.
+        """
+        determining = msgspec.structs.replace(self, sweep_folder="", layout=None)
+        return hashlib.sha256(sorted_json(msgspec.to_builtins(determining)).encode()).hexdigest()[:16]
 
 
 def unused_parameters(command: Command) -> list[str]:
     """Return the parameters that neither a word nor an expression of the command uses."""
     used = {match[1] for word in (*command.argv, command.folder) for match in PLACEHOLDER.finditer(word)}
-    for text in command.per_step.values():
+    expressions = [*command.per_step.values(), *(metric.value for metric in command.metrics if metric.value)]
+    if command.layout is not None:
+        expressions += [term for term in command.layout.terms.values() if isinstance(term, str)]
+    for text in expressions:
         used |= Expression(text).names
     return [name for name in command.defaults if name not in used]
+
+
+def fill_words(argv: list[str], values: Mapping[str, Any]) -> list[str]:
+    """Return the words of ``argv`` with their placeholders replaced.
+
+    A word that is one placeholder alone is left out where its value is empty text: so a flag is switched off.
+
+    >>> fill_words(["train", "{debug}", "--name={debug}"], {"debug": ""})
+    ['train', '--name=']
+    """
+    filled = [(word, fill_word(word, values)) for word in argv]
+    return [text for word, text in filled if text or not PLACEHOLDER.fullmatch(word)]
 
 
 def fill_word(word: str, values: Mapping[str, Any]) -> str:

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
-from hpcbench.config.command import LAUNCH_VARIABLES, PER_STEP_COUNTS, PLACEHOLDER, RUN_INTEGERS, Command, CommandMetric
+from hpcbench.config.command import (
+    LAUNCH_VARIABLES,
+    PER_STEP_COUNTS,
+    PLACEHOLDER,
+    RUN_INTEGERS,
+    Command,
+    CommandLayout,
+    CommandMetric,
+    Recompute,
+    Software,
+)
 from hpcbench.config.expression import Expression
 from hpcbench.config.option import Option, toml_literal
 from hpcbench.config.run_spec import PARAMETER_DEFAULTS, RunSpec
@@ -68,12 +78,50 @@ class MetricTable(TomlTable):
     """A regular expression whose first group is the number, searched in every line of the output."""
     json_: Annotated[str | None, Field(alias="json", min_length=1)] = None
     """A key of the JSON objects in the lines of ``$HPCBENCH_METRICS``."""
+    value: str = ""
+    """An expression of the number that was read, ``value``, and of the parameters: ``value / 1000``."""
 
     @model_validator(mode="after")
     def _one_source(self) -> MetricTable:
         if (self.pattern is None) == (self.json_ is None):
             raise ValueError("either pattern or json is needed, not both")
         return self
+
+
+Quantity = Annotated[int, Field(ge=1)] | Annotated[str, Field(min_length=1)]
+"""A whole number, or an expression over the parameters."""
+
+
+class LayoutTable(TomlTable):
+    """The decoder that the program trains and its layout over devices, for predictions; no part of a run's identity."""
+
+    model: str
+    """A shape by its name: ``llama_8b``."""
+    software: Software
+    """The training loop whose published runs price it."""
+    sequence: Quantity
+    """Tokens of a sample."""
+    micro_batch: Quantity
+    """Samples of one replica in one forward pass."""
+    global_batch: Quantity
+    """Samples of a step over all replicas."""
+    dp: Quantity = 1
+    """Replicas of the parameters."""
+    shards: Quantity = 1
+    """Devices over which parameters, gradients and optimizer are sharded fully (FSDP)."""
+    zero: Annotated[int, Field(ge=0)] | str = 0
+    """1: the optimizer is sharded over the replicas."""
+    tp: Quantity = 1
+    """Tensor parallel degree."""
+    pp: Quantity = 1
+    """Pipeline stages."""
+    cp: Quantity = 1
+    """Context parallel degree."""
+    chunks: Quantity = 1
+    """Virtual stages of each pipeline rank."""
+    recompute: Annotated[str, Field(min_length=1)] = "none"
+    """``none``, ``selective``, ``full``, or an expression with one of these as its value."""
+    compiled: bool | str = False
 
 
 class CommandTable(TomlTable):
@@ -98,6 +146,8 @@ class CommandTable(TomlTable):
     tokens_per_step: str = ""
     flops_per_step: str = ""
     """FLOP of one step on all devices: with the profile's peak it gives MFU."""
+    layout: LayoutTable | None = None
+    """The layout of a decoder that the program trains: `plan` and `predict` then price the runs."""
 
 
 def parse_command(table: CommandTable, source: TomlSource, problems: list[HpcbenchError]) -> Command:
@@ -115,26 +165,49 @@ def parse_command(table: CommandTable, source: TomlSource, problems: list[Hpcben
     for number, metric in enumerate(table.metrics):
         if metric.pattern is not None:
             problems += _pattern_problems([metric.pattern], 1, source, "command", "metrics", number, "pattern")
+        if metric.value:
+            names_of_value = [*expression_names(table.parameters), "value"]
+            problems += _expression_problems(metric.value, names_of_value, source, "metrics", number, "value")
         if names.index(metric.name) < number:
             problems.append(source.error(f"two metrics have the name {metric.name!r}", "command", "metrics", number))
     per_step = {name: text for name in PER_STEP_COUNTS if (text := getattr(table, name))}
     for name, text in per_step.items():
-        try:
-            Expression(text, expression_names(table.parameters), source.where(("command", name)))
-        except ConfigError as error:
-            problems.append(error)
+        problems += _expression_problems(text, expression_names(table.parameters), source, name)
     return Command(
         argv=table.argv, launch=table.launch, folder=table.folder, must_match=table.must_match,
         must_not_match=table.must_not_match, outputs=table.outputs,
         metrics=[CommandMetric(**one.model_dump(by_alias=True)) for one in table.metrics], per_step=per_step,
         defaults={name: one.option.default for name, one in table.parameters.items()},
         sweep_folder=str(resolve_beside(source.path, ".")),
+        layout=None if table.layout is None else _parse_layout(table.layout, table.parameters, source, problems),
     )  # fmt: skip
+
+
+def _parse_layout(
+    table: LayoutTable, parameters: Collection[str], source: TomlSource, problems: list[HpcbenchError]
+) -> CommandLayout:
+    terms: dict[str, int | bool | str] = table.model_dump(exclude_defaults=True, exclude={"model", "software"})
+    if terms.get("recompute") in get_args(Recompute):
+        terms["recompute"] = f"'{terms['recompute']}'"
+    for name, term in terms.items():
+        if isinstance(term, str):
+            problems += _expression_problems(term, expression_names(parameters), source, "layout", name)
+    where = source.where(("command", "layout"))
+    return CommandLayout(model=table.model, software=table.software, terms=terms, where=where)
 
 
 def expression_names(parameters: Collection[str]) -> list[str]:
     """Names that the expressions of a command may use: its parameters, and those of every run."""
     return [*parameters, *PARAMETER_DEFAULTS, "ranks", "devices", "devices_per_node"]
+
+
+def _expression_problems(
+    text: str, names: Collection[str], source: TomlSource, *key: str | int
+) -> Iterator[HpcbenchError]:
+    try:
+        Expression(text, names, source.where(("command", *key)))
+    except ConfigError as error:
+        yield error
 
 
 def _folder_problems(table: CommandTable, source: TomlSource) -> Iterator[HpcbenchError]:

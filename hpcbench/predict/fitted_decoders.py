@@ -46,6 +46,15 @@ def machine_of_profile(profile: ClusterProfile, partition: str | None, per_node:
     return msgspec.structs.replace(machine, device=node)
 
 
+def missing_machine_reason(profile: ClusterProfile, partition: str | None) -> str | None:
+    """Return why a partition's device has no fitted machine; ``None`` where it has one."""
+    device = device_of_profile(profile, partition)
+    if device is not None and device.fitted is not None:
+        return None
+    name = profile.partition(partition).node.device_type or "this device"
+    return f"no published run of {name} was learned from (the profile has no devices.{name}.fitted)"
+
+
 def device_of_profile(profile: ClusterProfile, partition: str | None) -> DeviceConfig | None:
     """Return the device that a partition's nodes have, where the profile describes it."""
     name = profile.partition(partition).node.device_type

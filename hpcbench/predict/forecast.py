@@ -4,33 +4,34 @@ do not fit.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
-from statistics import median
 from typing import Any, TypeVar
 
 import msgspec
 import psutil
 
 from hpcbench.config.cluster_profile import ClusterProfile
-from hpcbench.config.run_spec import RunSpec, config_id, run_id, run_label
-from hpcbench.errors import HpcbenchError, StorageError
+from hpcbench.config.command import Command, CommandLayout
+from hpcbench.config.run_spec import RunSpec, config_id, run_label
+from hpcbench.errors import HpcbenchError
 from hpcbench.predict.calibration.calibration_store import (
-    StoredCalibration,
     calibration_of_partition,
+    environment_notes,
     machine_for,
     read_calibrations,
 )
+from hpcbench.predict.command_layouts import PricedCommand, predict_command, price_command, recorded_layouts
 from hpcbench.predict.fitted_decoders import by_published_runs
 from hpcbench.predict.layer_table_cache import load_layer_table
 from hpcbench.predict.machine import Machine, assumed_link_notes
-from hpcbench.predict.measured_factors import MeasuredFactors, MeasuredRatio
+from hpcbench.predict.measured_factors import MeasuredFactors
+from hpcbench.predict.measured_results import learn_factors, results_of_partition
 from hpcbench.predict.peak_memory import MemoryBreakdown
 from hpcbench.predict.prediction import (
     MemoryFit,
@@ -43,7 +44,6 @@ from hpcbench.predict.prediction import (
 )
 from hpcbench.predict.strategy_cost import count_operators, find_cost
 from hpcbench.results.results_tree import ClusterTree
-from hpcbench.results.schema import STATUS_OK, RunResult
 from hpcbench.results.timing_statistics import OPERATOR_S
 from hpcbench.strategies.catalog import STRATEGIES
 from hpcbench.strategies.check_names import custom_model_folder
@@ -68,7 +68,7 @@ MAX_PRICED_CONFIGURATIONS = 1000
 _PRICED_FIELDS = attrgetter(
     "model", "dataset", "input_size", "strategy", "batch_size", "nodes", "tasks_per_node", "devices_per_task",
     "micro_batches", "dp_degree", "tp_degree", "sp_degree", "pp_degree", "precision", "compile",
-    "activation_checkpointing", "channels_last", "optimizer", "momentum", "data", "partition",
+    "activation_checkpointing", "channels_last", "optimizer", "momentum", "data", "partition", "command_digest",
 )  # fmt: skip
 """Parameters that determine a step's time and memory, with the options: runs that agree in them share a prediction."""
 
@@ -91,6 +91,7 @@ class Forecast:
         python: str | None = sys.executable,
         *,
         untrusted: bool = False,
+        command: Command | None = None,
     ) -> None:
         """Set the sources of a forecast.
 
@@ -102,9 +103,10 @@ class Forecast:
                 these models are not predicted.
             untrusted: The runs come from results files of other people. A run that no sweep can contain is then not
                 predicted.
+            command: The command whose runs are predicted; those of other commands have the layouts in ``tree``.
         """
         self.profile, self._tree, self._python = _with_local_hardware(profile), tree, python
-        self._untrusted = untrusted
+        self._untrusted, self._command = untrusted, command
         self._model_path = model_folder
         self._model_folder = str(model_folder.resolve()) if model_folder else None
         self._tables: dict[Any, LayerTable | NotPredicted] = {}
@@ -132,13 +134,11 @@ class Forecast:
         """Factors on the predictions for a partition, from the tree's results."""
         if partition not in self._factors:
             # Other people's models are never imported, and nothing is measured for their tables.
-            alone = Forecast(
-                self.profile, self._tree, self._model_path, python=None, untrusted=True
-            )  # fmt: skip
-            tree = self._tree
+            tree, command = self._tree, self._command
             assert tree is not None, "only a tree has results"
+            alone = Forecast(self.profile, tree, self._model_path, python=None, untrusted=True, command=command)
             stored, _ = read_calibrations(tree, self.profile.name)
-            results = _results_of_partition(tree, self.profile, partition)
+            results = results_of_partition(tree, self.profile, partition)
             calibration = calibration_of_partition(stored, self.profile, partition)
             self._environment_notes += environment_notes(calibration, results)
             self._factors[partition] = learn_factors(stored, results, alone.predict_alone)
@@ -154,13 +154,43 @@ class Forecast:
         if key not in self._predictions:
             if limit is not None and len(self._predictions) >= limit:
                 return NotPredicted(f"more than {limit} different ones")
-            memory = self._peak_memory(spec)
             self._predictions[key] = (
-                memory
-                if isinstance(memory, NotPredicted)
-                else self._apply(spec, lambda table: self._price(spec, table, machine, memory))
+                self._predict_command(spec) if spec.workload == "command" else self._predict_training(spec, machine)
             )
         return self._predictions[key]
+
+    def _predict_training(self, spec: RunSpec, machine: Machine) -> Prediction | NotPredicted:
+        memory = self._peak_memory(spec)
+        if isinstance(memory, NotPredicted):
+            return memory
+        return self._apply(spec, lambda table: self._price(spec, table, machine, memory))
+
+    @cached_property
+    def _layouts(self) -> dict[str, CommandLayout]:
+        """The declared layouts of commands, by digest."""
+        known = {} if self._tree is None else recorded_layouts(self._tree)
+        if self._command is not None and self._command.layout is not None:
+            known[self._command.digest] = self._command.layout
+        return known
+
+    def has_formulas(self, spec: RunSpec) -> bool:
+        """Whether the oracle prices such runs: a strategy's formulas, or the layout that a command declares."""
+        if spec.workload == "command":
+            return spec.command_digest in self._layouts
+        return spec.strategy in STRATEGIES and find_cost(spec.strategy) is not None
+
+    def price_command(self, spec: RunSpec) -> PricedCommand | NotPredicted:
+        """Return the decoder, layout and machine that price a command's run, or the reason why none does."""
+        if not self.has_formulas(spec):
+            return NotPredicted("the oracle prices a command only by its layout: declare it in [command.layout]")
+        try:
+            return price_command(spec, self._layouts[spec.command_digest], self.profile)
+        except HpcbenchError as error:
+            return NotPredicted(f"{error.message} ({error.where})" if error.where else error.message)
+
+    def _predict_command(self, spec: RunSpec) -> Prediction | NotPredicted:
+        priced = self.price_command(spec)
+        return priced if isinstance(priced, NotPredicted) else predict_command(priced)
 
     def _price(self, spec: RunSpec, table: LayerTable, machine: Machine, memory: MemoryBreakdown) -> Prediction:
         prediction = predict(spec, table, machine, memory=memory)
@@ -235,7 +265,7 @@ class Forecast:
 
         ``HpcbenchError`` is the oracle's documented way to refuse a run. Any other exception is a bug and propagates.
         """
-        if spec.strategy not in STRATEGIES or find_cost(spec.strategy) is None:
+        if not self.has_formulas(spec):
             return NotPredicted(f"the oracle has no formulas for {spec.strategy!r:.60}")
         if spec.devices > MAX_DEVICES or spec.micro_batches > MAX_MICRO_BATCHES:
             return NotPredicted(f"more than {MAX_DEVICES:,} devices or {MAX_MICRO_BATCHES:,} micro_batches")
@@ -281,7 +311,8 @@ def _with_local_hardware(profile: ClusterProfile) -> ClusterProfile:
 
 
 def _configuration_key(spec: RunSpec) -> Any:
-    return _PRICED_FIELDS(spec), _hashable_options(spec.options), _hashable_options(spec.model_options)
+    options = spec.options, spec.model_options, spec.parameters
+    return _PRICED_FIELDS(spec), *map(_hashable_options, options)
 
 
 def _hashable_options(options: dict[str, Any]) -> bytes:
@@ -359,7 +390,8 @@ def used_link_notes(profile: ClusterProfile, specs: Iterable[RunSpec]) -> list[s
 
 def forecast_plan(plan: SweepPlan, tree: ClusterTree) -> PlanForecast:
     """Predict the runs of ``plan`` with the calibrations in ``tree``; no layer table is measured for it."""
-    forecast = Forecast(plan.profile, tree, custom_model_folder(plan.sweep, plan.profile), python=None)
+    models, command = custom_model_folder(plan.sweep, plan.profile), plan.sweep.command
+    forecast = Forecast(plan.profile, tree, models, python=None, command=command)
     plan_forecast = PlanForecast(forecast)
     for key, spec in plan.runs.items():
         prediction = forecast.predict(spec, limit=MAX_PRICED_CONFIGURATIONS)
@@ -369,83 +401,3 @@ def forecast_plan(plan: SweepPlan, tree: ClusterTree) -> PlanForecast:
         plan_forecast.predictions[key] = prediction
         plan_forecast.run_time_s[key] = min(forecast.launch_s(spec, prediction), plan.shape(spec).time_limit_s)
     return plan_forecast
-
-
-MAX_LEARNED_RESULTS, MAX_LEARNED_CONFIGURATIONS = 1000, 300
-"""The newest ones: a plan must stay quick."""
-_MAX_DATED = 20_000
-"""Largest number of runs whose age is read; in larger trees they are chosen evenly by their ids."""
-_IMPLAUSIBLE_S = 1e9
-
-
-def _results_of_partition(tree: ClusterTree, profile: ClusterProfile, partition: str | None) -> list[RunResult]:
-    """Return the newest measured results of a partition, ``None`` being the default, the newest first."""
-    default = profile.default_partition
-    return [result for result in _newest_results(tree) if (result.spec.partition or default) == (partition or default)]
-
-
-def environment_notes(stored: StoredCalibration | None, results: Sequence[RunResult]) -> list[str]:
-    """Return a note if the newest of ``results`` is of another environment than the runs of the calibration."""
-    known = set() if stored is None else set(stored.calibration.environment_digests)
-    # A model of the user's own is a part of its environment.
-    newest = next((result for result in results if not is_custom_model(result.spec.model)), None)
-    if stored is None or not known or newest is None or newest.environment_digest in {None, *known}:
-        return []
-    return [
-        f"calibration {stored.digest} is of another machine or software ({', '.join(sorted(known))}) than the newest "
-        f"results ({newest.environment_digest}), and predictions rest on it: hpcbench cluster calibrate "
-        f"{stored.calibration.cluster} measures again"
-    ]
-
-
-def learn_factors(
-    stored: Sequence[StoredCalibration],
-    results: Sequence[RunResult],
-    predict: Callable[[RunSpec], Prediction | NotPredicted],
-) -> MeasuredFactors:
-    """Learn factors on the predictions by ``predict`` from the results of a partition.
-
-    Left out: runs that a calibration was fitted to, probes, and results whose spec is not that of their id.
-
-    Args:
-        stored: the calibrations of the cluster.
-        results: of measured runs that ended well, the newest first.
-        predict: the prediction of a run by the machine's numbers alone.
-    """
-    fitted = {key for entry in stored for key in entry.calibration.run_ids}
-    launches: dict[str, list[float]] = defaultdict(list)
-    specs: dict[str, RunSpec] = {}
-    for result in results:
-        spec, times = result.spec, result.metrics.step_time_s
-        if times is None or result.run_id in fitted or result.run_id != run_id(spec):
-            continue
-        if spec.strategy not in STRATEGIES or find_cost(spec.strategy) is None:
-            continue
-        if 0 < times.median < _IMPLAUSIBLE_S:
-            # Not the stored one, so that a run's own results are always held out.
-            key = config_id(spec)
-            specs.setdefault(key, spec)
-            launches[key].append(times.median)
-    ratios = []
-    for key in [*specs][:MAX_LEARNED_CONFIGURATIONS]:
-        prediction = predict(specs[key])
-        if not isinstance(prediction, NotPredicted) and 0 < prediction.step_time_s < _IMPLAUSIBLE_S:
-            times_s = tuple(launches[key])
-            ratios.append(MeasuredRatio(key, specs[key], times_s, median(times_s), prediction.step_time_s))
-    return MeasuredFactors(ratios)
-
-
-def _newest_results(tree: ClusterTree) -> list[RunResult]:
-    """The newest results that can be read and are ok, at most ``MAX_LEARNED_RESULTS``, the newest first."""
-    dated = []
-    for key in sorted(tree.existing_runs())[:_MAX_DATED]:
-        with contextlib.suppress(OSError):
-            # Only its age; `read_result` follows no links.
-            dated.append((os.lstat(f"{tree.root}/runs/{key[:2]}/{key}/result.json").st_mtime_ns, key))
-    results = []
-    for _, key in sorted(dated, reverse=True)[:MAX_LEARNED_RESULTS]:
-        with contextlib.suppress(msgspec.MsgspecError, StorageError):
-            result = tree.read_result(key)
-            if result is not None and result.status == STATUS_OK:
-                results.append(result)
-    return results

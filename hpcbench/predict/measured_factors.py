@@ -77,8 +77,8 @@ class LearnedFactor(NamedTuple):
 
 
 def model_key(spec: RunSpec) -> Hashable:
-    """Return the values that configurations of the same model share: its name and options."""
-    return spec.model, msgspec.json.encode(spec.model_options, order="deterministic")
+    """Return the values that configurations of the same model share: its name and options. A command is one model."""
+    return spec.model or spec.command_digest, msgspec.json.encode(spec.model_options, order="deterministic")
 
 
 def strategy_key(spec: RunSpec) -> Hashable:

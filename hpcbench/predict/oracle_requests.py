@@ -22,7 +22,7 @@ from hpcbench.predict.decoder.layout_search import (
     rank_layouts,
 )
 from hpcbench.predict.decoder.machines import FittedMachine
-from hpcbench.predict.fitted_decoders import device_of_profile, machine_of_profile, run_point
+from hpcbench.predict.fitted_decoders import device_of_profile, machine_of_profile, missing_machine_reason, run_point
 from hpcbench.predict.forecast import Forecast
 from hpcbench.predict.prediction import MemoryFit
 from hpcbench.predict.recommend import OBJECTIVES, Recommendation, recommend
@@ -151,12 +151,10 @@ def recommend_layouts(
     if wish.partition is not None and wish.partition not in profile.partitions:
         return []
     device = device_of_profile(profile, wish.partition)
-    if device is None or device.fitted is None:
-        name = profile.partition(wish.partition).node.device_type or "this device"
-        return [
-            f"no published run of {name} was learned from (the profile has no devices.{name}.fitted): {wish.model} is "
-            "priced by the profile's figures, without context parallelism and mixed layouts"
-        ]
+    reason = missing_machine_reason(profile, wish.partition)
+    if device is None or reason is not None:
+        how = "priced by the profile's figures, without context parallelism and mixed layouts"
+        return [f"{reason}: {wish.model} is {how}"]
     single_run = check_request(wish, profile, model_folder, needs_batch=False)
     shape, sequence = named_shape(wish.model), single_run.input_size or default_input_size(wish.dataset)
     per_node = wish.tasks_per_node or default_tasks_per_node(profile, wish.partition)

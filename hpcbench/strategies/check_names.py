@@ -11,6 +11,7 @@ from hpcbench.config.option import Option, toml_literal
 from hpcbench.config.sweep_loader import Sweep, command_settings
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
 from hpcbench.strategies.catalog import selectable_strategies
+from hpcbench.strategies.decoder_shapes import named_shapes
 from hpcbench.strategies.strategy_entry import StrategyEntry
 from hpcbench.workloads.datasets import DATASETS
 from hpcbench.workloads.models import MODELS, ModelEntry, check_custom_model, is_custom_model
@@ -61,6 +62,10 @@ def _command_problems(sweep: Sweep, command: Command) -> list[HpcbenchError]:
     """Parameters of trainings, and parameters of the command that do not exist or have another type."""
     problems: list[HpcbenchError] = []
     own_settings = command_settings(command)
+    if command.layout is not None and command.layout.model not in named_shapes():
+        hint = did_you_mean(command.layout.model, named_shapes())
+        where = sweep.source.where(("command", "layout", "model"))
+        problems.append(ConfigError(f"layout: unknown model {command.layout.model!r}", where=where, hint=hint))
     for place, settings in sweep.settings():
         for parameter, value in settings.items():
             if place == ("fixed",) and value == own_settings.get(parameter):

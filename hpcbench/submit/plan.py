@@ -354,8 +354,12 @@ class SweepPlan:
             )
 
 
-def make_plan(sweep: Sweep, profile: ClusterProfile, tree: ClusterTree) -> SweepPlan:
+def make_plan(
+    sweep: Sweep, profile: ClusterProfile, tree: ClusterTree, refuse: Callable[[RunSpec], str | None] | None = None
+) -> SweepPlan:
     """Expand and resolve ``sweep`` for ``profile`` and look up which of its runs have results.
+
+    ``refuse`` returns a further reason why a run is infeasible.
 
     Raises ``ConfigErrors`` for unknown names and ``ConfigError`` if every point is infeasible.
     """
@@ -375,6 +379,8 @@ def make_plan(sweep: Sweep, profile: ClusterProfile, tree: ClusterTree) -> Sweep
             dropped.append(resolved)
         elif sweep.excludes and (rule := find_exclusion(sweep, msgspec.structs.asdict(resolved))):
             dropped.append(InfeasiblePoint(point, rule))
+        elif refuse is not None and (reason := refuse(resolved)):
+            dropped.append(InfeasiblePoint(point, reason))
         else:
             runs.setdefault(run_id(resolved), resolved)
     if not runs:

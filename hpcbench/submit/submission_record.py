@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from hpcbench.config.command import CommandLayout
 from hpcbench.config.run_spec import RunSpec, RunTask
 from hpcbench.errors import ConfigError, StorageError, did_you_mean
 from hpcbench.fileio import MAX_GENERATED_FILE_BYTES, read_error, read_regular, write_atomic
@@ -35,6 +36,9 @@ class SweepRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     written_unix_s: float
     profile_file: str | None = None
     """The cluster's profile, if it is not found by its name."""
+    command_digest: str = ""
+    layout: CommandLayout | None = None
+    """The layout that the sweep declares for its command; predictions for its results need it."""
 
     @property
     def profile(self) -> str:

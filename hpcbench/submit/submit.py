@@ -250,6 +250,7 @@ def submit(
 
 def write_sweep_record(plan: SweepPlan, tree: ClusterTree) -> None:
     """Write the record of a sweep, which ``status`` reads; a submission of another sweep of its name replaces it."""
+    command = plan.sweep.command
     record = SweepRecord(
         sweep=plan.sweep.name,
         cluster=plan.profile.name,
@@ -258,6 +259,8 @@ def write_sweep_record(plan: SweepPlan, tree: ClusterTree) -> None:
         dropped=len(plan.dropped),
         written_unix_s=time.time(),
         profile_file=str(plan.profile_file) if plan.profile_file else None,
+        command_digest=command.digest if command is not None else "",
+        layout=command.layout if command is not None else None,
     )
     path = tree.sweep_path(plan.sweep.name)
     make_folder(path.parent)

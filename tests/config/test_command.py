@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hpcbench.config.command import Command, command_values, fill_word, unused_parameters
+from hpcbench.config.command import Command, command_values, fill_word, fill_words, unused_parameters
 from hpcbench.config.run_spec import RunSpec, run_id
 from hpcbench.config.sweep_loader import Sweep, expand_sweep
 from hpcbench.errors import ConfigErrors, HpcbenchError
@@ -63,6 +63,17 @@ def test_the_words_of_a_run_are_passed_as_they_are(write_sweep: WriteSweep) -> N
     assert [fill_word(word, values) for word in sweep.command.argv] == [
         "python", "train.py", "--lr=0.01", "--dp", "4", "{x}", "$(id) `id`",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("argv", "filled"),
+    [
+        (["p", "{flag}", "x"], ["p", "x"]), (["p", "{on}"], ["p", "--on"]), (["p", "--f={flag}"], ["p", "--f="]),
+        (["p", "", "{{"], ["p", "", "{"]), (["p", "{flag}{flag}"], ["p", ""]),
+    ],
+)  # fmt: skip
+def test_a_placeholder_alone_whose_value_is_empty_leaves_its_word_out(argv: list[str], filled: list[str]) -> None:
+    assert fill_words(argv, {"flag": "", "on": "--on"}) == filled
 
 
 def test_another_command_makes_other_runs(write_sweep: WriteSweep) -> None:

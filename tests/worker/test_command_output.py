@@ -15,7 +15,7 @@ from hpcbench.results.probe_records import CommandOutcome
 from hpcbench.results.schema import RankResult, StepTimeStatistics
 from hpcbench.worker.command import output as output_module
 from hpcbench.worker.command.metrics import command_metrics
-from hpcbench.worker.command.output import CommandOutput, read_metrics_file
+from hpcbench.worker.command.output import CommandOutput, read_metrics_file, to_number
 
 STEP = CommandMetric(name="step_time", unit="s", better="lower", per="step", pattern=r"elapsed +([^ ]+)")
 LOSS = CommandMetric(name="loss", better="lower", json="loss")
@@ -84,6 +84,24 @@ def test_json_lines_hold_metrics(tmp_path: Path) -> None:
         file.write_text(line)
         with pytest.raises(WorkerError, match=message):
             read_metrics_file(COMMAND, file)
+
+
+@pytest.mark.parametrize(("text", "value"), [("1,234", 1234.0), ("12,345,678.5", 12345678.5), ("0.5", 0.5)])
+def test_thousands_may_be_grouped(text: str, value: float) -> None:
+    assert to_number("tps", text, "") == value
+    with pytest.raises(WorkerError):
+        to_number("tps", f"{text},1", "")
+
+
+def test_a_value_is_an_expression_of_the_number_that_was_read() -> None:
+    step = msgspec.structs.replace(STEP, value="batch * ranks / value")
+    spec = RunSpec(strategy="command", workload="command", tasks_per_node=2, parameters={"batch": 8}, warmup_steps=0)
+    warnings: list[str] = []
+    for rate, steps in ((32.0, [0.5]), (0.0, [])):
+        ranks = {0: rank(0, step_time=[rate])}
+        _, steps_s = command_metrics(spec, Command(argv=["x"], metrics=[step]), {}, ranks, warnings)
+        assert steps_s == steps
+    assert warnings == ["step_time: expression 'batch * ranks / value': cannot be computed: float division by zero"]
 
 
 def rank(number: int, **values: list[float]) -> RankResult:

@@ -27,6 +27,7 @@ from hpcbench.results.decode import decode_record
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_OK, RunResult
 from hpcbench.strategies.layer_table import LayerTable
+from hpcbench.workloads.models import is_custom_model
 
 _Z95 = 1.96
 
@@ -269,6 +270,20 @@ def calibration_of_partition(
     node = profile.partition(wanted).node
     alike = [each for each in of_partitions if profile.partition(each.calibration.partition).node == node]
     return next((each for each in stored if each.calibration.partition == wanted), next(iter(alike), None))
+
+
+def environment_notes(stored: StoredCalibration | None, results: Sequence[RunResult]) -> list[str]:
+    """Return a note if the newest of ``results`` is of another environment than the runs of the calibration."""
+    known = set() if stored is None else set(stored.calibration.environment_digests)
+    # A model of the user's own is a part of its environment.
+    newest = next((result for result in results if not is_custom_model(result.spec.model)), None)
+    if stored is None or not known or newest is None or newest.environment_digest in {None, *known}:
+        return []
+    return [
+        f"calibration {stored.digest} is of another machine or software ({', '.join(sorted(known))}) than the newest "
+        f"results ({newest.environment_digest}), and predictions rest on it: hpcbench cluster calibrate "
+        f"{stored.calibration.cluster} measures again"
+    ]
 
 
 def _link_change_notes(measured: CommParameters, today: CommParameters) -> list[str]:

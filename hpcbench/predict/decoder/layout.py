@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import get_args
 
+from hpcbench.config.command import Recompute, Software
 from hpcbench.errors import ConfigError
 from hpcbench.strategies.decoder_shapes import DecoderShape
 
@@ -43,11 +44,8 @@ def nominal_rates(node: GpuNode, gpus: int) -> CollectiveRates:
     return CollectiveRates(all_reduce=rate, all_gather=rate, reduce_scatter=rate)
 
 
-Recompute = Literal["none", "selective", "full"]
-Software = Literal["nanotron", "megatron", "fsdp", "torchtitan"]
-"""Conventions of the training loop: splitting of stages, buckets, precision of gradients."""
-SOFTWARE: tuple[Software, ...] = ("nanotron", "megatron", "fsdp", "torchtitan")
-RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+SOFTWARE: tuple[Software, ...] = get_args(Software)
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,10 @@ from math import exp, hypot
 
 import msgspec
 
+from hpcbench.config.command import Recompute, Software
 from hpcbench.errors import ConfigError
 from hpcbench.predict.candidate_points import divisors
-from hpcbench.predict.decoder.layout import CollectiveRates, Layout, Recompute, Software, nominal_rates
+from hpcbench.predict.decoder.layout import CollectiveRates, Layout, nominal_rates
 from hpcbench.predict.decoder.machines import FittedMachine, interval_class, loop_interval_s
 from hpcbench.predict.decoder.memory import MemoryTerms, reserved_gib, stage_memory_terms
 from hpcbench.predict.decoder.pricing import Figures, StepTime, step_time

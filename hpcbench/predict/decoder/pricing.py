@@ -6,7 +6,7 @@ its runs at once by giving arrays for the fields of ``Work``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from hpcbench.predict.decoder.work import Work
 
@@ -77,6 +77,55 @@ class StepTime:
     @property
     def total_s(self) -> float:
         return self.pipeline_s + self.reduce_exposed_s + self.gather_s + self.optimizer_s + self.other_s
+
+
+@dataclass(frozen=True)
+class StepTerms:
+    """Seconds of a step by their purpose; together they are the step.
+
+    Traffic counts as far as a step is longer by it.
+    """
+
+    compute: float
+    tensor_traffic: float
+    shard_traffic: float
+    stage_traffic: float
+    gradient_traffic: float
+    bubble: float
+    straggling: float
+    optimizer: float
+    fixed: float
+
+    @property
+    def own_s(self) -> float:
+        """Seconds of a device's own work."""
+        return self.compute + self.optimizer + self.fixed
+
+    @property
+    def traffic_s(self) -> float:
+        return self.tensor_traffic + self.shard_traffic + self.stage_traffic + self.gradient_traffic
+
+
+def step_terms(work: Work, figures: Figures) -> StepTerms:
+    """Split a step: traffic is removed kind by kind, and each kind counts by how much shorter the step becomes."""
+    step = step_time(work, figures)
+    works = [work, replace(work, layer_tensor_s=0.0, head_tensor_s=0.0, tensor_messages=0.0)]
+    works.append(replace(works[-1], shard_layer_s=0.0, shard_messages=0.0))
+    works.append(replace(works[-1], stage_sends=0.0))
+    with_all, no_tensor, no_shards, silent = (step_time(each, figures) for each in works)
+    slowdown = 1.0 + figures.straggling * work.log_nodes
+    compute = work.accumulation * silent.micro_batch_s
+    return StepTerms(
+        compute=compute,
+        tensor_traffic=with_all.pipeline_s - no_tensor.pipeline_s,
+        shard_traffic=no_tensor.pipeline_s - no_shards.pipeline_s,
+        stage_traffic=no_shards.pipeline_s - silent.pipeline_s,
+        gradient_traffic=step.reduce_exposed_s + step.gather_s,
+        bubble=silent.pipeline_s / slowdown - compute,
+        straggling=silent.pipeline_s * (1.0 - 1.0 / slowdown),
+        optimizer=step.optimizer_s,
+        fixed=step.other_s,
+    )
 
 
 def _larger(left: float, right: float) -> float:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
-from hpcbench.config.command import STEP_TIME, Command, command_values
+from hpcbench.config.command import STEP_TIME, Command, CommandMetric, command_values
 from hpcbench.config.expression import Expression
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError
@@ -29,6 +30,7 @@ def command_metrics(
     steps_s: list[float] = []
     for metric in command.metrics:
         values = next((outcome.values[metric.name] for outcome in started if outcome.values.get(metric.name)), [])
+        values = _own_values(metric, values, command_values(spec, command), warnings)
         if metric.per == "run":
             if values:
                 metrics.own[metric.name] = values[-1]
@@ -48,6 +50,20 @@ def command_metrics(
     peaks = [result.peak_memory_bytes for result in ranks.values() if result.command and result.peak_memory_bytes]
     metrics.peak_memory_bytes = max(peaks, default=None)
     return metrics, steps_s
+
+
+def _own_values(
+    metric: CommandMetric, numbers: list[float], parameters: Mapping[str, Any], warnings: list[str]
+) -> list[float]:
+    """Return the values of a metric from the numbers that were read."""
+    if not metric.value:
+        return numbers
+    expression = Expression(metric.value)
+    try:
+        return [float(expression({**parameters, "value": number})) for number in numbers]
+    except (ConfigError, TypeError, ValueError) as error:
+        warnings.append(f"{metric.name}: {error}")
+        return []
 
 
 def _add_step_times(metrics: RunMetrics, steps_s: list[float], warnings: list[str]) -> None:

@@ -108,10 +108,17 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern, re.MULTILINE)
 
 
+_GROUPED = re.compile(r"\d{1,3}(,\d{3})+(\.\d+)?")
+
+
 def to_number(name: str, text: object, line: str) -> float:
-    """Return the finite number ``text`` of the metric ``name``. Raises ``WorkerError`` if it is none."""
+    """Return the finite number ``text`` of the metric ``name``: ``0.5``, ``1e3``, ``12,345``.
+
+    Raises ``WorkerError`` if it is none.
+    """
+    digits = str(text)
     try:
-        value = float(str(text))
+        value = float(digits.replace(",", "") if _GROUPED.fullmatch(digits) else digits)
     except ValueError:
         value = math.nan
     if isinstance(text, bool) or not math.isfinite(value):

@@ -27,7 +27,7 @@ import msgspec
 import psutil
 import torch
 
-from hpcbench.config.command import LAUNCH_VARIABLES, Command, command_values, fill_word
+from hpcbench.config.command import LAUNCH_VARIABLES, Command, command_values, fill_word, fill_words
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError, unsupported
 from hpcbench.fileio import printable_text
@@ -108,7 +108,7 @@ def run_command(finalizer: RunFinalizer, command: Command) -> None:
         raise WorkerError(f"folder: cannot make {folder} on {socket.gethostname()}: {error.strerror}") from error
     output: CommandOutput | None = None
     if command.launch != "job" or info.rank == 0:
-        words = [fill_word(word, values) for word in command.argv]
+        words = fill_words(command.argv, values)
         output = _run_process(finalizer, command, device, words, folder, variables)
     _wait_for_all(channel, finalizer.measurements.result.command, info, output, command, spec.warmup_steps, stop)
     outcome = finalizer.measurements.result.command
