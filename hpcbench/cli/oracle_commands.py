@@ -21,10 +21,14 @@ from hpcbench.cli.common import (
     print_text,
 )
 from hpcbench.cli.load_plan import check_options, load_plan
+from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.errors import ConfigError
 from hpcbench.fileio import printable_excerpt, write_atomic
+from hpcbench.predict.command_layouts import measured_layouts
 from hpcbench.predict.forecast import Forecast
 from hpcbench.predict.oracle_requests import LayoutRecommendation, RecommendRequest, recommend_for, recommend_layouts
 from hpcbench.predict.recommend import Recommendation
+from hpcbench.predict.trainers import TRAINERS, Trainer, trainer_sweep_toml
 from hpcbench.report.prediction_view import machine_notes, predict_configurations, predictions_json, predictions_view
 from hpcbench.report.recommendation_view import (
     layouts_json,
@@ -99,18 +103,20 @@ def predict_sweep(
 @click.option("--objective", metavar="O", default="samples_per_s", show_default=True,
               help="samples_per_s, step_time_s or node_hours (of an epoch).")  # fmt: skip
 @click.option("--top", metavar="N", type=click.IntRange(min=1), default=10, show_default=True, help="Rows of a table.")
+@click.option("--as", "trainer_name", type=click.Choice([*TRAINERS]), help="Layouts for this trainer, by its flags.")
+@click.option("--measured", metavar="SWEEP", help="Show the step times that this sweep of layouts measured.")
 @out_option("Write the sweep that measures the best.")
 @model_folder_option
 @output_options
 def rank_strategies(
     *, cluster_name: str, nodes: tuple[int, ...], objective: str, top: int, out: Path | None, results: ResultsTree,
-    as_json: bool, model_folder: Path, **options: Any,
+    as_json: bool, model_folder: Path, trainer_name: str | None, measured: str | None, **options: Any,
 ) -> None:  # fmt: skip
     """Rank every strategy and degree for a model on a cluster by their predictions.
 
     Decoders of published training runs on a device that was learned from such runs are ranked by their layouts: data,
     sharded, tensor, pipeline and context parallelism, micro-batches and recomputation, including layouts that hpcbench
-    can price but not run.
+    can price but not run. With --as they are those of a trainer, and the sweep starts that trainer.
 
     Infeasible candidates are listed with the limit that excludes them. The output ends with a sweep that measures the
     best.
@@ -121,10 +127,17 @@ def rank_strategies(
         missing["--batch-size"] = ["a number", "--global-batch-size"]
     check_options(missing)
     request = RecommendRequest(nodes=nodes or (1,), objective=objective, **options)
-    recommendation = recommend_layouts(request, cluster_name, model_folder, results)
+    trainer = TRAINERS[trainer_name] if trainer_name else None
+    recommendation = recommend_layouts(request, cluster_name, model_folder, results, trainer)
     if isinstance(recommendation, LayoutRecommendation):
-        _show_layouts(recommendation, request, cluster_name, top, out, as_json=as_json)
+        if measured is not None:
+            found = measured_layouts(results.cluster(load_cluster(cluster_name)[0].name), measured)
+            recommendation = recommendation._replace(measured=found)
+        _show_layouts(recommendation, request, cluster_name, top, out, trainer, as_json=as_json)
         return
+    if trainer_name or measured:
+        reason = "; ".join(recommendation) or f"{request.model} is no decoder of published runs"
+        raise ConfigError(f"there are no layouts to rank: {reason}", where="--as" if trainer_name else "--measured")
     for note in recommendation:
         print_message(note)
     recommendations, forecast = recommend_for(request, cluster_name, results, model_folder)
@@ -153,11 +166,16 @@ def _show_layouts(
     cluster_name: str,
     top: int,
     out: Path | None,
+    trainer: Trainer | None,
     *,
     as_json: bool,
 ) -> None:
     """Print ranked layouts, or write them as JSON, with the sweep that measures those that can be run."""
-    text = layouts_sweep_toml(recommendation, f"measure-{request.model}", request.dataset)
+    if trainer is None:
+        text = layouts_sweep_toml(recommendation, f"measure-{request.model}", request.dataset)
+    else:
+        shape, rankings = recommendation.shape, recommendation.rankings
+        text = trainer_sweep_toml(trainer, shape, recommendation.tasks_per_node, rankings)
     _write_sweep(text, out, cluster_name)
     if as_json:
         print_json(layouts_json(recommendation, request.objective))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from hpcbench.config.command import Command, CommandLayout, command_values
 from hpcbench.config.expression import Expression
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError, HpcbenchError
-from hpcbench.predict.decoder.layout import Layout, check_layout, nominal_rates
+from hpcbench.predict.decoder.layout import SOFTWARE, Layout, check_layout, nominal_rates
 from hpcbench.predict.decoder.machines import FittedMachine, predict_step
 from hpcbench.predict.decoder.memory import GIB, MemoryTerms, reserved_gib, stage_memory_terms
 from hpcbench.predict.decoder.pricing import StepTerms, step_terms
@@ -20,6 +21,7 @@ from hpcbench.predict.fitted_decoders import machine_of_profile, missing_machine
 from hpcbench.predict.peak_memory import MemoryBreakdown
 from hpcbench.predict.prediction import Prediction, PredictionBasis, PredictionInterval
 from hpcbench.results.results_tree import ClusterTree
+from hpcbench.results.schema import STATUS_OK
 from hpcbench.strategies.decoder_shapes import DecoderShape, named_shape
 from hpcbench.submit.submission_record import read_sweep_record
 
@@ -113,6 +115,30 @@ def recorded_layouts(tree: ClusterTree) -> dict[str, CommandLayout]:
     known = [record for record in records if record is not None and record.layout is not None]
     known.sort(key=lambda record: record.written_unix_s)
     return {record.command_digest: record.layout for record in known if record.layout is not None}
+
+
+def anyones_layout(layout: Layout) -> Layout:
+    """Return ``layout`` without its software: equal for the same degrees and batch."""
+    return replace(layout, software=SOFTWARE[0], compiled=False)
+
+
+def measured_layouts(tree: ClusterTree, sweep: str) -> dict[Layout, list[float]]:
+    """Return the median step time (s) of each ok launch of a sweep, by ``anyones_layout``.
+
+    ``ConfigError`` where the sweep has no layout or none of its runs has a step time.
+    """
+    record = read_sweep_record(tree, sweep)
+    if record is None or record.layout is None:
+        raise ConfigError(f"{sweep!r} is no sweep with a [command.layout] in {tree.root}", where="--measured")
+    times: dict[Layout, list[float]] = {}
+    for run_id in record.run_ids:
+        result = tree.read_result(run_id)
+        if result is not None and result.status == STATUS_OK and result.metrics.step_time_s is not None:
+            layout = anyones_layout(layout_of_command(result.spec, record.layout)[1])
+            times.setdefault(layout, []).append(result.metrics.step_time_s.median)
+    if not times:
+        raise ConfigError(f"no run of sweep {sweep!r} has a step time yet", hint=f"hpcbench status {sweep}")
+    return times
 
 
 def price_command(spec: RunSpec, declared: CommandLayout, profile: ClusterProfile) -> PricedCommand:

@@ -3,6 +3,7 @@ from published runs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
@@ -26,6 +27,7 @@ from hpcbench.predict.fitted_decoders import device_of_profile, machine_of_profi
 from hpcbench.predict.forecast import Forecast
 from hpcbench.predict.prediction import MemoryFit
 from hpcbench.predict.recommend import OBJECTIVES, Recommendation, recommend
+from hpcbench.predict.trainers import Trainer
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.strategies.decoder_shapes import DecoderShape, named_shape, named_shapes
 from hpcbench.strategies.layer_table import default_input_size
@@ -133,14 +135,21 @@ class LayoutRecommendation(NamedTuple):
     tasks_per_node: int
     rankings: dict[int, LayoutRanking]
     notes: list[str]
+    measured: dict[Layout, list[float]] = {}  # noqa: RUF012 - never changed
+    """Measured step times of layouts, seconds, by ``anyones_layout``."""
 
 
 def recommend_layouts(
-    wish: RecommendRequest, cluster_name: str, model_folder: Path, results: ResultsTree | None = None
+    wish: RecommendRequest,
+    cluster_name: str,
+    model_folder: Path,
+    results: ResultsTree | None = None,
+    trainer: Trainer | None = None,
 ) -> LayoutRecommendation | list[str]:
     """Rank layouts for each number of nodes; where nothing was learned of model or device, notes that state it.
 
-    A calibration among ``results`` prices runs better than runs of others; a note then states that.
+    A calibration among ``results`` prices runs better than runs of others; a note then states that. With ``trainer``
+    the layouts are those that it runs, priced by its software.
 
     Raises ``ConfigErrors`` with everything that is wrong with ``wish``, and ``ConfigError`` for a profile that names a
     machine without package data.
@@ -161,7 +170,7 @@ def recommend_layouts(
     machine = machine_of_profile(profile, wish.partition, per_node)
     limits = partition_limits(profile, wish.partition or profile.default_partition)
     forecast = Forecast(profile, results.cluster(profile.name) if results is not None else None, model_folder)
-    if forecast.machine(single_run).depth != "nominal":
+    if trainer is None and forecast.machine(single_run).depth != "nominal":
         return [f"{wish.model} is priced by the calibration of {profile.name}, without layouts that only others run"]
     rankings, batches = {}, []
     for nodes in sorted(set(wish.nodes)):
@@ -173,13 +182,20 @@ def recommend_layouts(
             batch = max(1, DEFAULT_TOKENS_PER_GPU * gpus // sequence)
             batches.append(batch)
         asked = LayoutWish(gpus=gpus, sequence=sequence, global_batch=batch, replica_batch=wish.batch_size)
+        if trainer is not None:
+            asked = replace(asked, software=trainer.software, can_run=trainer.can_run)
         run = {"dataset": wish.dataset, "input_size": sequence, "partition": wish.partition, "nodes": nodes}
         own_memory = partial(_own_memory_gib, forecast, limits, shape, {**run, "tasks_per_node": per_node})
         rankings[nodes] = rank_layouts(shape, machine, asked, own_memory=own_memory)
+    how = (
+        f"runs of whole parameters are priced as {WHOLE_SOFTWARE} trains, shards as {SHARDED_SOFTWARE}, layouts that "
+        f"hpcbench does not run as {SPLIT_SOFTWARE}"
+    )
+    if trainer is not None:
+        how = f"all layouts are priced as {trainer.software} trains"
     notes = [
         f"published runs: {machine.name}: {machine.provenance[0]}",
-        f"runs of whole parameters are priced as {WHOLE_SOFTWARE} trains, shards as {SHARDED_SOFTWARE}, layouts that "
-        f"hpcbench does not run as {SPLIT_SOFTWARE}, in bf16 with fused Adam, {sequence} tokens a sample; hpcbench's "
+        f"{how}, in bf16 with fused Adam, {sequence} tokens a sample; hpcbench's "
         "own loop is in none of these runs, and intervals contain how much loops differ",
         "rates between nodes are the profile's, not measured; messages of context parallelism are not priced",
     ]

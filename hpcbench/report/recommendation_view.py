@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
+from statistics import median
 from typing import Any
 
 import msgspec
 
 from hpcbench.config.run_spec import spec_document, strategy_label
 from hpcbench.config.sweep_file import sweep_toml
+from hpcbench.predict.command_layouts import anyones_layout
 from hpcbench.predict.decoder.layout import Layout
 from hpcbench.predict.decoder.layout_search import LayoutRanking, RankedLayout
 from hpcbench.predict.fitted_decoders import run_point
@@ -214,8 +216,29 @@ def layouts_view(recommendation: LayoutRecommendation, nodes: int, most: int) ->
                lambda row: format_bytes(int(row[1].peak_memory_gib * _GIB))),
         text_column("runs", lambda row: "" if row[1].priced_only else "yes"),
     ]  # fmt: skip
-    notes = _view_notes(recommendation, ranking, most)
+    if recommendation.measured:
+        columns[4:4] = [
+            Column("measured_step_time_s", "measured", lambda row: _measured_s(recommendation, row[1]),
+                   lambda row: format_seconds(step_s) if (step_s := _measured_s(recommendation, row[1])) else "")
+        ]  # fmt: skip
+    notes = [*_measured_notes(recommendation, ranking), *_view_notes(recommendation, ranking, most)]
     return View.from_rows(title, columns, enumerate(ranking.layouts[:most], 1), notes)
+
+
+def _measured_s(recommendation: LayoutRecommendation, row: RankedLayout) -> float | None:
+    times_s = recommendation.measured.get(anyones_layout(row.layout))
+    return median(times_s) if times_s else None
+
+
+def _measured_notes(recommendation: LayoutRecommendation, ranking: LayoutRanking) -> Iterable[str]:
+    """State the measured winner among the ranked layouts."""
+    measured = [(step_s, row) for row in ranking.layouts if (step_s := _measured_s(recommendation, row))]
+    if measured:
+        step_s, best = min(measured, key=lambda entry: entry[0] / entry[1].layout.global_batch)
+        yield (
+            f"measured the fastest of {pluralize(len(measured), 'layout')}: {layout_name(best.layout)}, "
+            f"{format_seconds(step_s)} a step, predicted {_step_text(best)}"
+        )
 
 
 def _step_text(row: RankedLayout) -> str:
@@ -296,6 +319,7 @@ def _layout_json(recommendation: LayoutRecommendation, row: RankedLayout) -> dic
         "ratio": {"value": row.ratio, "low": row.ratio_low, "high": row.ratio_high},
         "significant": row.is_told_apart,
         "priced_only": row.priced_only,
+        "measured_step_time_s": _measured_s(recommendation, row),
         "run": None if row.priced_only else run_point(row.layout),
     }
 

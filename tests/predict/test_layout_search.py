@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from hpcbench.strategies.decoder_shapes import named_shape
 H100 = fitted_machine("h100-80gb-sxm")
 
 
-def ranking(model: str = "llama_70b", gpus: int = 64, **more: int) -> LayoutRanking:
+def ranking(model: str = "llama_70b", gpus: int = 64, **more: Any) -> LayoutRanking:
     wish = LayoutWish(gpus=gpus, **({"sequence": 8192, "global_batch": 2 * gpus} | more))
     return rank_layouts(named_shape(model), H100, wish)
 

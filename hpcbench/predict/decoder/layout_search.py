@@ -96,6 +96,10 @@ class LayoutWish:
     sequence: int
     global_batch: int | None = None
     replica_batch: int | None = None
+    software: Software | None = None
+    """The software that trains all layouts; absent: the one that trains each best, hpcbench's own loop among them."""
+    can_run: Callable[[DecoderShape, Layout], bool] | None = None
+    """Whether that software runs a layout; absent: it runs all."""
 
     def global_batch_of(self, data_degree: int) -> int:
         """Return the samples of a step; 0 where replicas cannot share them evenly."""
@@ -160,7 +164,10 @@ class _Search:
             gpus=self.request.gpus, sequence=self.request.sequence, micro_batch=1, global_batch=data_degree,
             **degrees,  # type: ignore[arg-type]
         )  # fmt: skip
-        software = software_of(self.shape, one)
+        if self.request.can_run is not None and not self.request.can_run(self.shape, one):
+            self.refused[f"{self.request.software} does not run it"] += 1
+            return
+        software = self.request.software or software_of(self.shape, one)
         for micro_batch in _micro_batches(total // data_degree, 1 if degrees["context"] > 1 else MAX_MICRO_BATCH):
             accumulation = total // data_degree // micro_batch
             if degrees["chunks"] > 1 and accumulation % degrees["pipeline"]:
@@ -172,7 +179,9 @@ class _Search:
                     gpus=self.request.gpus, sequence=self.request.sequence, micro_batch=micro_batch, global_batch=total,
                     recompute=recompute, software=software, **degrees,  # type: ignore[arg-type]
                 )  # fmt: skip
-                reason, own = priced_only_reason(self.shape, layout), self.own_memory(layout)
+                reason, own = None, None
+                if self.request.software is None:
+                    reason, own = priced_only_reason(self.shape, layout), self.own_memory(layout)
                 if own is not None and own[0] <= own[1]:
                     self.fitting.append(self._priced(layout, own[0], None))
                     break

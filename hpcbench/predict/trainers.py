@@ -1,0 +1,118 @@
+"""Sweeps that train layouts of a decoder with torchtitan or Megatron-LM, by these trainers' own flags.
+
+The sweeps are templates in ``trainer_sweeps``: ``$name`` is a value of the best layout, or of the decoder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from importlib import resources
+from string import Template
+from typing import Any
+
+from hpcbench.config.command import Software
+from hpcbench.config.sweep_file import settings_lines
+from hpcbench.errors import ConfigError
+from hpcbench.predict.decoder.layout import Layout
+from hpcbench.predict.decoder.layout_search import LayoutRanking
+from hpcbench.strategies.decoder_shapes import DecoderShape
+
+LAYOUTS_PER_SCALE = 3
+"""A sweep has so many of the best layouts for each number of nodes."""
+_TORCHTITAN_CONFIGS = {"llama_8b": "llama3_8b", "llama_70b": "llama3_70b"}
+"""Decoders of torchtitan 0.3.0 in bf16; its ``llama3_405b`` computes in fp8."""
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A program that trains layouts."""
+
+    software: Software
+    can_run: Callable[[DecoderShape, Layout], bool]
+    model: Callable[[DecoderShape], dict[str, Any]]
+    """Values of the template that the decoder gives; ``ConfigError`` where the trainer has no flags for it."""
+    values: Callable[[DecoderShape, Layout], dict[str, Any]]
+    """Parameters of the sweep that layouts may differ in."""
+
+
+def _torchtitan_can_run(shape: DecoderShape, layout: Layout) -> bool:
+    # Its interleaved schedule has two stages a rank where nothing else is set.
+    fits = layout.tensor <= shape.kv_heads and layout.context == 1
+    return fits and layout.zero == 0 and layout.chunks <= 2
+
+
+def _torchtitan_model(shape: DecoderShape) -> dict[str, Any]:
+    if shape.name not in _TORCHTITAN_CONFIGS:
+        hint = f"models: {', '.join(_TORCHTITAN_CONFIGS)}"
+        raise ConfigError(f"torchtitan has no {shape.name} in bf16", where="--as torchtitan", hint=hint)
+    return {"config": _TORCHTITAN_CONFIGS[shape.name]}
+
+
+def _torchtitan_values(shape: DecoderShape, layout: Layout) -> dict[str, Any]:
+    del shape
+    # Without stages the trainer accumulates gradients over calls; with stages one call has all micro-batches.
+    local_batch = layout.micro_batch * (layout.accumulation if layout.pipeline > 1 else 1)
+    schedule = "Interleaved1F1B" if layout.chunks > 1 else "1F1B"
+    return {
+        **_shared_values(layout), "shards": layout.shards, "local_batch": local_batch, "schedule": schedule,
+        "recompute": layout.recompute,
+    }  # fmt: skip
+
+
+def _megatron_can_run(shape: DecoderShape, layout: Layout) -> bool:
+    is_even = shape.layers % (layout.pipeline * layout.chunks) == 0 and layout.tensor <= shape.kv_heads
+    shares_optimizer = layout.zero == 1 or layout.data_degree == 1
+    return layout.shards == 1 and is_even and shares_optimizer and layout.sequence % (2 * layout.context) == 0
+
+
+def _megatron_model(shape: DecoderShape) -> dict[str, Any]:
+    if not shape.gated or shape.biases or shape.learned_positions or shape.norm_vectors != 1:
+        raise ConfigError(f"{shape.name} is no Llama: its flags are not known", where="--as megatron")
+    untied = "" if shape.tied else '"--untie-embeddings-and-output-weights",'
+    # NullTokenizer adds a token.
+    return {**asdict(shape), "untied": untied, "vocabulary": shape.vocabulary - 1}
+
+
+def _megatron_values(shape: DecoderShape, layout: Layout) -> dict[str, Any]:
+    interleaving = f"--num-virtual-stages-per-pipeline-rank={layout.chunks}" if layout.chunks > 1 else ""
+    return {
+        **_shared_values(layout), "cp": layout.context, "chunks": layout.chunks, "interleaving": interleaving,
+        "recomputed_layers": shape.layers if layout.recompute == "full" else 0,
+    }  # fmt: skip
+
+
+def _shared_values(layout: Layout) -> dict[str, Any]:
+    return {
+        "sequence": layout.sequence, "micro_batch": layout.micro_batch, "global_batch": layout.global_batch,
+        "dp": layout.replicas, "tp": layout.tensor, "pp": layout.pipeline,
+    }  # fmt: skip
+
+
+TRAINERS = {
+    "torchtitan": Trainer("torchtitan", _torchtitan_can_run, _torchtitan_model, _torchtitan_values),
+    "megatron": Trainer("megatron", _megatron_can_run, _megatron_model, _megatron_values),
+}
+
+
+def trainer_sweep_toml(
+    trainer: Trainer, shape: DecoderShape, per_node: int, rankings: Mapping[int, LayoutRanking]
+) -> str:
+    """Return a sweep of the best layouts of each number of nodes, as ``trainer`` runs them; empty without layouts.
+
+    ``ConfigError`` where the trainer has no flags for the decoder.
+    """
+    points = [
+        {"nodes": nodes, **trainer.values(shape, row.layout)}
+        for nodes, ranking in rankings.items()
+        for row in ranking.layouts[:LAYOUTS_PER_SCALE]
+    ]
+    if not points:
+        return ""
+    template = resources.files(__package__) / "trainer_sweeps" / f"{trainer.software}.toml"
+    values = {name: json.dumps(value) for name, value in points[0].items()} | trainer.model(shape)
+    values |= {"model": shape.name, "flops": shape.flops_per_token(points[0]["sequence"]), "tasks_per_node": per_node}
+    columns = {name: [point[name] for point in points] for name in points[0]}
+    varying = {name: column for name, column in columns.items() if name == "nodes" or len({*column}) > 1}
+    return "\n".join([Template(template.read_text()).substitute(values), "[[zip]]", *settings_lines(varying)]) + "\n"
