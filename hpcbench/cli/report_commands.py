@@ -24,6 +24,7 @@ from hpcbench.cli.common import (
 )
 from hpcbench.errors import INSTALL_REPORT, ConfigError
 from hpcbench.fileio import write_atomic
+from hpcbench.predict.cluster_forecasts import ClusterForecasts
 from hpcbench.report.column_names import Condition
 from hpcbench.report.configurations import filter_launches
 from hpcbench.report.findings.findings_report import derive_findings, findings_json, findings_renderable
@@ -88,7 +89,7 @@ def report_findings(
     condition = Condition(where, "--where") if where else None
     frame = load_frame(results, sources, clusters)
     title = ", ".join(Path(source).name for source in sources) if sources else str(results.root)
-    sweeps = _unfinished_sweeps(results, sources, clusters, frame)
+    sweeps, forecasts = _unfinished_sweeps(results, sources, clusters, frame), ClusterForecasts(results)
     if out is not None:
 
         def load_full(wanted: Sequence[tuple[str, str]]) -> list[RunResult]:
@@ -97,14 +98,14 @@ def report_findings(
         predictions = {}
         if predict:
             predictions = frames_of_page(filter_launches(frame, condition), results)
-        request = ReportRequest(title, sources, condition, bound, sweeps, load_full, **predictions)
+        request = ReportRequest(title, sources, condition, bound, sweeps, load_full, forecasts=forecasts, **predictions)
         write_atomic(out, report_html(frame, request).encode())
         print_message(f"report on {len(frame)} runs written to {out}")
         if not can_draw_files():
             print_message(f"the page has no plots: {INSTALL_REPORT} makes them")
         if not as_json:
             return
-    findings = derive_findings(frame, condition, bound, sweeps)
+    findings = derive_findings(frame, condition, bound, sweeps, forecasts)
     if as_json:
         print_json(findings_json(findings, [*sources]))
     elif not findings.answers:

@@ -8,7 +8,7 @@ from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import HpcbenchError
 from hpcbench.predict.calibration.calibration_store import read_calibrations
-from hpcbench.predict.forecast import Forecast
+from hpcbench.predict.forecast import Forecast, has_cost
 from hpcbench.predict.machine import Machine
 from hpcbench.predict.prediction import NotPredicted, Prediction
 from hpcbench.results.results_tree import ResultsTree
@@ -38,6 +38,11 @@ class ClusterForecasts:
         """Return ``Forecast.predict`` without the results of the run's own configuration."""
         forecast = self.forecast(cluster)
         return forecast if isinstance(forecast, NotPredicted) else forecast.predict(spec, held_out=True)
+
+    def has_formulas(self, cluster: str, spec: RunSpec) -> bool:
+        """Whether the oracle prices runs of this strategy, or of this command."""
+        forecast = self.forecast(cluster)
+        return has_cost(spec) if isinstance(forecast, NotPredicted) else forecast.has_formulas(spec)
 
     def fitted_from(self, cluster: str, spec: RunSpec) -> frozenset[str]:
         """Return the ids of runs that the numbers behind a prediction were fitted to."""

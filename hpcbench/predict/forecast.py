@@ -177,7 +177,7 @@ class Forecast:
         """Whether the oracle prices such runs: a strategy's formulas, or the layout that a command declares."""
         if spec.workload == "command":
             return spec.command_digest in self._layouts
-        return spec.strategy in STRATEGIES and find_cost(spec.strategy) is not None
+        return has_cost(spec)
 
     def price_command(self, spec: RunSpec) -> PricedCommand | NotPredicted:
         """Return the decoder, layout and machine that price a command's run, or the reason why none does."""
@@ -281,6 +281,11 @@ class Forecast:
             return formula(table)
         except HpcbenchError as error:
             return NotPredicted(error.message)
+
+
+def has_cost(spec: RunSpec) -> bool:
+    """Whether the strategy of a training has formulas."""
+    return spec.strategy in STRATEGIES and find_cost(spec.strategy) is not None
 
 
 def _invalid_reason(spec: RunSpec) -> str | None:

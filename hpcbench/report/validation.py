@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, log, sqrt
 from operator import attrgetter, itemgetter
@@ -17,14 +17,14 @@ from hpcbench.config.run_spec import RunSpec, strategy_label
 from hpcbench.predict.cluster_forecasts import ClusterForecasts
 from hpcbench.predict.machine import Machine
 from hpcbench.predict.prediction import NotPredicted, Prediction, count_bases
-from hpcbench.predict.strategy_cost import find_cost
 from hpcbench.report.configurations import SPEC_COLUMNS, STEP_TIME, run_spec_of
 from hpcbench.report.prediction_view import basis_text
+from hpcbench.report.results_table import split_parameters
 from hpcbench.report.table_files import view_json
 from hpcbench.report.table_model import Column, View, text_column
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import STATUS_OK
-from hpcbench.strategies.catalog import STRATEGIES, representative
+from hpcbench.strategies.catalog import representative
 from hpcbench.units import format_seconds
 
 
@@ -83,9 +83,10 @@ def _predicted_label(choice: GroupChoice) -> str:
 
 def cases_view(cases: Sequence[ValidationCase]) -> View:
     """Every configuration, measured and predicted; in place of a time that was not measured the end of the run."""
+    varying, _ = split_parameters([case.measured.spec for case in cases])
     columns = [
         text_column("strategy", lambda case: strategy_label(case.measured.spec), is_key=True),
-        text_column("model", attrgetter("measured.spec.model"), is_key=True),
+        text_column("model", lambda case: _model_text(case.measured.spec, varying), is_key=True),
         Column("devices", "devices", attrgetter("measured.spec.devices"), is_key=True),
         Column("batch_size", "batch", attrgetter("measured.spec.batch_size"), is_key=True),
         Column("measured_s", "measured", attrgetter("measured.step_time_s"),
@@ -102,6 +103,12 @@ def cases_view(cases: Sequence[ValidationCase]) -> View:
     ]  # fmt: skip
     notes = ["rank: place by measured / by predicted time per sample in the group of a model, data set and devices"]
     return View.from_rows("every configuration", columns, cases, notes)
+
+
+def _model_text(spec: RunSpec, varying: Collection[str]) -> str:
+    """The model, or of a command the parameters that differ between the rows."""
+    own = (f"{name}={value}" for name, value in spec.parameters.items() if f"parameters.{name}" in varying)
+    return spec.model or " ".join(own)
 
 
 def validation_json(validation: Validation) -> dict[str, Any]:
@@ -139,6 +146,11 @@ class MeasuredConfiguration(msgspec.Struct, kw_only=True):
     run_ids: list[str] = []
     launches_s: list[float] = []
     """Median step time of every launch."""
+    samples_per_step: float = 0
+    """Samples of all replicas; for a command by its declared layout, else 1."""
+
+    def __post_init__(self) -> None:
+        self.samples_per_step = self.samples_per_step or self.spec.global_batch_size or 1
 
     @property
     def step_time_s(self) -> float | None:
@@ -148,13 +160,14 @@ class MeasuredConfiguration(msgspec.Struct, kw_only=True):
     @property
     def s_per_sample(self) -> float:
         """Measured time per sample; infinite where no launch ended well."""
-        return (self.step_time_s or inf) / self.spec.global_batch_size
+        return (self.step_time_s or inf) / self.samples_per_step
 
     @property
     def group(self) -> Hashable:
         """Equal for configurations that are alternatives: of one workload, on the same number of devices."""
         spec, options = self.spec, msgspec.json.encode(self.spec.model_options, order="deterministic")
-        return (self.cluster, spec.model, options, spec.dataset, spec.input_size, spec.precision, spec.devices)
+        workload = (spec.model or spec.command_digest, options, spec.dataset, spec.input_size, spec.precision)
+        return (self.cluster, *workload, spec.devices)
 
 
 def measured_configurations(frame: pl.DataFrame) -> list[MeasuredConfiguration]:
@@ -236,7 +249,7 @@ class ValidationCase:
         """Predicted time per sample; infinite where it is not predicted, or predicted not to fit into memory."""
         step_s = inf if self.known is None or self.known.fits is False else self.known.step_time_s
         # Formulas that agree may differ by rounding: the order of strategies must not depend on it.
-        return float(f"{step_s / self.measured.spec.global_batch_size:.9g}")
+        return float(f"{step_s / self.measured.samples_per_step:.9g}")
 
 
 class GroupChoice(NamedTuple):
@@ -296,7 +309,7 @@ def validate(frame: pl.DataFrame, results: ResultsTree) -> Validation:
             lambda one: one.launches_s if one.status == STATUS_OK else one.status in COUNTED_FAILURES,
         # A probe measures, it does not train.
         "of strategies that the oracle has no formulas for":
-            lambda one: one.spec.strategy in STRATEGIES and find_cost(one.spec.strategy) is not None,
+            lambda one: forecasts.has_formulas(one.cluster, one.spec),
         "that the cluster's calibration was fitted to":
             lambda one: not forecasts.fitted_from(one.cluster, one.spec) & {*one.run_ids},
     }  # fmt: skip
@@ -306,6 +319,9 @@ def validate(frame: pl.DataFrame, results: ResultsTree) -> Validation:
             notes.append(f"not compared: {len(measured) - len(kept)} configurations {reason}")
         measured = kept
     cases = [ValidationCase(one, forecasts.predict(one.cluster, one.spec)) for one in measured]
+    for case in cases:
+        if case.known is not None and case.measured.spec.workload == "command":
+            case.measured.samples_per_step = case.known.samples_per_s * case.known.step_time_s
     choices = compare_groups(cases)
     reasons = {case.prediction.reason for case in cases if isinstance(case.prediction, NotPredicted)}
     notes += [f"not predicted: {reason}" for reason in sorted(reasons)]

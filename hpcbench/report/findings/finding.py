@@ -33,6 +33,7 @@ FINDING_KINDS = {
     "fastest": "Fastest",
     "crossover": "Crossovers of the fastest",
     "efficiency": "Efficiency",
+    "model": "Steps beside the oracle's model",
     "memory": "Memory",
     "failure": "Failures",
     "doubt": "Data-quality warnings",

@@ -16,6 +16,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from hpcbench.fileio import printable_excerpt, printable_text
+from hpcbench.predict.cluster_forecasts import ClusterForecasts
 from hpcbench.report.column_names import Condition
 from hpcbench.report.findings import problem_findings, throughput_findings
 from hpcbench.report.findings.finding import (
@@ -27,6 +28,7 @@ from hpcbench.report.findings.finding import (
     configurations_of,
     group_by_workload,
 )
+from hpcbench.report.findings.model_findings import unexplained_findings
 from hpcbench.report.hypothesis_tests import EQUIVALENT, INCONCLUSIVE, SIGNIFICANT
 from hpcbench.units import pluralize
 
@@ -52,6 +54,7 @@ def derive_findings(
     where: Condition | None = None,
     bound: float = throughput_findings.EFFICIENCY_BOUND,
     sweeps: Sequence[problem_findings.UnfinishedSweep] = (),
+    forecasts: ClusterForecasts | None = None,
 ) -> Findings:
     """Return the findings of a results frame.
 
@@ -60,6 +63,7 @@ def derive_findings(
         where: restricts the configurations; baselines may lie outside.
         bound: efficiency below which scaling is reported to fall.
         sweeps: the sweeps of the results that have unfinished runs.
+        forecasts: of the tree that holds the results; without it no step of a command is explained.
     """
     rows, broken = configurations_of(frame, where)
     table = group_by_workload(rows)
@@ -68,6 +72,7 @@ def derive_findings(
         *throughput_findings.fastest_findings(table, subjects),
         *throughput_findings.crossover_findings(table, subjects),
         *throughput_findings.efficiency_findings(table, subjects, bound),
+        *unexplained_findings(table, subjects, forecasts),
         *problem_findings.memory_findings(table, subjects),
         *problem_findings.failure_findings(rows, broken),
         *problem_findings.unfinished_findings(sweeps), *problem_findings.data_quality_findings(rows),

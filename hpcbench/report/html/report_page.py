@@ -18,6 +18,7 @@ from markupsafe import Markup
 
 import hpcbench
 from hpcbench.fileio import printable_excerpt, printable_text
+from hpcbench.predict.cluster_forecasts import ClusterForecasts
 from hpcbench.report.column_names import Condition
 from hpcbench.report.configurations import filter_launches, row_sort_key, rows_from_frame
 from hpcbench.report.findings import findings_report
@@ -131,6 +132,7 @@ class ReportRequest:
         predicted: configurations that were both predicted and measured, for the plot ``predicted``: columns
             ``strategy``, ``predicted``, ``measured`` (seconds), and others that distinguish the rows.
         lines: predicted step times over devices, for the plot ``scaling``.
+        forecasts: of the tree that holds the results.
     """
 
     title: str
@@ -141,6 +143,7 @@ class ReportRequest:
     whole: ReadFullResults | None = None
     predicted: pl.DataFrame | None = None
     lines: pl.DataFrame | None = None
+    forecasts: ClusterForecasts | None = None
 
     @property
     def condition(self) -> str | None:
@@ -150,7 +153,9 @@ class ReportRequest:
 
 def report_html(frame: pl.DataFrame, request: ReportRequest) -> str:
     """Return the HTML of a report on a results frame with all columns (``load_results.load_frame``)."""
-    findings = findings_report.derive_findings(frame, request.where, request.bound, request.unfinished)
+    findings = findings_report.derive_findings(
+        frame, request.where, request.bound, request.unfinished, request.forecasts
+    )
     wanted = {run_id for row in findings.rows for run_id in row.run_ids}
     rows = [row for row in rows_from_frame(frame) if request.where is None or row.run_ids[0] in wanted]
     rows.sort(key=row_sort_key)

@@ -1,0 +1,63 @@
+"""Findings about commands with a declared layout: the part of the best step that the model does not explain."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from hpcbench.fileio import printable_excerpt
+from hpcbench.predict.cluster_forecasts import ClusterForecasts
+from hpcbench.predict.decoder.machines import predict_step
+from hpcbench.predict.prediction import NotPredicted
+from hpcbench.report.findings.finding import (
+    OBSERVED,
+    ConfigurationLaunches,
+    Finding,
+    SubjectNames,
+    WorkloadTable,
+    evidence_of,
+)
+from hpcbench.report.recommendation_view import layout_name
+from hpcbench.units import format_seconds
+
+
+def unexplained_findings(
+    table: WorkloadTable, subjects: SubjectNames, forecasts: ClusterForecasts | None
+) -> list[Finding]:
+    """State for the fastest run of each command how much of its step the model leaves, and the model's largest term."""
+    findings = []
+    for workload, by_scale in table.items():
+        rows = [row for rows in by_scale.values() for row in rows if row.is_ok and row.spec.workload == "command"]
+        if rows and forecasts is not None:
+            best = max(rows, key=lambda row: row.rate or 0.0)
+            finding = _unexplained_finding(subjects.name(workload, best.scale), best, forecasts)
+            findings += [finding] if finding is not None else []
+    return findings
+
+
+def _unexplained_finding(subject: str, best: ConfigurationLaunches, forecasts: ClusterForecasts) -> Finding | None:
+    forecast, measured_s = forecasts.forecast(best.cluster), best.step_time_s
+    priced = forecast if isinstance(forecast, NotPredicted) else forecast.price_command(best.spec)
+    if isinstance(priced, NotPredicted) or not measured_s:
+        return None
+    step, terms = (
+        predict_step(*priced),
+        {name.replace("_", " "): value for name, value in asdict(priced.terms()).items()},
+    )
+    largest = max(terms, key=lambda name: terms[name])
+    left_s = measured_s - step.step_time_s
+    bounds = f"[{format_seconds(step.step_time_low_s)} {format_seconds(step.step_time_high_s)}]"
+    model = f"the model of {priced.layout.software} explains {format_seconds(step.step_time_s)} {bounds}"
+    left = f"{left_s / measured_s:.0%} of it is not explained" if left_s > 0 else "all of it is explained"
+    is_inside = step.step_time_low_s <= measured_s <= step.step_time_high_s
+    shares = ", ".join(
+        f"{name} {format_seconds(value)}" for name, value in sorted(terms.items(), key=lambda term: -term[1])
+        if value >= 0.005 * step.step_time_s
+    )  # fmt: skip
+    return Finding(
+        "model", subject,
+        f"{printable_excerpt(layout_name(priced.layout))} takes {format_seconds(measured_s)} a step, {left}: {model}, "
+        f"of which {largest} is most, {terms[largest] / step.step_time_s:.0%}",
+        OBSERVED, f"{'inside' if is_inside else 'outside of'} the model's 90 % interval; terms: {shares}",
+        cluster=best.cluster, nodes=best.scale.nodes, devices=best.scale.devices, strategy=best.label,
+        evidence=evidence_of([best]),
+    )  # fmt: skip

@@ -1,0 +1,89 @@
+"""Results of a sweep with a declared layout beside the predictions: validate, report, and the winner by recommend."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.config.run_spec import config_id
+from hpcbench.config.sweep_loader import load_sweep
+from hpcbench.predict.forecast import Forecast
+from hpcbench.predict.prediction import NotPredicted
+from hpcbench.results.results_tree import ResultsTree
+from hpcbench.results.schema import RunMetrics, RunResult
+from hpcbench.results.timing_statistics import step_time_statistics
+from hpcbench.submit.plan import make_plan
+from hpcbench.submit.submit import write_sweep_record
+from tests.cli.test_cli import hpcbench
+
+H100 = "h100-80gb-ib"
+SHIPPED = Path(__file__).parents[2] / "sweeps" / "commands" / "megatron.toml"
+FACTORS = (1.25, 1.3, 1.1)
+"""Measured over predicted step time of the three layouts."""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tree with three launches of each layout of the shipped sweep."""
+    monkeypatch.delenv("HPCBENCH_RESULTS", raising=False)
+    profile, tree = load_cluster(H100)[0], ResultsTree(tmp_path / "results").cluster(H100)
+    plan = make_plan(load_sweep(SHIPPED), profile, tree)
+    write_sweep_record(plan, tree)
+    forecast = Forecast(profile, tree)
+    for number, (key, spec) in enumerate(plan.runs.items()):
+        predicted = forecast.predict_alone(spec)
+        assert not isinstance(predicted, NotPredicted)
+        step_s = predicted.step_time_s * FACTORS[number // 3] * (1 + 0.001 * (number % 3))
+        metrics = RunMetrics(step_time_s=step_time_statistics([step_s] * 20), samples_per_s=32 / step_s)
+        result = RunResult(
+            run_id=key, config_id=config_id(spec), attempt=1, sweep=plan.sweep.name, cluster=H100, spec=spec,
+            status="ok", metrics=metrics,
+        )  # fmt: skip
+        tree.write_result(result)
+    return tmp_path
+
+
+def output(project: Path, *words: str) -> Any:
+    done = hpcbench(*words, "--json", cwd=project)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_validate_compares_commands_with_their_predictions(project: Path) -> None:
+    found = output(project, "validate", "megatron-llama_8b")
+    cases = found["cases"]
+    assert [case["samples_per_step"] for case in cases] == pytest.approx([32.0] * 3)
+    # Each is predicted by the two others: 1.25 and 1.3 for 1.1, shrunk towards 1.
+    assert [round(case["error"], 2) for case in cases] == [-0.05, -0.1, 0.15]
+    assert "held out" in " ".join(found["notes"])
+    (choice,) = found["choices"]
+    assert choice["devices"] == 16
+
+
+def test_report_states_the_part_that_the_model_does_not_explain(project: Path) -> None:
+    (finding,) = [one for one in output(project, "report", "megatron-llama_8b")["findings"] if one["kind"] == "model"]
+    assert "of it is not explained: the model of megatron explains" in finding["text"]
+    assert "of which compute is most" in finding["text"]
+    assert finding["why"].startswith("outside of the model's 90 % interval; terms: compute ")
+
+
+def test_recommend_shows_the_measured_winner(project: Path) -> None:
+    words = ("recommend", "--model", "llama_8b", "--dataset", "tokens", "--input-size", "8192", "--cluster", H100,
+             "--nodes", "2", "--as", "megatron")  # fmt: skip
+    (entry,) = output(project, *words, "--measured", "megatron-llama_8b")["recommendations"]
+    best = entry["layouts"][:4]
+    measured = [row["measured_step_time_s"] for row in best]
+    assert measured[3] is None
+    predicted = [row["predicted"]["step_time_s"] for row in best]
+    assert [found / step_s for found, step_s in zip(measured[:3], predicted, strict=False)] == pytest.approx(
+        FACTORS, rel=2e-3
+    )
+    text = hpcbench(*words, "--measured", "megatron-llama_8b", "--top", "3", cwd=project).stdout
+    assert "measured the fastest of 3 layouts: dp=4 pp=2x2 cp=2" in " ".join(text.split())
+    failed = hpcbench(*words, "--measured", "megatron-llama_9b", cwd=project)
+    assert failed.returncode == 2
+    assert "is no sweep with a [command.layout]" in failed.stderr
