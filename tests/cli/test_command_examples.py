@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli
 
 from tests.cli.test_cli import hpcbench
 from tests.docs.blocks import blocks
@@ -77,9 +78,10 @@ def test_the_page_is_followed_from_top_to_bottom(project: Path) -> None:
         if block.kind == "python":
             (project / "train.py").write_text(block.text)
         elif block.kind == "toml":
-            (project / "mine.toml").write_text(block.text.replace('"python3"', json.dumps(sys.executable)))
+            name = tomli.loads(block.text)["name"]
+            (project / f"{name}.toml").write_text(block.text.replace('"python3"', json.dumps(sys.executable)))
     commands = [command for block in blocks(PAGE) if block.kind == "console" for command in block.commands()]
-    assert len(commands) == 5
+    assert len(commands) == 7
     for command in commands:
         done = hpcbench(*shlex.split(command)[1:], cwd=project)
         assert done.returncode == 0, command + done.stderr
