@@ -69,6 +69,8 @@ def layout_of_command(spec: RunSpec, declared: CommandLayout) -> tuple[DecoderSh
         fields = {LAYOUT_FIELDS.get(name, name): value for name, value in terms.items()}
         layout = Layout(gpus=spec.devices, software=declared.software, **fields)
         check_layout(shape, layout)
+        if layout.pipeline > shape.layers:
+            raise ConfigError(f"{layout.pipeline} stages for {shape.layers} layers")
     except ConfigError as error:
         raise ConfigError(f"layout: {error.message}", where=declared.where) from error
     return shape, layout

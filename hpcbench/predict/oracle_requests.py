@@ -187,16 +187,18 @@ def recommend_layouts(
         run = {"dataset": wish.dataset, "input_size": sequence, "partition": wish.partition, "nodes": nodes}
         own_memory = partial(_own_memory_gib, forecast, limits, shape, {**run, "tasks_per_node": per_node})
         rankings[nodes] = rank_layouts(shape, machine, asked, own_memory=own_memory)
-    how = (
-        f"runs of whole parameters are priced as {WHOLE_SOFTWARE} trains, shards as {SHARDED_SOFTWARE}, layouts that "
-        f"hpcbench does not run as {SPLIT_SOFTWARE}"
-    )
+    how = f"in bf16 with fused Adam, {sequence} tokens a sample"
     if trainer is not None:
-        how = f"all layouts are priced as {trainer.software} trains"
+        how = f"layouts are priced as {trainer.software} trains, {how}"
+    else:
+        how = (
+            f"runs of whole parameters are priced as {WHOLE_SOFTWARE} trains, shards as {SHARDED_SOFTWARE}, layouts "
+            f"that hpcbench does not run as {SPLIT_SOFTWARE}, {how}; hpcbench's own loop is in none of these runs, and "
+            "intervals contain how much loops differ"
+        )
     notes = [
         f"published runs: {machine.name}: {machine.provenance[0]}",
-        f"{how}, in bf16 with fused Adam, {sequence} tokens a sample; hpcbench's "
-        "own loop is in none of these runs, and intervals contain how much loops differ",
+        how,
         "rates between nodes are the profile's, not measured; messages of context parallelism are not priced",
     ]
     if batches:

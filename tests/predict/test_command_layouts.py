@@ -113,7 +113,7 @@ def test_a_wrong_layout_is_an_error_with_its_line(write_sweep: WriteSweep, line:
 REFUSED = {
     "degrees": ("dp = 2", "the degrees multiply to 4 (shards 2 x tp 2), but the run has 8 devices"),
     "the batch": ("mb = 3", "global batch 16 is no multiple of 4 replicas times micro-batch 3"),
-    "a fraction": ("mb = 0", "micro_batch is 0, 1 to 2147483647 can be priced"),
+    "no sample": ("mb = 0", "micro_batch is 0, 1 to 2147483647 can be priced"),
 }
 
 
@@ -124,6 +124,16 @@ def test_an_impossible_layout_is_an_infeasible_point(write_sweep: WriteSweep, li
     assert refuse is not None
     assert refuse(spec_of(sweep)) == f"layout: {reason} ({sweep.source.where(('command', 'layout'))})"
     assert refuse(spec_of(write_sweep(SWEEP))) is None
+
+
+@pytest.mark.parametrize(("nodes", "reason"), [(32, None), (33, "layout: 33 stages for 32 layers")])
+def test_every_stage_has_a_layer(write_sweep: WriteSweep, nodes: int, reason: str | None) -> None:
+    text = SWEEP.replace("tp = 2", 'tp = 2\npp = "nodes"').replace("torchtitan", "nanotron")
+    sweep = write_sweep(f"{text}nodes = {nodes}\n")
+    refuse = layout_refusal(sweep.command)
+    assert refuse is not None
+    refused = refuse(spec_of(sweep))
+    assert (refused and refused.partition(" (")[0]) == reason
 
 
 def test_a_layout_is_priced_like_a_published_run_and_its_terms_are_the_step(write_sweep: WriteSweep) -> None:

@@ -18,7 +18,7 @@ from hpcbench.config.command import Recompute, Software
 from hpcbench.errors import ConfigError
 from hpcbench.predict.candidate_points import divisors
 from hpcbench.predict.decoder.layout import CollectiveRates, Layout, nominal_rates
-from hpcbench.predict.decoder.machines import FittedMachine, interval_class, loop_interval_s
+from hpcbench.predict.decoder.machines import FittedMachine, fit_interval_s, interval_class, loop_interval_s
 from hpcbench.predict.decoder.memory import MemoryTerms, reserved_gib, stage_memory_terms
 from hpcbench.predict.decoder.pricing import Figures, StepTime, step_time
 from hpcbench.predict.decoder.work import step_work
@@ -210,7 +210,8 @@ class _Search:
         if layout.software not in self.figures:
             self.figures[layout.software] = self.machine.figures_of(layout.software)
         parts = step_time(step_work(self.shape, layout, self.machine.device, self.rates), self.figures[layout.software])
-        low_s, high_s = loop_interval_s(parts.total_s, layout, self.machine)
+        interval_s = loop_interval_s if self.request.software is None else fit_interval_s
+        low_s, high_s = interval_s(parts.total_s, layout, self.machine)
         self.priced += 1
         return RankedLayout(
             layout=layout,

@@ -93,6 +93,12 @@ def interval_class(layout: Layout, node: GpuNode) -> str:
     return "large" if layout.gpus >= 16 * node.gpus else "small"
 
 
+def fit_interval_s(step_time_s: float, layout: Layout, machine: FittedMachine) -> tuple[float, float]:
+    """Return the bounds of the 90 % interval of a step by software of published runs: the fit's error."""
+    kind = interval_class(layout, machine.device)
+    return step_time_s * exp(machine.log_error_low[kind]), step_time_s * exp(machine.log_error_high[kind])
+
+
 LOOP_LOG_ERROR = 0.2
 """Bound of 90 % of a loop's own factor, as a logarithm. Four softwares on one GPU differ by 0.12 (standard deviation),
 and hpcbench's loop is in no published run."""
@@ -118,12 +124,12 @@ def predict_step(
     """
     work = step_work(shape, layout, machine.device, rates or nominal_rates(machine.device, layout.gpus))
     parts = step_time(work, machine.figures_of(layout.software))
-    kind = interval_class(layout, machine.device)
+    low_s, high_s = fit_interval_s(parts.total_s, layout, machine)
     peaks = [reserved_gib(terms, MemoryTerms(**machine.memory)) for terms in stage_memory_terms(shape, layout)]
     return StepPrediction(
         step_time_s=parts.total_s,
-        step_time_low_s=parts.total_s * exp(machine.log_error_low[kind]),
-        step_time_high_s=parts.total_s * exp(machine.log_error_high[kind]),
+        step_time_low_s=low_s,
+        step_time_high_s=high_s,
         parts=parts,
         peak_memory_gib=max(peaks),
         first_rank_memory_gib=peaks[0],
