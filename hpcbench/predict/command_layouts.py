@@ -62,7 +62,7 @@ def layout_of_command(spec: RunSpec, declared: CommandLayout) -> tuple[DecoderSh
         named = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "no degree above 1"
         raise ConfigError(
             f"layout: the degrees multiply to {prod(degrees.values())} ({named}), but the run has {spec.devices} "
-            f"devices",
+            "devices",
             where=declared.where,
         )
     try:
@@ -73,6 +73,9 @@ def layout_of_command(spec: RunSpec, declared: CommandLayout) -> tuple[DecoderSh
             raise ConfigError(f"{layout.pipeline} stages for {shape.layers} layers")
     except ConfigError as error:
         raise ConfigError(f"layout: {error.message}", where=declared.where) from error
+    except TypeError as error:
+        # The record of a sweep may be another version's, or anybody's.
+        raise ConfigError(f"layout: {error}", where=declared.where) from error
     return shape, layout
 
 

@@ -9,9 +9,10 @@ import msgspec
 import pytest
 
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
+from hpcbench.config.command import CommandLayout
 from hpcbench.config.run_spec import RunSpec, config_id, run_id
 from hpcbench.config.sweep_loader import Sweep, expand_sweep
-from hpcbench.errors import ConfigErrors
+from hpcbench.errors import ConfigError, ConfigErrors
 from hpcbench.predict.command_layouts import layout_of_command, layout_refusal, recorded_layouts
 from hpcbench.predict.decoder.layout import Layout
 from hpcbench.predict.decoder.machines import predict_step
@@ -152,6 +153,16 @@ def test_a_layout_is_priced_like_a_published_run_and_its_terms_are_the_step(writ
     assert terms.tensor_traffic > 0
     assert terms.stage_traffic == 0.0
     assert terms.bubble == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("terms", [{"sequence": 8, "micro_batch": 1}, {"sequence": 8, "micro_batch": 1,
+                                   "global_batch": 8, "dp": 8, "depth": 2}])  # fmt: skip
+def test_a_record_of_another_version_is_an_error_and_no_traceback(
+    write_sweep: WriteSweep, terms: dict[str, int | bool | str]
+) -> None:
+    declared = CommandLayout(model="llama_8b", software="fsdp", terms=terms | {"dp": 8})
+    with pytest.raises(ConfigError, match="layout: "):
+        layout_of_command(spec_of(write_sweep(SWEEP)), declared)
 
 
 UNPRICED = {
