@@ -113,7 +113,7 @@ class Forecast:
         self._machines: dict[tuple[str | None, int], Machine] = {}
         self._memory: dict[Any, MemoryBreakdown | NotPredicted] = {}
         self._predictions: dict[Any, Prediction | NotPredicted] = {}
-        self._factors: dict[str | None, MeasuredFactors] = {}
+        self._factors: dict[tuple[str | None, str], MeasuredFactors] = {}
         self._environment_notes: list[str] = []
 
     def predict(self, spec: RunSpec, *, limit: int | None = None, held_out: bool = False) -> Prediction | NotPredicted:
@@ -127,12 +127,18 @@ class Forecast:
         prediction = self.predict_alone(spec, limit=limit)
         if isinstance(prediction, NotPredicted) or self._tree is None:
             return prediction
-        learned = self._measured_factors(spec.partition).learned(spec, config_id(spec), held_out=held_out)
+        learned = self._measured_factors(spec.partition, spec.workload).learned(
+            spec, config_id(spec), held_out=held_out
+        )
         return prediction if learned is None else correct_prediction(prediction, learned)
 
-    def _measured_factors(self, partition: str | None) -> MeasuredFactors:
-        """Factors on the predictions for a partition, from the tree's results."""
-        if partition not in self._factors:
+    def _measured_factors(self, partition: str | None, workload: str) -> MeasuredFactors:
+        """Factors on the predictions for a partition, from the tree's results.
+
+        Trainings and commands share none: other figures of the machine price them.
+        """
+        key = (partition, workload)
+        if key not in self._factors:
             # Other people's models are never imported, and nothing is measured for their tables.
             tree, command = self._tree, self._command
             assert tree is not None, "only a tree has results"
@@ -141,8 +147,9 @@ class Forecast:
             results = results_of_partition(tree, self.profile, partition)
             calibration = calibration_of_partition(stored, self.profile, partition)
             self._environment_notes += environment_notes(calibration, results)
-            self._factors[partition] = learn_factors(stored, results, alone.predict_alone)
-        return self._factors[partition]
+            same = [result for result in results if result.spec.workload == workload]
+            self._factors[key] = learn_factors(stored, same, alone.predict_alone)
+        return self._factors[key]
 
     def predict_alone(self, spec: RunSpec, *, limit: int | None = None) -> Prediction | NotPredicted:
         """Predict as ``predict``, from the machine's numbers alone."""

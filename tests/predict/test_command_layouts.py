@@ -200,3 +200,13 @@ def test_the_record_of_a_sweep_keeps_its_layout_and_results_adjust_predictions(
     factor = learn_factors([], [result], known.predict_alone).learned(other, config_id(other))
     assert factor is not None
     assert 1.2 < factor.factor < 1.5
+    tree.write_result(result)
+    training = resolve_point(
+        {"model": "llama_8b", "dataset": "tokens", "strategy": "fsdp", "batch_size": 1, "tasks_per_node": 8},
+        PartitionLimits("any"),
+    )
+    assert isinstance(training, RunSpec)
+    for run, is_moved in ((other, True), (training, False)):
+        predicted = Forecast(profile, tree).predict(run)
+        assert not isinstance(predicted, NotPredicted)
+        assert bool(predicted.rests_on.counts) == is_moved
