@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 SECTIONS = {
     "Begin": ["index", "tour", "tutorial", "glossary"],
-    "Use": ["sweeps", "your-own-command", "life", "data", "results", "plots", "report", "cli"],
+    "Use": ["sweeps", "your-own-command", "collectives", "life", "data", "results", "plots", "report", "cli"],
     "Choose": ["strategies", "pipelines", "horovod", "models", "catalog"],
     "Predict": ["oracle", "oracle-gpu", "calibration", "dry-run", "formulas"],
     "Trust": ["measurement", "verification", "gpu-check", "peers"],

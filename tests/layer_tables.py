@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.predict.calibrate import NO_MODEL
 from hpcbench.strategies.layer_table import LayerRow, LayerTable, read_shipped_table
 
 
@@ -16,7 +17,9 @@ def table_of(model: str = "resnet18", dataset: str = "cifar10") -> LayerTable:
 
 
 def table_of_run(spec: RunSpec) -> LayerTable:
-    """The table of the run's model."""
+    """The table of the run's model; collectives have an empty one."""
+    if spec.workload == "collectives":
+        return NO_MODEL
     return table_of(spec.model, spec.dataset)
 
 

@@ -44,9 +44,10 @@ def dry_run(
     exit code is 1 unless every configuration is ok.
     """
     plan = load_plan(sweep, cluster_name, results, overrides)
-    if plan.sweep.command is not None:
-        message = "a dry run builds trainings of hpcbench, and this sweep has a [command]"
-        raise ConfigError(message, where=plan.sweep.source.where(("command",)), hint="hpcbench plan shows its runs")
+    other = next((spec.workload for spec in plan.runs.values() if spec.workload != "training"), None)
+    if other is not None:
+        message = f"a dry run builds trainings of hpcbench, and this sweep has runs of the workload {other!r}"
+        raise ConfigError(message, where=str(plan.sweep.source.path), hint="hpcbench plan shows its runs")
     if plan.dropped:
         verb = "is" if len(plan.dropped) == 1 else "are"
         print_message(

@@ -26,6 +26,11 @@ EnvValue = Annotated[str, Meta(pattern=r"^[^\x00]*$", max_length=100_000)]
 EnvName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
+CollectiveOperation = Literal[
+    "all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "reduce", "send", "pairs"
+]
+
+
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """The specification of one run: a point of a sweep whose degrees are filled in.
 
@@ -45,8 +50,20 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     spec_version: Literal[1] = 1
 
     workload: Annotated[
-        Literal["training", "command"], Meta(description="a training of hpcbench, or the sweep's [command]")
+        Literal["training", "command", "collectives"],
+        Meta(description="a training of hpcbench, the sweep's [command], or collectives without any training"),
     ] = "training"
+    operation: (
+        Annotated[
+            CollectiveOperation,
+            Meta(description="of collectives; send: to and fro between two ranks; pairs: send of each pair of nodes"),
+        ]
+        | None
+    ) = None
+    message_bytes: Annotated[Count, Meta(description="size of a collective, counted as nccl-tests does")] | None = None
+    group_tasks: (
+        Annotated[Count, Meta(description="ranks of each node in one group of collectives; else all")] | None
+    ) = None
     parameters: Annotated[dict[str, OptionValue], Meta(description="parameters of the sweep's [command]")] = {}
     command_digest: Annotated[str, Meta(description="hash of [command], 16 hex digits")] = ""
 
@@ -131,6 +148,8 @@ def run_label(spec: RunSpec) -> str:
     """A run in a few words: ``ddp on 2 ranks, resnet18, batch 16``."""
     repeat = f", repeat {spec.repeat}" if spec.repeat else ""
     ranks = f"{spec.ranks} rank" + ("s" if spec.ranks > 1 else "")
+    if spec.workload == "collectives":
+        return f"{spec.operation or 'messages'} of {spec.message_bytes or 'several'} bytes on {ranks}{repeat}"
     if spec.workload == "command":
         ranks = f"{spec.devices} device" + ("s" if spec.devices > 1 else "")
         # Paths would hide the other values.

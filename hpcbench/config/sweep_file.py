@@ -22,7 +22,7 @@ from hpcbench.config.toml_tables import NAME_PATTERN, KeyPath, Minutes, Positive
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
 from hpcbench.paths import expand_home
 
-_GENERATED_PARAMETERS = {"spec_version", "repeat", "workload", "command_digest"}
+_GENERATED_PARAMETERS = {"spec_version", "repeat", "command_digest"}
 TABLE_PARAMETERS = ("options", "model_options", "env", "parameters")
 """Parameters that are tables of their own."""
 
@@ -32,6 +32,10 @@ def parameter_types() -> dict[str, Any]:
     hints = get_type_hints(RunSpec, include_extras=True)
     kinds = {name: _pydantic_type(hint) for name, hint in hints.items() if name not in _GENERATED_PARAMETERS}
     kinds["global_batch_size"] = Annotated[PositiveInt, Field(description="of all replicas, instead of batch_size")]
+    kinds["workload"] = Annotated[
+        Literal["training", "collectives"],
+        Field(description="whether the runs train or measure collectives; with [command] neither"),
+    ]
     kinds["time_limit_min"] = Annotated[Minutes, Field(description="limit of one launch: 30 or '2 h'")]
     return kinds
 

@@ -108,6 +108,11 @@ class Sweep:
                 return self.source.where((*place, *parameter))
         return str(self.source.path)
 
+    def workload(self, location: tuple[str | int, ...] = ()) -> str:
+        """Return the workload of the points of a table of ``kinds_of_points``."""
+        settings = self.includes[int(location[1])] if location else {}
+        return str({**self.fixed, **settings}.get(("workload",), "training"))
+
     def kinds_of_points(self) -> Iterator[tuple[tuple[str | int, ...], set[ParameterPath]]]:
         """The tables that points come from, and which parameters are set in all points from there."""
         everywhere = {*self.fixed, *self.derived}

@@ -38,8 +38,9 @@ from hpcbench.predict.prediction import MemoryFit, NotPredicted, format_need_and
 from hpcbench.predict.strategy_cost import resolve_cost
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_OK
-from hpcbench.strategies.catalog import SINGLE_DEVICE
+from hpcbench.strategies.catalog import COLLECTIVES, SINGLE_DEVICE
 from hpcbench.strategies.check_names import custom_model_folder
+from hpcbench.strategies.layer_table import LayerTable
 from hpcbench.strategies.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.submit.plan import SweepPlan, available_cores, make_plan
 from hpcbench.units import pluralize
@@ -74,6 +75,10 @@ def plan_calibration(
     return plan
 
 
+NO_MODEL = LayerTable(model="", dataset="", input_size=0, blocks=0, parameter_tensors=[], buffers=[], layers=[])
+"""The layer table of runs without a model."""
+
+
 def collect_evidence(
     trees: Iterable[tuple[ClusterTree, Iterable[str]]], forecast: Forecast
 ) -> tuple[list[CalibrationRun], list[str]]:
@@ -89,7 +94,7 @@ def collect_evidence(
                 continue
             if result is None or result.status != STATUS_OK:
                 continue
-            table = forecast.table(result.spec)
+            table = NO_MODEL if result.spec.workload == COLLECTIVES else forecast.table(result.spec)
             if isinstance(table, NotPredicted):
                 problems.append(f"run {run_id} is left out: {table.reason}")
             else:
@@ -236,6 +241,8 @@ def _price_runs(forecast: Forecast, specs: Iterable[RunSpec]) -> tuple[list[Pric
 
 def _oversized_reason(probe: SweepProbe, forecast: Forecast) -> str | None:
     """Return why a probe cannot run: blocks are those of the whole model, on every rank."""
+    if probe.point.get("workload") == COLLECTIVES:
+        return None
     dropped = ("options", "nodes", "tasks_per_node")
     point = {key: value for key, value in probe.point.items() if key not in dropped}
     single = resolve_point(point | {"strategy": SINGLE_DEVICE}, PartitionLimits("any"))

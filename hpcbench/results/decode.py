@@ -65,7 +65,7 @@ def decode_result(data: bytes, run_id: str) -> RunResult:
 def decode_result_unbounded(data: bytes, run_id: str) -> RunResult:
     """Return the result as ``decode_result`` does, also with integers beyond 64 bits; raises the same other errors."""
     try:
-        if b'"command_digest"' in data:
+        if b'"better"' in data:
             result = result_of_document(_decode_guarded(_DOCUMENT_DECODER, data))
         else:
             result = _decode_guarded(_RESULT_DECODER, data)

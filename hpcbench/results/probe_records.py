@@ -52,6 +52,10 @@ class CollectiveProbe(_ProbeRecord, kw_only=True):
     """Bytes, counted as in ``strategies.traffic.Traffic``."""
     groups: int = 1
     """That did the same at the same time."""
+    pair: list[int] = []
+    """The two ranks of a message between two nodes, of a run with ``operation = "pairs"``."""
+    readings_s: list[float] = []
+    """All readings after the warm-up, of a run that measures one operation."""
     seconds: float
     spread: float
     repeats: int

@@ -442,7 +442,7 @@ def result_document(result: RunResult) -> dict[str, Any]:
 
 
 def result_of_document(document: dict[str, Any]) -> RunResult:
-    """Return the result of a command from its file's data. Raises ``msgspec.ValidationError``."""
+    """Return a result with metrics of its own from its file's data. Raises ``msgspec.ValidationError``."""
     metrics, names = document.get("metrics"), document.get("better")
     if isinstance(metrics, dict) and isinstance(names, dict):
         own = {name: metrics.pop(name) for name in names if name in metrics}

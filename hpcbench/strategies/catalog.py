@@ -27,8 +27,12 @@ FAMILIES = (
 STRATEGIES: dict[str, StrategyEntry] = {}
 PROBES: dict[str, StrategyEntry] = dict(probes.STRATEGIES)
 """Runs of a calibration instead of trainings."""
-COMMAND = StrategyEntry(own_degree=None, description="the sweep's [command] instead of a training")
-"""The strategy of runs with ``workload = "command"``: it trains nothing by itself."""
+COLLECTIVES = probes.COLLECTIVES
+WORKLOADS = {
+    "command": StrategyEntry(own_degree=None, description="the sweep's [command] instead of a training"),
+    COLLECTIVES: probes.COLLECTIVES_ENTRY,
+}
+"""The strategies of runs that are no trainings, by their workload; no sweep names them as its strategy."""
 ALIASES: dict[str, HybridAlias] = {}
 """Names of hybrids; a resolved run has the strategy's own name."""
 _PACKAGES: dict[str, str] = dict.fromkeys(PROBES, "hpcbench.strategies.probes")
@@ -98,7 +102,7 @@ def get_strategy(key: str) -> StrategyEntry:
     alias = ALIASES.get(key)
     if alias is not None:
         return STRATEGIES[alias.strategy]
-    entry = COMMAND if key == "command" else STRATEGIES.get(key) or PROBES.get(key)
+    entry = STRATEGIES.get(key) or PROBES.get(key) or WORKLOADS.get(key)
     if entry is None:
         raise ConfigError(f"unknown strategy {key!r}", hint=did_you_mean(key, selectable_strategies()))
     return entry

@@ -10,8 +10,9 @@ from hpcbench.config.command import Command
 from hpcbench.config.option import Option, toml_literal
 from hpcbench.config.sweep_loader import Sweep, command_settings
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
-from hpcbench.strategies.catalog import selectable_strategies
+from hpcbench.strategies.catalog import COLLECTIVES, WORKLOADS, selectable_strategies
 from hpcbench.strategies.decoder_shapes import named_shapes
+from hpcbench.strategies.resolve import COLLECTIVES_PARAMETERS
 from hpcbench.strategies.strategy_entry import StrategyEntry
 from hpcbench.workloads.datasets import DATASETS
 from hpcbench.workloads.models import MODELS, ModelEntry, check_custom_model, is_custom_model
@@ -35,7 +36,9 @@ def check_names(sweep: Sweep, profile: ClusterProfile | None = None) -> None:
             name: choices for name, choices in choices_by_name.items() if name not in REQUIRED_PARAMETERS
         }
     else:
-        problems = [*_missing_parameter_problems(sweep), *_custom_model_problems(sweep, profile)]
+        problems = [
+            *_missing_parameter_problems(sweep), *_collectives_problems(sweep), *_custom_model_problems(sweep, profile)
+        ]  # fmt: skip
     for name, choices in choices_by_name.items():
         for value in sweep.values(name):
             if value not in choices and not (name == "model" and is_custom_model(value)):
@@ -43,12 +46,34 @@ def check_names(sweep: Sweep, profile: ClusterProfile | None = None) -> None:
                 message = f"unknown {name}{where}: {value!r}"
                 problems.append(ConfigError(message, where=sweep.where(name), hint=did_you_mean(value, choices)))
     if sweep.command is None:
-        problems += _option_problems(sweep, "options", "strategy", selectable_strategies())
+        problems += _option_problems(sweep, "options", "strategy", {**selectable_strategies(), **WORKLOADS})
         problems += _option_problems(sweep, "model_options", "model", MODELS)
         if any(parameter[0] == "parameters" for _, settings in sweep.settings() for parameter in settings):
             problems.append(ConfigError("parameters are set without a [command]", where=str(sweep.source.path)))
     if problems:
         raise ConfigErrors(problems)
+
+
+def _collectives_problems(sweep: Sweep) -> list[HpcbenchError]:
+    """Parameters of trainings in collectives and the other way round, and a workload that is no constant."""
+    problems: list[HpcbenchError] = []
+    has_collectives = any(sweep.workload(location) == COLLECTIVES for location, _ in sweep.kinds_of_points())
+    for place, settings in sweep.settings():
+        is_collectives = sweep.workload(place if place[0] == "include" else ()) == COLLECTIVES
+        for parameter in settings:
+            where = sweep.source.where((*place, *parameter))
+            name = ".".join(parameter)
+            if parameter[0] == "workload" and place[0] not in ("fixed", "include"):
+                message = "workload is no axis"
+                problems.append(ConfigError(message, where=where, hint="set it in [fixed] or in an [[include]]"))
+            elif is_collectives and parameter[0] not in COLLECTIVES_PARAMETERS:
+                message = f"{name} belongs to trainings of hpcbench, and these runs have workload = {COLLECTIVES!r}"
+                hint = f"they have {', '.join(COLLECTIVES_PARAMETERS)}"
+                problems.append(ConfigError(message, where=where, hint=hint))
+            elif not has_collectives and parameter[0] in ("operation", "message_bytes", "group_tasks"):
+                hint = f'set workload = "{COLLECTIVES}" in [fixed]'
+                problems.append(ConfigError(f"{name} belongs to collectives", where=where, hint=hint))
+    return problems
 
 
 _COMMAND_PARAMETERS = (
@@ -112,6 +137,8 @@ def custom_model_folder(sweep: Sweep, profile: ClusterProfile | None) -> Path | 
 def _missing_parameter_problems(sweep: Sweep) -> list[HpcbenchError]:
     problems: list[HpcbenchError] = []
     for location, parameters in sweep.kinds_of_points():
+        if sweep.workload(location) == COLLECTIVES:
+            continue
         missing = [name for name in REQUIRED_PARAMETERS if (name,) not in parameters]
         hint = "set it in [fixed] or [grid]"
         problems += [sweep.source.error(f"{name} is missing", *location, hint=hint) for name in missing]
@@ -126,7 +153,8 @@ def _missing_parameter_problems(sweep: Sweep) -> list[HpcbenchError]:
 def _option_problems(
     sweep: Sweep, table: str, owner: str, entries: Mapping[str, StrategyEntry | ModelEntry]
 ) -> list[HpcbenchError]:
-    owners = [entries[key] for key in sweep.values(owner) if key in entries]
+    keys = [*sweep.values(owner), *(sweep.values("workload") if owner == "strategy" else ())]
+    owners = [entries[key] for key in keys if key in entries]
     options = {name: option for entry in owners for name, option in entry.options.items()}
     names = {parameter[1] for _, settings in sweep.settings() for parameter in settings if parameter[0] == table}
     problems: list[HpcbenchError] = []

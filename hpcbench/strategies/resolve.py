@@ -18,6 +18,12 @@ from hpcbench.strategies.strategy_entry import StrategyEntry
 from hpcbench.workloads.datasets import DATASETS, FIXED_SIZE_DATASETS, sample_shape
 from hpcbench.workloads.models import MODELS, get_model
 
+COLLECTIVES_PARAMETERS = (
+    "workload", "operation", "message_bytes", "group_tasks", "options", "nodes", "tasks_per_node", "warmup_steps",
+    "steps", "seed", "repeat", "time_limit_min", "partition", "environment", "env", "node",
+)  # fmt: skip
+"""Parameters of runs with ``workload = "collectives"``."""
+
 
 @dataclass(frozen=True)
 class PartitionLimits:
@@ -72,6 +78,8 @@ def resolve_point(point: dict[str, Any], limits: PartitionLimits) -> RunSpec | I
     """
     if point.get("workload") == "command":
         return _resolve_command(point, limits)
+    if point.get("workload") == catalog.COLLECTIVES:
+        return _resolve_collectives(point, limits)
     values = dict(point)
     _drop_foreign_options(values)
     if reason := _fill_degrees(values):
@@ -111,6 +119,18 @@ def _resolve_command(point: dict[str, Any], limits: PartitionLimits) -> RunSpec 
         values["devices_per_task"] = values.get("devices_per_task", 1) * values.pop("tasks_per_node", 1)
     spec = msgspec.convert(values, RunSpec)
     reason = _limits_exclusion(spec, limits)
+    return InfeasiblePoint(point, reason) if reason else spec
+
+
+def _resolve_collectives(point: dict[str, Any], limits: PartitionLimits) -> RunSpec | InfeasiblePoint:
+    """Resolve a point without a model; parameters of trainings belong to other points of the same sweep."""
+    values = {name: value for name, value in point.items() if name in COLLECTIVES_PARAMETERS}
+    known = get_strategy(catalog.COLLECTIVES).options
+    values["options"] = {name: value for name, value in values.get("options", {}).items() if name in known}
+    values["strategy"] = catalog.COLLECTIVES
+    values["dp_degree"] = values.get("nodes", 1) * values.get("tasks_per_node", 1)
+    spec = msgspec.convert(values, RunSpec)
+    reason = _limits_exclusion(spec, limits) or exclusion_reason(spec)
     return InfeasiblePoint(point, reason) if reason else spec
 
 

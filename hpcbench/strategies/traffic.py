@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import msgspec
 
+from hpcbench.config.run_spec import CollectiveOperation, RunSpec
 from hpcbench.errors import ConfigError
 
-COMM_OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "reduce", "send")
+COMM_OPERATIONS: tuple[str, ...] = tuple(name for name in get_args(CollectiveOperation) if name != "pairs")
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True, order=True):
@@ -73,6 +74,36 @@ class MessageShape(NamedTuple):
     def nodes(self) -> int:
         """Nodes of the group."""
         return self.ranks // self.ranks_per_node
+
+
+def message_shapes(spec: RunSpec) -> list[MessageShape]:
+    """Return the messages of a run of collectives: those of its option ``messages``, or the one of its parameters.
+
+    ``message_bytes`` is the size that nccl-tests prints: of the bytes that a rank sends and receives the larger number.
+    It is rounded up so that all ranks have equal parts of whole numbers. Raises ``ConfigError`` as ``parse_messages``.
+    """
+    if messages := str(spec.options.get("messages", "")):
+        return parse_messages(messages)
+    if spec.operation == "pairs":
+        return [MessageShape("send", 2, 1 if spec.nodes > 1 else 2, 1, 4 * -(-(spec.message_bytes or 0) // 4))]
+    width = spec.group_tasks or spec.tasks_per_node
+    ranks = spec.nodes * width
+    part_bytes = 4 * -(-(spec.message_bytes or 0) // (4 * ranks))
+    payload_bytes = part_bytes if spec.operation == "all_gather" else part_bytes * ranks
+    rivals = 1 if spec.nodes == 1 else spec.tasks_per_node // width
+    return [MessageShape(spec.operation or "", ranks, width, rivals, payload_bytes)]
+
+
+def bus_bandwidth(operation: str, ranks: int, payload_bytes: int, seconds: float) -> tuple[float, float]:
+    """Return the algorithm and the bus bandwidth (bytes/s) of a call that took ``seconds``.
+
+    Source: nccl-tests, doc/PERFORMANCE.md. The algorithm bandwidth is size over time; the bus bandwidth is comparable
+    to that of the hardware, whatever the number of ranks.
+    """
+    size_bytes = payload_bytes * ranks if operation == "all_gather" else payload_bytes
+    share = (ranks - 1) / ranks
+    factors = {"all_reduce": 2 * share, "reduce_scatter": share, "all_gather": share, "all_to_all": share}
+    return size_bytes / seconds, factors.get(operation, 1.0) * size_bytes / seconds
 
 
 def format_messages(shapes: Iterable[MessageShape]) -> str:

@@ -147,7 +147,7 @@ def begin(tasks: Path, index: int, time_limit_s: float | None = None, missing_mo
 
 def _unknown_name(spec: RunSpec) -> FailureRecord | None:
     """Return the failure of a run with a name that a package has which is installed for the login node alone."""
-    if spec.workload == "command":
+    if spec.workload != "training":
         return None
     for parameter, names in (("strategy", selectable_strategies()), ("model", MODELS), ("dataset", DATASETS)):
         name = getattr(spec, parameter)

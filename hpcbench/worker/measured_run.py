@@ -17,6 +17,7 @@ import torch
 
 from hpcbench.config.run_spec import RunSpec, TaskFileHeader
 from hpcbench.paths import expand_path
+from hpcbench.results.probe_records import ProbeResults
 from hpcbench.strategies.catalog import get_strategy
 from hpcbench.strategies.layer_table import LayerTable, LayerTableRequest, read_shipped_table
 from hpcbench.worker.data.feed import DataFeed, DataSource
@@ -30,6 +31,7 @@ from hpcbench.worker.measure.environment_record import record_provenance
 from hpcbench.worker.measure.host import keep_freed_memory, read_peak_memory
 from hpcbench.worker.measure.step_profiler import run_profiled_steps
 from hpcbench.worker.measure.traffic_recorder import run_recorded_step
+from hpcbench.worker.microbench.message_probes import measure_collectives
 from hpcbench.worker.model_execution import choose_convolution_algorithms, wrap_blocks
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.shutdown import PeerEnded, StopController
@@ -50,22 +52,11 @@ def measure_run(finalizer: RunFinalizer) -> None:
     """
     context, measurements, stop = finalizer.context, finalizer.measurements, finalizer.stop
     header, spec, info, result = context.header, context.spec, context.info, measurements.result
-    env = context.user_env | spec.env
-    result.warnings += set_torch_threads(env, header, info)
-    device = measurements.device = choose_device(header.device, info, header.ranks_per_device)
+    rank_context = join_ranks(finalizer)
+    device, channel, provenance = rank_context.device, finalizer.channel, result.provenance
     choose_convolution_algorithms(spec.cudnn_benchmark, device)
     if device.type == "cpu":
-        keep_freed_memory(env)
-
-    launch = f"{context.task.run_id}/{context.attempt.number}"
-    single_node = spec.nodes == 1
-    # Attached before the process group exists: a rank that fails to join it must reach the others.
-    channel = finalizer.channel = open_control_channel(
-        info, header, context.attempt.rendezvous_path, launch, single_node, stop
-    )
-    rank_context = join_world(spec, info, device, channel, header.wait_s, header.ranks_per_device)
-    provenance = result.provenance = record_provenance(header, spec, info, device, context.user_env)
-    stop.raise_if_stopped()
+        keep_freed_memory(context.user_env | spec.env)
 
     runtime = resolve_runtime(spec.strategy)
     strategy = runtime()
@@ -96,6 +87,42 @@ def measure_run(finalizer: RunFinalizer) -> None:
         result.verification = verify_run(spec, rank_context, inputs, stop, channel, header.wait_s)
         measurements.pending.discard("verification")
     runtime.close()
+
+
+def join_ranks(finalizer: RunFinalizer) -> RankContext:
+    """Choose this rank's threads and device, meet the other ranks and record the provenance; raises ``WorkerError``."""
+    context, measurements, stop = finalizer.context, finalizer.measurements, finalizer.stop
+    header, spec, info, result = context.header, context.spec, context.info, measurements.result
+    result.warnings += set_torch_threads(context.user_env | spec.env, header, info)
+    device = measurements.device = choose_device(header.device, info, header.ranks_per_device)
+    launch = f"{context.task.run_id}/{context.attempt.number}"
+    # Attached before the process group exists: a rank that fails to join it must reach the others.
+    channel = finalizer.channel = open_control_channel(
+        info, header, context.attempt.rendezvous_path, launch, spec.nodes == 1, stop
+    )
+    rank_context = join_world(spec, info, device, channel, header.wait_s, header.ranks_per_device)
+    result.provenance = record_provenance(header, spec, info, device, context.user_env)
+    stop.raise_if_stopped()
+    return rank_context
+
+
+def run_collectives(finalizer: RunFinalizer) -> None:
+    """Check and time the collectives of a run without a model; raises as ``measure_run``, and for wrong results."""
+    context, result = finalizer.context, finalizer.measurements.result
+    rank_context = join_ranks(finalizer)
+    counters = finalizer.measurements.counters = RegionCounters(rank_context.device, context.info)
+    counters.begin()
+    probes = measure_collectives(
+        context.spec, rank_context, partial(_raise_if_any_stopped, rank_context, finalizer.stop)
+    )
+    counters.end()
+    result.probe = ProbeResults(collectives=probes)
+
+
+def _raise_if_any_stopped(context: RankContext, stop: StopController) -> None:
+    if any_rank(context, stop.should_stop()):
+        stop.raise_if_stopped()
+        raise PeerEnded("another rank received a signal to stop")
 
 
 def _time_steps(
@@ -135,11 +162,6 @@ def _measure_after_timing(
     result, first = measurements.result, len(measurements.progress.losses)
     agree = partial(any_rank, context)
 
-    def raise_if_any_stopped() -> None:
-        if agree(stop.should_stop()):
-            stop.raise_if_stopped()
-            raise PeerEnded("another rank received a signal to stop")
-
     profiled = run_profiled_steps(strategy, feed, spec, context.device, stop, agree, first, result.warnings)
     result.phases, result.host_syncs = profiled.phases, profiled.host_syncs
     first += spec.profile_steps
@@ -147,7 +169,7 @@ def _measure_after_timing(
     if spec.profile_steps and get_strategy(spec.strategy).pipeline.records_timeline and not agree(stop.should_stop()):
         result.timeline = strategy.record_actions(feed, first + 2, context.device)
     if strategy.measures_machine:
-        result.probe = strategy.measure(feed, raise_if_any_stopped)
+        result.probe = strategy.measure(feed, partial(_raise_if_any_stopped, context, stop))
         measurements.pending.discard("probe")
 
 

@@ -17,6 +17,7 @@ from hpcbench.config.run_spec import RunTask, TaskFileHeader, read_task
 from hpcbench.errors import unsupported
 from hpcbench.results.attempts import Attempt
 from hpcbench.results.results_tree import ClusterTree
+from hpcbench.strategies.catalog import COLLECTIVES
 from hpcbench.worker import begin
 from hpcbench.worker.distributed import rank_environment
 from hpcbench.worker.finalize import RankMeasurements, RunContext, RunFinalizer
@@ -71,9 +72,10 @@ def execute_rank(
 
             run_command(finalizer, msgspec.convert(header.command, Command))
         else:
-            from hpcbench.worker.measured_run import measure_run
+            from hpcbench.worker.measured_run import measure_run, run_collectives
 
-            measure_run(finalizer)
+            run = run_collectives if task.spec.workload == COLLECTIVES else measure_run
+            run(finalizer)
     except BaseException as error:  # noqa: BLE001 - whatever it is, it becomes the result
         return finalizer.finish(error)
     return finalizer.finish(None)

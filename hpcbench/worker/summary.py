@@ -12,7 +12,7 @@ import msgspec
 from hpcbench.config.command import Command
 from hpcbench.config.run_spec import RunSpec, RunTask, TaskFileHeader
 from hpcbench.results import schema, timing_statistics
-from hpcbench.strategies.catalog import get_strategy
+from hpcbench.strategies.catalog import COLLECTIVES, get_strategy
 from hpcbench.strategies.mesh import RankMesh, dropped_samples
 from hpcbench.strategies.pipeline.entry import pipeline_layout
 from hpcbench.strategies.pipeline.schedule_simulator import ActionSpan, measured_bubble_fraction, planned_timeline
@@ -22,6 +22,7 @@ from hpcbench.units import format_seconds
 from hpcbench.worker.command.metrics import command_metrics
 from hpcbench.worker.failure import join_numbers
 from hpcbench.worker.measure.interference import interference_warnings
+from hpcbench.worker.microbench.collective_metrics import BANDWIDTHS, collective_metrics, merge_probes
 from hpcbench.workloads.datasets import DATASETS, sample_shape
 
 _PHASE_FIELDS = tuple(name for name in schema.StepPhases.__struct_fields__ if name != "step_s")
@@ -210,8 +211,8 @@ def summarize_run(
     error: schema.FailureRecord | None = None,
 ) -> schema.RunResult:  # fmt: skip
     """The result of a run from its ranks' files; ranks that left none are named in ``ranks``."""
-    if task.spec.workload == "command":
-        return summarize_command(header, task, attempt, ranks, status, error)
+    if task.spec.workload != "training":
+        return summarize_other_workload(header, task, attempt, ranks, status, error)
     spec, untimed = task.spec, None
     if header.ranks_per_device > 1 and spec.devices > 1:
         untimed = f"up to {header.ranks_per_device} ranks share a device"
@@ -270,18 +271,28 @@ def summarize_run(
     )
 
 
-def summarize_command(
+def summarize_other_workload(
     header: TaskFileHeader, task: RunTask, attempt: int, ranks: Mapping[int, schema.RankResult], status: str,
     error: schema.FailureRecord | None = None,
 ) -> schema.RunResult:  # fmt: skip
-    """The result of a command's run from its ranks' files."""
-    spec, command = task.spec, msgspec.convert(header.command, Command)
+    """The result of a command or of collectives from the files of the ranks."""
+    spec, probe, untimed = task.spec, None, None
     provenance = _run_provenance(ranks)
     if header.environment_key is not None:
         provenance["environment_key"] = header.environment_key
-    provenance["command"] = {"argv": command.argv, "launch": command.launch}
     warnings: list[str] = []
-    metrics, step_times_s = command_metrics(spec, command, header.peak_flops_per_s, ranks, warnings)
+    if spec.workload == COLLECTIVES:
+        probe, units = merge_probes(ranks), dict.fromkeys(BANDWIDTHS, "bytes/s")
+        better = dict.fromkeys(BANDWIDTHS, "higher")
+        if header.ranks_per_device > 1:
+            untimed, probe = f"up to {header.ranks_per_device} ranks share a device", None
+        metrics, step_times_s = collective_metrics(probe, ranks, warnings)
+    else:
+        command = msgspec.convert(header.command, Command)
+        provenance["command"] = {"argv": command.argv, "launch": command.launch}
+        units = {one.name: one.unit for one in command.metrics}
+        better = {one.name: one.better for one in command.metrics}
+        metrics, step_times_s = command_metrics(spec, command, header.peak_flops_per_s, ranks, warnings)
     for name, value in _total_energy(spec, ranks).items():
         setattr(metrics, name, value)
     return schema.RunResult(
@@ -290,7 +301,7 @@ def summarize_command(
         ranks=[_rank_entry(rank, ranks.get(rank), 0, None) for rank in range(spec.ranks)],
         warnings=[*warnings, *interference_warnings(spec, ranks), *_rank_warnings(ranks)],
         provenance=provenance, environment_digest=provenance.pop("environment_digest", None),
-        units={one.name: one.unit for one in command.metrics}, better={one.name: one.better for one in command.metrics},
+        units=units, better=better, probe=probe, untimed=untimed,
         error=None if status == schema.STATUS_OK else error,
     )  # fmt: skip
 

@@ -93,7 +93,7 @@ def test_the_cost_is_stated_and_the_probes_can_be_had_without_running_them(call:
     assert not (tmp_path / "results").exists()
     plan = make_plan(load_sweep(tmp_path / "probes.toml"), PROFILE, tree_of(tmp_path))
     found = sorted((spec.strategy, spec.batch_size, spec.nodes) for spec in plan.runs.values())
-    assert found == [("probe_blocks", 2, 1), ("probe_blocks", 8, 1), ("probe_blocks", 8, 2), ("probe_messages", 4, 2)]
+    assert found == [("collectives", 0, 2), ("probe_blocks", 2, 1), ("probe_blocks", 8, 1), ("probe_blocks", 8, 2)]
     assert "blocks of vgg11 on cifar10, 8 samples, beside all_reduce, 2 nodes x 1: for 1 configuration" in done.stderr
 
 

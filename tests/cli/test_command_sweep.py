@@ -145,7 +145,7 @@ def test_a_parameter_that_no_word_uses_is_named_by_check(project: Path) -> None:
 
 def test_a_dry_run_refuses_a_command(project: Path) -> None:
     done = hpcbench("dry-run", "mine.toml", cwd=project)
-    assert (done.returncode, "mine.toml:2: a dry run builds trainings of hpcbench" in done.stderr) == (2, True)
+    assert (done.returncode, "mine.toml: a dry run builds trainings of hpcbench" in done.stderr) == (2, True)
 
 
 def test_a_plain_torch_script_meets_its_ranks(project: Path) -> None:

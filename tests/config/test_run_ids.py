@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "run_ids"
 CLUSTERS = {
     "box": "slurmbox",
+    "collectives": "local",
     "ddlbench": "snellius",
     "ddlbench-small": "slurmbox",
     "gpu-check": "snellius",

@@ -12,11 +12,17 @@ from hpcbench.errors import WorkerError
 from hpcbench.results.probe_records import CollectiveProbe, ProbeResults
 from hpcbench.strategies.catalog import exclusion_reason
 from hpcbench.strategies.probes.train import ProbeBlocksStrategy
-from hpcbench.strategies.traffic import OVERLAPPED_OPERATIONS, MessageShape, format_messages, parse_messages
+from hpcbench.strategies.traffic import OVERLAPPED_OPERATIONS, MessageShape, format_messages
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.microbench.block_probes import measure_blocks
-from hpcbench.worker.microbench.message_probes import measure_messages
+from hpcbench.worker.microbench.message_probes import (
+    Collective,
+    ProbeGroup,
+    check_collective,
+    make_collective,
+    measure_collectives,
+)
 from hpcbench.worker.models.build import build_model
 from tests.distributed.pool import Pool
 from tests.layer_tables import table_of
@@ -74,10 +80,14 @@ def test_block_probes_refuse_a_model_with_its_own_forward() -> None:
         strategy.measure(make_feed(spec, CPU), lambda: None)
 
 
-def messages(spec: RunSpec, budget_s: float, group: Any) -> Any:
+def collectives(spec: RunSpec, group: Any) -> Any:
     place = RankContext(torch.distributed.get_rank(), spec.ranks, CPU, group)
-    shapes = parse_messages(str(spec.options["messages"]))
-    return measure_messages(spec, place, shapes, budget_s, lambda: None)
+    return measure_collectives(spec, place, lambda: None)
+
+
+def collectives_spec(**more: Any) -> RunSpec:
+    given: dict[str, Any] = {"warmup_steps": 1, "steps": 3, "message_bytes": 1000}
+    return RunSpec(workload="collectives", strategy="collectives", **(given | more))
 
 
 @pytest.mark.slow
@@ -89,10 +99,10 @@ def test_messages_are_timed_in_their_groups(pool: Pool, nodes: int, tasks: int) 
         MessageShape("all_gather", nodes * tasks, tasks, 1, 2**20),
         *([MessageShape("send", 2, 2 // nodes, 2, 64)] if nodes <= 2 else []),
     ]
-    spec = spec_of("probe_messages", nodes=nodes, tasks_per_node=tasks, dp_degree=nodes * tasks,
-                   options={"messages": format_messages(shapes)})  # fmt: skip
     # The budget is too small for any of them: all are measured nevertheless.
-    found: list[CollectiveProbe] = pool.call(4, messages, spec, 1e-9)[0]
+    options = {"messages": format_messages(shapes), "budget_s": 1e-9}
+    spec = collectives_spec(nodes=nodes, tasks_per_node=tasks, options=options)
+    found: list[CollectiveProbe] = pool.call(4, collectives, spec)[0]
     assert [(one.operation, one.ranks, one.nodes, one.payload_bytes) for one in found] == [
         (shape.operation, shape.ranks, nodes, shape.payload_bytes) for shape in shapes
     ]
@@ -100,6 +110,64 @@ def test_messages_are_timed_in_their_groups(pool: Pool, nodes: int, tasks: int) 
     groups = [tasks // shape.ranks_per_node for shape in shapes]
     expected = groups if nodes == 1 else [min(count, shape.rivals) for count, shape in zip(groups, shapes, strict=True)]
     assert [one.groups for one in found] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("operation", "ranks", "payload_bytes"),
+    [
+        ("all_reduce", 4, 1008),
+        ("reduce_scatter", 4, 1008),
+        ("all_gather", 4, 252),
+        ("all_to_all", 4, 1008),
+        ("broadcast", 4, 1008),
+        ("reduce", 4, 1008),
+        ("send", 2, 1000),
+    ],
+)
+def test_one_operation_is_checked_and_timed(pool: Pool, operation: str, ranks: int, payload_bytes: int) -> None:
+    spec = collectives_spec(tasks_per_node=ranks, operation=operation)
+    for (found,) in pool.call(ranks, collectives, spec):
+        assert (found.operation, found.ranks, found.payload_bytes) == (operation, ranks, payload_bytes)
+        assert (found.repeats, len(found.readings_s), found.groups) == (3, 3, 1)
+
+
+@pytest.mark.slow
+def test_every_two_nodes_are_measured(pool: Pool) -> None:
+    spec = collectives_spec(nodes=2, tasks_per_node=2, operation="pairs")
+    assert [[one.pair for one in found] for found in pool.call(4, collectives, spec)] == [[[0, 2]], [], [], []]
+    spec = collectives_spec(tasks_per_node=3, operation="pairs")
+    assert [[one.pair for one in found] for found in pool.call(3, collectives, spec)] == [
+        [[0, 1], [0, 2]],
+        [[1, 2]],
+        [],
+    ]
+
+
+def wrong_collective(operation: str, group: Any) -> str:
+    """The operation, of which the last rank changes one element of its result afterwards."""
+    ranks = torch.distributed.get_process_group_ranks(group)
+    team = ProbeGroup(group, ranks, torch.distributed.get_rank(), CPU)
+    right = make_collective(team, operation, 64)
+
+    def call(number: int) -> None:
+        right.call(number)
+        if team.own == team.size - 1:
+            right.received[3] += 1
+
+    try:
+        check_collective(team, operation, Collective(call, right.sent, right.received))
+    except WorkerError as error:
+        return error.message
+    return ""
+
+
+@pytest.mark.slow
+def test_a_wrong_result_is_an_error_on_every_rank(pool: Pool) -> None:
+    for operation, is_right in (("all_reduce", "7"), ("all_gather", "3"), ("broadcast", "3"), ("send", "3")):
+        first, last = pool.call(2, wrong_collective, operation)
+        assert f"{operation} of 64 bytes over 2 ranks gave a wrong result: on rank 0 all is right" in first
+        assert f"on rank 1 element 3 is {int(is_right) + 1}, {is_right} is right" in last
 
 
 def pass_overlaps(spec: RunSpec, group: Any) -> Any:
@@ -134,9 +202,17 @@ def test_a_pass_is_timed_beside_collectives(pool: Pool) -> None:
         (spec_of(micro_batches=2), "micro_batches 2, 1 is right"),
         (spec_of(options={"budget_s": 0.0}), "budget_s 0"),
         (spec_of("probe_blocks", activation_checkpointing=True), "one by one"),
-        (spec_of("probe_messages"), "without messages"),
-        (spec_of("probe_messages", options={"messages": "all_reduce:2:1:1:64"}), "takes 2 nodes"),
-        (spec_of("probe_messages", options={"messages": "all_sum:2:2:1:64"}), "begins with no operation"),
+        (collectives_spec(tasks_per_node=2), "without operation or message_bytes"),
+        (collectives_spec(tasks_per_node=2, operation="all_reduce", message_bytes=None), "without operation or"),
+        (collectives_spec(tasks_per_node=2, operation="all_reduce"), None),
+        (collectives_spec(operation="all_reduce"), "all_reduce in a group of 1: two or more are right"),
+        (collectives_spec(nodes=2, tasks_per_node=2, operation="send"), "send in a group of 4: 2 ranks are right"),
+        (collectives_spec(nodes=2, tasks_per_node=2, operation="pairs"), None),
+        (collectives_spec(operation="pairs"), "takes"),
+        (collectives_spec(tasks_per_node=4, operation="reduce", group_tasks=3), "groups of 3 ranks on a node do not"),
+        (collectives_spec(tasks_per_node=4, operation="reduce", group_tasks=2), None),
+        (collectives_spec(tasks_per_node=2, options={"messages": "all_reduce:2:1:1:64"}), "takes 2 nodes"),
+        (collectives_spec(tasks_per_node=2, options={"messages": "all_sum:2:2:1:64"}), "begins with no operation"),
     ],
 )
 def test_probes_refuse_parameters_that_they_ignore(spec: RunSpec, said: str | None) -> None:

@@ -48,7 +48,7 @@ def blocks_probe(
 
 
 def messages_probe(spec: RunSpec) -> ProbeResults:
-    """What ``probe_messages`` finds."""
+    """The result of a run of collectives."""
     collectives = [
         CollectiveProbe(operation=shape.operation, ranks=shape.ranks, nodes=shape.nodes, groups=shape.rivals,
                         payload_bytes=shape.payload_bytes, seconds=message_s(shape.payload_bytes), spread=0.02, repeats=9)
@@ -91,7 +91,7 @@ def probe_run(
 ) -> CalibrationRun:
     """A finished run of either probe; ``table`` is that of a model that is not shipped."""
     table = table or table_of_run(spec)
-    if spec.strategy == "probe_messages":
+    if spec.workload == "collectives":
         probe = messages_probe(spec)
     elif spec.options.get("overlaps"):
         probe = overlaps_probe(profile, spec, slower)

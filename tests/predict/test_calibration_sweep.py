@@ -83,7 +83,7 @@ def test_a_calibration_sweep_names_its_partition() -> None:
     assert parsed["name"] == "calibration-high-3"
     assert parsed["fixed"]["partition"] == "high"
     assert parsed["fixed"]["seed"] == 300
-    options = [one["options"] for one in parsed["include"] if one["strategy"].startswith("probe_")]
+    options = [one["options"] for one in parsed["include"] if "options" in one and "budget_s" in one["options"]]
     assert {one["budget_s"] for one in options} == {5.0}
 
 
@@ -91,7 +91,7 @@ PROFILE, _ = load_cluster("slurmbox")
 NOMINAL = nominal_machine(PROFILE)
 
 
-def spec_of(strategy: str, **more: Any) -> RunSpec:
+def spec_of(strategy: str = "", **more: Any) -> RunSpec:
     point = {"model": "vgg11", "dataset": "cifar10", "batch_size": 8, "strategy": strategy} | more
     spec = resolve_point(point, PartitionLimits("any"))
     assert isinstance(spec, RunSpec), spec
@@ -110,7 +110,10 @@ def measured(specs: list[RunSpec]) -> Machine:
 
 def of_kind(probes: list[SweepProbe], strategy: str, option: str = "") -> list[SweepProbe]:
     return [
-        one for one in probes if one.point["strategy"] == strategy and (not option or option in one.point["options"])
+        one
+        for one in probes
+        if strategy in (one.point.get("strategy"), one.point.get("workload"))
+        and (not option or option in one.point["options"])
     ]
 
 
@@ -127,7 +130,7 @@ def test_a_sweep_is_probed_in_its_own_sizes_and_places() -> None:
         (1, 1, 1), (8, 1, 2), (8, 2, 1),
     ]  # fmt: skip
     messages = {(one.point.get("nodes", 1), one.point.get("tasks_per_node", 1)): one
-                for one in of_kind(probes, "probe_messages")}  # fmt: skip
+                for one in of_kind(probes, "collectives")}  # fmt: skip
     assert messages.keys() == {(2, 1), (1, 2)}
     shapes = parse_messages(messages[2, 1].point["options"]["messages"])
     assert {shape.operation for shape in shapes} == {"all_reduce", "broadcast", "send"}

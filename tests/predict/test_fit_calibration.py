@@ -52,7 +52,9 @@ def everything() -> list[CalibrationRun]:
             for operation in ("all_reduce", "all_gather", "broadcast")
             for power in range(8)
         ]
-        spec = spec_of("probe_messages", nodes=nodes, options={"messages": format_messages(shapes)})
+        spec = spec_of(
+            "collectives", workload="collectives", nodes=nodes, options={"messages": format_messages(shapes)}
+        )
         runs.append(run_of(spec, probe=messages_probe(spec)))
         overlap = format_messages([MessageShape("all_reduce", nodes, 1, 1, 2**20)])
         spec = spec_of("probe_blocks", nodes=nodes, options={"overlaps": overlap})

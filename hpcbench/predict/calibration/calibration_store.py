@@ -57,8 +57,9 @@ class CalibrationRun(NamedTuple):
 
 
 def usable_runs(runs: Iterable[CalibrationRun]) -> list[CalibrationRun]:
-    """Return the runs that ended well and have timed steps."""
-    return [run for run in runs if run.result.status == STATUS_OK and run.step_s > 0]
+    """Return the runs that ended well and have timed steps, or measured collectives."""
+    good = (run for run in runs if run.result.status == STATUS_OK)
+    return [run for run in good if run.step_s > 0 or run.spec.workload == "collectives"]
 
 
 def runs_of_strategy(runs: Sequence[CalibrationRun], *keys: str) -> list[CalibrationRun]:

@@ -21,7 +21,7 @@ from hpcbench.predict.message_prices import workload_key
 from hpcbench.predict.strategy_cost import resolve_cost
 from hpcbench.strategies.catalog import STRATEGIES
 from hpcbench.strategies.layer_table import LayerTable
-from hpcbench.strategies.probes.entry import PROBE_BLOCKS, PROBE_MESSAGES
+from hpcbench.strategies.probes.entry import COLLECTIVES, PROBE_BLOCKS
 from hpcbench.strategies.strategy_entry import Library
 from hpcbench.strategies.traffic import COMM_OPERATIONS, MessageShape, format_messages
 from hpcbench.units import format_bytes, pluralize
@@ -38,8 +38,6 @@ _CONTENDED_BYTES = (2**18, 2**22)
 _OVERLAPPED_BYTES = 2**22
 MAX_SIZES_PER_GROUP = 12
 """Sizes of one operation of one group that are measured for a sweep; those between are interpolated."""
-_STEPS_BEFORE_MESSAGES = {"model": "vit", "dataset": "digits", "batch_size": 4}
-"""Every run trains for some steps; the model is the same for all placements."""
 _WORKLOAD_FIELDS = (
     "model", "dataset", "input_size", "model_options", "precision", "channels_last", "cudnn_benchmark", "optimizer",
     "momentum", "partition", "environment",
@@ -188,7 +186,7 @@ def _message_points(size: CalibrationScale, device: str, budget_s: float) -> Ite
                 for size_bytes in _MESSAGE_BYTES[device]
             ]
         options = {"messages": format_messages(shapes), "budget_s": budget_s}
-        yield {"strategy": PROBE_MESSAGES, **_STEPS_BEFORE_MESSAGES, **world.keys(), "options": options}
+        yield {"workload": COLLECTIVES, **world.keys(), "options": options}
 
 
 def message_scales(size: CalibrationScale) -> list[CalibrationScale]:
@@ -338,7 +336,7 @@ def _can_be_built(shape: MessageShape, spec: RunSpec) -> bool:
 
 
 def _message_point(spec: RunSpec, nodes: int) -> dict[str, Any]:
-    point: dict[str, Any] = {"strategy": PROBE_MESSAGES, **_STEPS_BEFORE_MESSAGES}
+    point: dict[str, Any] = {"workload": COLLECTIVES}
     settings = {"partition": spec.partition, "environment": spec.environment}
     point |= {name: value for name, value in settings.items() if value is not None}
     return point | CalibrationScale(nodes, spec.tasks_per_node).keys()

@@ -48,7 +48,7 @@ from hpcbench.predict.prediction import peak_rank_memory
 from hpcbench.predict.strategy_cost import resolve_cost
 from hpcbench.results.probe_records import CollectiveProbe, OverlapProbe, ProbeResults
 from hpcbench.strategies.catalog import SINGLE_DEVICE, STRATEGIES
-from hpcbench.strategies.probes.entry import PROBE_BLOCKS, PROBE_MESSAGES
+from hpcbench.strategies.probes.entry import COLLECTIVES, PROBE_BLOCKS
 from hpcbench.strategies.traffic import MessageShape
 from hpcbench.workloads.models import is_custom_model
 
@@ -245,8 +245,9 @@ def _fit_comm(
     links = (nominal.intra_node, nominal.inter_node)
     calls = [
         (run.spec.tasks_per_node, call)
-        for run in runs_of_strategy(runs, PROBE_MESSAGES)
-        for call in (run.result.probe.collectives if run.result.probe else ())
+        for run in runs_of_strategy(runs, COLLECTIVES)
+        # Variables such as NCCL_ALGO make other times than trainings without them have.
+        for call in (run.result.probe.collectives if run.result.probe and not run.spec.env else ())
     ]
     messages = [*_median_messages(calls)]
     overlaps = [
@@ -329,7 +330,7 @@ def fit_base_bytes(runs: Sequence[CalibrationRun], device: str) -> tuple[float |
     pairs = [
         (float(peak_rank_memory(run.spec, run.table, device).total_bytes), float(peak))
         for run in runs
-        if run.spec.strategy not in (PROBE_BLOCKS, PROBE_MESSAGES) and (peak := run.result.metrics.peak_memory_bytes)
+        if run.spec.strategy not in (PROBE_BLOCKS, COLLECTIVES) and (peak := run.result.metrics.peak_memory_bytes)
     ]
     if not pairs:
         probes = [run.result.probe for run in runs if run.result.probe is not None and device == "cpu"]

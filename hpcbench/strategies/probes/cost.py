@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpcbench.strategies.data.cost import SingleCost
-from hpcbench.strategies.probes.entry import PROBE_BLOCKS, PROBE_MESSAGES
+from hpcbench.strategies.probes.entry import PROBE_BLOCKS
 
-COSTS = {PROBE_BLOCKS: SingleCost, PROBE_MESSAGES: SingleCost}
-"""The cost of each probe."""
+COSTS = {PROBE_BLOCKS: SingleCost}
+"""The cost of probes that train."""

@@ -1,5 +1,5 @@
-"""Probes: runs that measure the machine instead of a strategy.
-Their timed steps are those of replicas that do not communicate; the measurements are in the result's ``probe``."""
+"""Runs that measure the machine instead of a strategy: blocks of a model, or collectives without any model.
+The measurements are in the result's ``probe``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from hpcbench.config.option import Option
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError
 from hpcbench.strategies.strategy_entry import StrategyEntry
-from hpcbench.strategies.traffic import OVERLAPPED_OPERATIONS, parse_messages
+from hpcbench.strategies.traffic import OVERLAPPED_OPERATIONS, message_shapes, parse_messages
 
-PROBE_BLOCKS, PROBE_MESSAGES = "probe_blocks", "probe_messages"
+PROBE_BLOCKS, COLLECTIVES = "probe_blocks", "collectives"
 _BUDGET_OPTION = Option(20.0, "seconds that the measurements may take, about")
 
 
@@ -31,20 +31,25 @@ def probe_blocks_exclusion(spec: RunSpec) -> str | None:
     return _probe_exclusion(spec)
 
 
-def probe_messages_exclusion(spec: RunSpec) -> str | None:
+def collectives_exclusion(spec: RunSpec) -> str | None:
     """Every group has as many ranks on every node of the run."""
+    if not spec.options.get("messages") and not (spec.operation and spec.message_bytes):
+        return 'collectives without operation or message_bytes: operation = "all_reduce", message_bytes = 1048576'
+    if spec.tasks_per_node % (spec.group_tasks or 1):
+        return f"groups of {spec.group_tasks} ranks on a node do not divide its {spec.tasks_per_node}"
     try:
-        shapes = parse_messages(str(spec.options.get("messages", "")))
+        shapes = message_shapes(spec)
     except ConfigError as error:
-        return f"probe_messages: {error.message}"
-    if not shapes:
-        return 'probe_messages without messages: "all_reduce:2:2:1:65536" for instance'
+        return f"collectives: {error.message}"
     for shape in shapes:
-        if shape.nodes != spec.nodes or shape.ranks_per_node > spec.tasks_per_node:
+        if (shape.nodes != spec.nodes and spec.operation != "pairs") or shape.ranks_per_node > spec.tasks_per_node:
             return (
-                f"probe_messages on {spec.nodes} nodes with {spec.tasks_per_node} ranks each: a group of {shape.ranks} "
+                f"collectives on {spec.nodes} nodes with {spec.tasks_per_node} ranks each: a group of {shape.ranks} "
                 f"ranks, {shape.ranks_per_node} on every node, takes {shape.nodes} nodes"
             )
+        if shape.ranks < 2 or (shape.operation == "send" and shape.ranks > 2):
+            right = "2 ranks are" if shape.ranks > 2 else "two or more are"
+            return f"{shape.operation} in a group of {shape.ranks}: {right} right"
     return _probe_exclusion(spec)
 
 
@@ -65,13 +70,14 @@ STRATEGIES = {
         },
         exclusion=probe_blocks_exclusion,
     ),
-    PROBE_MESSAGES: StrategyEntry(
-        own_degree="dp_degree",
-        description="calibration: messages in groups of given places",
-        options={
-            "messages": Option("", "operation:ranks:ranks_per_node:rivals:bytes of each, between commas"),
-            "budget_s": _BUDGET_OPTION,
-        },
-        exclusion=probe_messages_exclusion,
-    ),
 }
+COLLECTIVES_ENTRY = StrategyEntry(
+    own_degree="dp_degree",
+    description="collectives and messages between ranks instead of a training",
+    options={
+        "messages": Option("", "instead of operation: operation:ranks:ranks_per_node:rivals:bytes, between commas"),
+        "budget_s": _BUDGET_OPTION,
+    },
+    exclusion=collectives_exclusion,
+)
+"""The strategy of runs with ``workload = "collectives"``."""

@@ -1,4 +1,4 @@
-"""Probes: replicas that train without communication, then measure blocks or messages."""
+"""Probes: replicas that train without communication, then measure blocks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from torch import nn
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.results.probe_records import ProbeResults
-from hpcbench.strategies.probes.entry import PROBE_BLOCKS, PROBE_MESSAGES
+from hpcbench.strategies.probes.entry import PROBE_BLOCKS
 from hpcbench.strategies.traffic import parse_messages
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.distributed.world import any_rank
 from hpcbench.worker.measure.host import peak_resident_bytes
 from hpcbench.worker.microbench.block_probes import measure_blocks, measure_optimizer_updates, measure_pass_overlaps
-from hpcbench.worker.microbench.message_probes import measure_messages
 from hpcbench.worker.strategy import DataParallelStrategy
 
 
@@ -52,14 +51,5 @@ class ProbeBlocksStrategy(_IndependentReplicasStrategy):
         )
 
 
-class ProbeMessagesStrategy(_IndependentReplicasStrategy):
-    """Ranks that send the messages of a sweep, in its groups."""
-
-    def measure(self, feed: DataFeed, check: Callable[[], None]) -> ProbeResults:
-        shapes = parse_messages(str(self.options["messages"]))
-        probes = measure_messages(self.spec, self.context, shapes, float(self.options["budget_s"]), check)
-        return ProbeResults(base_memory_bytes=self.base_memory_bytes, collectives=probes)
-
-
-TRAININGS = {PROBE_BLOCKS: ProbeBlocksStrategy, PROBE_MESSAGES: ProbeMessagesStrategy}
-"""The class of each probe."""
+TRAININGS = {PROBE_BLOCKS: ProbeBlocksStrategy}
+"""The class of each probe that trains."""

@@ -27,7 +27,7 @@ from hpcbench.worker.measure.clocks import CallTimer, reading_statistics, relati
 from hpcbench.worker.microbench.message_probes import (
     CollectiveCall,
     ProbeGroup,
-    make_collective_call,
+    make_collective,
     overlap_record,
     read_overlap,
 )
@@ -177,7 +177,7 @@ def measure_pass_overlaps(
     for shape in shapes:
         check()
         # Two calls may run at the same time.
-        begins = [make_collective_call(team, shape.operation, shape.payload_bytes, is_async=True) for _ in range(2)]
+        begins = [make_collective(team, shape.operation, shape.payload_bytes, is_async=True).call for _ in range(2)]
 
         def begin(number: int, begins: Sequence[CollectiveCall] = begins) -> object:
             return begins[number % len(begins)](number)

@@ -6,8 +6,9 @@ latency."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
+from itertools import combinations
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -16,8 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.errors import WorkerError
 from hpcbench.results.probe_records import CollectiveProbe, OverlapProbe
-from hpcbench.strategies.traffic import MessageShape
+from hpcbench.strategies.catalog import options_with_defaults
+from hpcbench.strategies.traffic import MessageShape, message_shapes
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.measure.clocks import reading_statistics, synchronize
 
@@ -126,31 +129,75 @@ def overlap_record(
     )
 
 
-def make_collective_call(
-    team: ProbeGroup, operation: str, payload_bytes: int, *, is_async: bool = False
-) -> CollectiveCall:
-    """Makes one call of ``operation``; payloads as ``strategies.traffic.Traffic`` counts them.
+class Collective(NamedTuple):
+    """A collective of a group on its buffers, which are one tensor where the operation works in place."""
+
+    call: CollectiveCall
+    sent: Tensor
+    received: Tensor
+
+
+def make_collective(team: ProbeGroup, operation: str, payload_bytes: int, *, is_async: bool = False) -> Collective:
+    """Make the buffers and one call of ``operation``; payloads as ``strategies.traffic.Traffic`` counts them.
 
     With ``is_async`` a call of an operation of ``OVERLAPPED_OPERATIONS`` returns the handle to wait for.
     """
     count, size, group, device = payload_bytes // 4, team.size, team.group, team.device
-    tensor = torch.zeros(-(-count // size) * size, device=device)
+    sent = torch.zeros(-(-count // size) * size if operation != "all_gather" else count, device=device)
     if operation == "all_reduce":
-        return lambda _: dist.all_reduce(tensor, group=group, async_op=is_async)
-    if operation == "reduce_scatter":
-        part = torch.zeros(len(tensor) // size, device=device)
-        return lambda _: dist.reduce_scatter_tensor(part, tensor, group=group, async_op=is_async)
-    if operation == "all_gather":
-        whole = torch.zeros(count * size, device=device)
-        return lambda _: dist.all_gather_into_tensor(whole, tensor[:count], group=group, async_op=is_async)
-    if operation == "all_to_all":
-        received = torch.zeros_like(tensor)
-        return lambda _: dist.all_to_all_single(received, tensor, group=group)
+        return Collective(lambda _: dist.all_reduce(sent, group=group, async_op=is_async), sent, sent)
     if operation == "broadcast":
-        return lambda number: dist.broadcast(tensor, src=team.ranks[number % size], group=group)
+        return Collective(lambda number: dist.broadcast(sent, src=team.ranks[number % size], group=group), sent, sent)
     if operation == "reduce":
-        return lambda number: dist.reduce(tensor, dst=team.ranks[number % size], group=group)
-    return partial(_ping_pong, team, tensor, torch.zeros_like(tensor))
+        return Collective(lambda number: dist.reduce(sent, dst=team.ranks[number % size], group=group), sent, sent)
+    lengths = {"reduce_scatter": len(sent) // size, "all_gather": count * size}
+    received = torch.zeros(lengths.get(operation, len(sent)), device=device)
+    calls: dict[str, CollectiveCall] = {
+        "reduce_scatter": lambda _: dist.reduce_scatter_tensor(received, sent, group=group, async_op=is_async),
+        "all_gather": lambda _: dist.all_gather_into_tensor(received, sent, group=group, async_op=is_async),
+        "all_to_all": lambda _: dist.all_to_all_single(received, sent, group=group),
+        "send": partial(_ping_pong, team, sent, received),
+    }
+    return Collective(calls[operation], sent, received)
+
+
+def check_collective(team: ProbeGroup, operation: str, collective: Collective) -> None:
+    """Call it once on known values, whose sums are exact in fp32, and leave zeros.
+
+    Raises ``WorkerError`` on all ranks of the group where one of them received other values than it should.
+    """
+    sent, received, size = collective.sent, collective.received, team.size
+    places = torch.arange(len(sent), device=team.device) % 1021
+
+    def values_of(rank: int) -> Tensor:
+        return (places + rank).to(sent.dtype)
+
+    received.fill_(-1)
+    sent.copy_(values_of(team.own))
+    collective.call(0)
+    synchronize(team.device)
+    part = slice(team.own * len(sent) // size, (team.own + 1) * len(sent) // size)
+    total = (size * places + size * (size - 1) // 2).to(sent.dtype)
+    if operation in ("all_reduce", "reduce"):
+        # The first rank alone has the sum of a reduction to it.
+        expected = received.clone() if operation == "reduce" and team.own else total
+    elif operation == "reduce_scatter":
+        expected = total[part]
+    elif operation == "broadcast":
+        expected = values_of(0)
+    elif operation == "send":
+        expected = values_of(1 - team.own)
+    else:
+        chosen = part if operation == "all_to_all" else slice(None)
+        expected = torch.cat([values_of(rank)[chosen] for rank in range(size)])
+    wrong = (received != expected).nonzero().flatten()
+    found = f"element {int(wrong[0])} is {received[wrong[0]]:g}, {expected[wrong[0]]:g} is right" if len(wrong) else ""
+    is_wrong = team.maximum([float(len(wrong))])[0] > 0
+    sent.zero_()
+    received.zero_()
+    if is_wrong:
+        what = f"{operation} of {sent.nbytes} bytes over {size} ranks gave a wrong result"
+        raise WorkerError(f"{what}: on rank {team.ranks[team.own]} {found or 'all is right, on another it is not'}")
 
 
 def _ping_pong(team: ProbeGroup, sent: Tensor, received: Tensor, _number: int) -> None:
@@ -163,10 +210,12 @@ def _ping_pong(team: ProbeGroup, sent: Tensor, received: Tensor, _number: int) -
         message()
 
 
-def time_collective(team: ProbeGroup, call: CollectiveCall, point_s: float, halves: bool = False) -> list[float]:
+def time_collective(
+    team: ProbeGroup, call: CollectiveCall, point_s: float, halves: bool = False, repeats: int | None = None
+) -> list[float]:
     """Return the slowest rank's seconds of one call in each repeat, for about ``point_s`` in all.
 
-    ``halves``: a call is two messages, one after the other.
+    ``halves``: a call is two messages, one after the other. ``repeats`` are exactly as many, however long they take.
     """
 
     def repeat(calls: int, first: int) -> float:
@@ -181,22 +230,25 @@ def time_collective(team: ProbeGroup, call: CollectiveCall, point_s: float, halv
     team.barrier()
     alone_s = team.maximum([repeat(2, 1)])[0]
     calls = max(1, min(50, round(_BURST_S / alone_s)))
-    repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(point_s / (calls * alone_s))))
+    if repeats is None:
+        repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(point_s / (calls * alone_s))))
     own = [repeat(calls, 3 + calls * number) for number in range(repeats)]
     parts = 2 if halves else 1
     return [seconds / parts for seconds in team.maximum(own)]
 
 
-def measure_messages(
-    spec: RunSpec, context: RankContext, shapes: Sequence[MessageShape], budget_s: float, check: Callable[[], None]
-) -> list[CollectiveProbe]:
-    """Time every one of ``shapes``; none is left out, however long it takes.
+def measure_collectives(spec: RunSpec, context: RankContext, check: Callable[[], None]) -> list[CollectiveProbe]:
+    """Check and time every message of the run (``message_shapes``); none is left out, however long it takes.
 
     Groups are neighbours on each node: on one node all of them send at the same time, on several as many as the shape
-    has rivals. ``check`` raises on all ranks where one received a signal to stop.
+    has rivals. The messages of ``pairs`` follow each other. ``check`` raises on all ranks where one received a signal
+    to stop. Each rank returns what its groups measured; of a pair the first rank alone.
     """
     world = context.members()
     team = ProbeGroup(world, dist.get_process_group_ranks(world), context.rank, context.device)
+    shapes = message_shapes(spec)
+    if spec.operation == "pairs":
+        return _measure_pairs(spec, team, shapes[0], check)
     widths = sorted({shape.ranks_per_node for shape in shapes})
     own_groups = {width: _own_group(team, spec, width) for width in widths}
     probes = []
@@ -207,20 +259,42 @@ def measure_messages(
         count = spec.tasks_per_node // shape.ranks_per_node
         active = count if spec.nodes == 1 else min(shape.rivals, count)
         mine, number = own_groups[shape.ranks_per_node]
-        if mine is None or number >= active:
-            continue
-        call = make_collective_call(mine, shape.operation, shape.payload_bytes)
-        readings_s = time_collective(mine, call, budget_s / len(shapes), halves=shape.operation == "send")
-        probes.append(
-            CollectiveProbe(
-                operation=shape.operation,
-                ranks=mine.size,
-                nodes=spec.nodes,
-                payload_bytes=shape.payload_bytes,
-                groups=active,
-                **reading_statistics(readings_s),
-            )
-        )
+        if mine is not None and number < active:
+            probes.append(_measure_shape(spec, mine, shape, len(shapes), active))
+    return probes
+
+
+def _measure_shape(spec: RunSpec, team: ProbeGroup, shape: MessageShape, shapes: int, active: int) -> CollectiveProbe:
+    """Check and time one message; a run of a single operation keeps ``spec.steps`` readings after its warm-up."""
+    collective = make_collective(team, shape.operation, shape.payload_bytes)
+    check_collective(team, shape.operation, collective)
+    repeats = spec.warmup_steps + spec.steps if spec.operation else None
+    budget_s = float(options_with_defaults(spec)["budget_s"]) / shapes
+    readings_s = time_collective(team, collective.call, budget_s, shape.operation == "send", repeats)
+    kept_s = readings_s[spec.warmup_steps :] if spec.operation else readings_s
+    return CollectiveProbe(
+        operation=shape.operation, ranks=team.size, nodes=shape.nodes, payload_bytes=shape.payload_bytes, groups=active,
+        readings_s=kept_s if spec.operation else [], **reading_statistics(kept_s),
+    )  # fmt: skip
+
+
+def _measure_pairs(
+    spec: RunSpec, team: ProbeGroup, shape: MessageShape, check: Callable[[], None]
+) -> list[CollectiveProbe]:
+    """Measure the first ranks of each two nodes, or each two ranks of one node, while the others wait."""
+    places = range(0, team.size, spec.tasks_per_node if spec.nodes > 1 else 1)
+    probes = []
+    for pair in combinations(places, 2):
+        check()
+        if team.own in pair:
+            ranks = [team.ranks[place] for place in pair]
+            group = dist.new_group(ranks, use_local_synchronization=True)
+            probe = _measure_shape(spec, ProbeGroup(group, ranks, pair.index(team.own), team.device), shape, 1, 1)
+            dist.destroy_process_group(group)
+            if team.own == pair[0]:
+                probe.pair = [*pair]
+                probes.append(probe)
+        team.barrier()
     return probes
 
 
