@@ -23,6 +23,9 @@ Count = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 CountOrZero = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 OptionValue = bool | int | float | str
 EnvValue = Annotated[str, Meta(pattern=r"^[^\x00]*$", max_length=100_000)]
+NodeName = Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,254}$")
+EACH_NODE = "each"
+"""Value of ``node`` in ``[grid]``: every node of the partition."""
 EnvName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
@@ -112,6 +115,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
 
     time_limit_min: Annotated[float, Meta(gt=0, description="limit of one launch")] | None = None
     partition: Annotated[str, Meta(description="a partition of the profile; its default otherwise")] | None = None
+    node: Annotated[str, NodeName, Meta(description="the node that a run of one node is for")] | None = None
     environment: Annotated[str, Meta(description="an environment named in the profile")] | None = None
     env: Annotated[dict[EnvName, EnvValue], Meta(description="variables set for the ranks")] = {}
 

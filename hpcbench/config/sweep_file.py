@@ -17,7 +17,7 @@ from pydantic import ConfigDict, Field, create_model, model_validator
 
 from hpcbench.config import toml_tables
 from hpcbench.config.command_table import CommandTable
-from hpcbench.config.run_spec import RunSpec
+from hpcbench.config.run_spec import NodeName, RunSpec
 from hpcbench.config.toml_tables import NAME_PATTERN, KeyPath, Minutes, PositiveInt, TomlSource, TomlTable
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
 from hpcbench.paths import expand_home
@@ -62,6 +62,8 @@ def _pydantic_field(meta: msgspec.Meta) -> Any:
 def _make_table(name: str, doc: str, form: Callable[[Any], Any], **fields: Any) -> Any:
     """A table of every parameter; ``form`` makes the type of its key from the parameter's."""
     for parameter, kind in parameter_types().items():
+        if parameter in fields:
+            continue
         if parameter in TABLE_PARAMETERS:
             (key, value), about = get_args(get_args(kind)[0]), get_args(kind)[1]
             fields[parameter] = (Annotated[dict[key, form(value)], about] | None, None)  # type: ignore[misc, valid-type]
@@ -70,11 +72,13 @@ def _make_table(name: str, doc: str, form: Callable[[Any], Any], **fields: Any) 
     return create_model(name, __base__=TomlTable, __doc__=doc, **fields)
 
 
+_EACH_NODE = Field(description="names of nodes; each: every node of the partition, one node a run")
 FixedTable: Any = _make_table("Fixed", "Parameters that all runs share.", lambda kind: kind)
 GridTable: Any = _make_table(
     "Grid",
     "Lists whose product is run.",
     lambda kind: Annotated[list[kind], Field(min_length=1)],  # type: ignore[valid-type]
+    node=(Annotated[list[Annotated[str, _pydantic_field(NodeName)]] | Literal["each"], _EACH_NODE] | None, None),
 )
 _Condition = Annotated[str, Field(description="an expression over parameters; true excludes the point")]
 ExcludeTable: Any = _make_table(

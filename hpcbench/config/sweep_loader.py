@@ -248,6 +248,8 @@ def _read_axes(
 ) -> list[SweepAxis]:
     written = _flatten_tables(data.get("grid", {}))
     grid = _flatten_tables(file.grid.model_dump(exclude_none=True))
+    if ("node",) in grid:
+        grid["node",] = [grid["node",]] if isinstance(grid["node",], str) else grid["node",]
     axes = [SweepAxis(("grid",), [{parameter: value} for value in grid[parameter]]) for parameter in written]
     for number, group in enumerate(file.zip_):
         lists = _flatten_tables(group.model_dump(exclude_none=True))

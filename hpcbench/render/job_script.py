@@ -43,6 +43,8 @@ class JobShape:
     time_limit_s: float
     has_nccl_pipeline: bool = False
     """Whether ranks send each other messages of a pipeline over NCCL, which needs variables of its own."""
+    node: str | None = None
+    """Name of the node that jobs must get."""
 
     @property
     def ranks(self) -> int:
@@ -229,6 +231,7 @@ def sbatch_directives(
         **(_gpu_option(shape) if request.gpus_on != "step" else {}),
         "mem": _requested_memory(partition),
         "exclusive": request.exclusive or None,
+        "nodelist": shape.node,
         "exclude": ",".join(request.exclude_nodes) or None,
         "time": format_slurm_time(shape.job_limit_s(pack)),
         # A job's ranks are told this long before its limit. In a pack each run watches a limit of its own.
@@ -272,7 +275,7 @@ def pbs_directives(
     The range of the array stands in the script: the caller of qsub need not pass it.
     """
     jobs = -(-runs // pack)
-    select = f"select={shape.nodes}:mpiprocs={shape.tasks_per_node}"
+    select = f"select={shape.nodes}:mpiprocs={shape.tasks_per_node}{f':host={shape.node}' if shape.node else ''}"
     lines: dict[str, str | bool | int | list[str] | None] = {
         "N": job_name,
         "P": shape.profile.account,

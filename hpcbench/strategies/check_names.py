@@ -78,7 +78,7 @@ def _collectives_problems(sweep: Sweep) -> list[HpcbenchError]:
 
 _COMMAND_PARAMETERS = (
     "parameters", "nodes", "tasks_per_node", "devices_per_task", "precision", "warmup_steps", "seed", "time_limit_min",
-    "partition", "environment", "env",
+    "partition", "environment", "env", "node",
 )  # fmt: skip
 """Parameters that a sweep with ``[command]`` may set."""
 

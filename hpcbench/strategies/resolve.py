@@ -31,6 +31,8 @@ class PartitionLimits:
 
     partition: str
     max_nodes: int | None = None
+    only_node: str | None = None
+    """Name of the machine, where jobs run on it alone."""
     cores_per_node: int | None = None
     cpus_per_task: int | None = None
     devices_per_node: int | None = None
@@ -243,6 +245,10 @@ def _limits_exclusion(spec: RunSpec, limits: PartitionLimits) -> str | None:
         (spec.tasks_per_node * (limits.cpus_per_task or 1), limits.cores_per_node, "cores per node"),
         (spec.time_limit_min, longest, f"minutes of time limit{on_nodes}"),
     )
+    if spec.node is not None and spec.nodes > 1:
+        return f"node {spec.node} is for runs of one node, and nodes is {spec.nodes}"
+    if limits.only_node is not None and spec.node not in (None, limits.only_node):
+        return f"node {spec.node}, but {limits.partition} is this machine, {limits.only_node}"
     for wanted, allowed, what in checks:
         if wanted is not None and allowed is not None and wanted > allowed:
             return f"{wanted:g} {what}, but {limits.partition} allows {allowed:g}"

@@ -5,6 +5,7 @@ submitit is imported on use: it is for jobs that run alone."""
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,10 @@ class LocalScheduler(Scheduler):
 
     def check(self) -> None:
         """This machine takes jobs without an account."""
+
+    def node_names(self, partition: str | None) -> list[str]:
+        """This machine is the one node."""
+        return [socket.gethostname()]
 
     def submit(self, folder: Path, record: Submission, tree: ClusterTree, notify: Notify) -> SendOutcome:
         """Start the submission's queue process, unless that was done before."""

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import operator
 import os
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from typing import Any
 import msgspec
 
 from hpcbench.config.cluster_profile import ClusterProfile
-from hpcbench.config.run_spec import DEGREE_NAMES, RunSpec, run_id
+from hpcbench.config.run_spec import DEGREE_NAMES, EACH_NODE, RunSpec, run_id
 from hpcbench.config.sweep_file import TABLE_PARAMETERS, ParameterPath, StopRule, SubmitTable
-from hpcbench.config.sweep_loader import ExcludedPoint, Sweep, expand_sweep, find_exclusion
+from hpcbench.config.sweep_loader import ExcludedPoint, ParameterSettings, Sweep, expand_sweep, find_exclusion
 from hpcbench.errors import ConfigError
 from hpcbench.paths import data_folder
 from hpcbench.render.job_script import LAUNCH_OVERHEAD_S, JobShape, make_job_shape
@@ -31,6 +32,7 @@ from hpcbench.strategies.check_names import check_names, custom_model_folder
 from hpcbench.strategies.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.submit.job_software import environment_key
 from hpcbench.submit.run_order import MAX_SLICES, interleave, order_seed, shuffle_runs
+from hpcbench.submit.scheduler_registry import scheduler_class
 from hpcbench.workloads.datasets import sample_shape
 from hpcbench.workloads.models import get_model
 
@@ -276,14 +278,15 @@ class SweepPlan:
         is_pipeline = entry.pipeline.schedule is not None and not entry.drives_several_devices
         resources = (
             spec.nodes, spec.tasks_per_node, spec.devices_per_task, spec.partition, spec.environment,
-            spec.time_limit_min, self.profile.device == "cuda" and is_pipeline,
+            spec.time_limit_min, spec.node, self.profile.device == "cuda" and is_pipeline,
         )  # fmt: skip
         if resources not in self._shapes:
             limit_s = None if spec.time_limit_min is None else 60 * spec.time_limit_min
-            self._shapes[resources] = make_job_shape(
+            shape = make_job_shape(
                 self.profile, spec.nodes, spec.tasks_per_node, spec.devices_per_task, limit_s,
                 partition=spec.partition, environment=spec.environment, has_nccl_pipeline=resources[-1],
             )  # fmt: skip
+            self._shapes[resources] = replace(shape, node=spec.node)
         return self._shapes[resources]
 
     def groups(self, runs: dict[str, RunSpec]) -> dict[JobShape, list[str]]:
@@ -361,9 +364,11 @@ def make_plan(
 
     ``refuse`` returns a further reason why a run is infeasible.
 
-    Raises ``ConfigErrors`` for unknown names and ``ConfigError`` if every point is infeasible.
+    Raises ``ConfigErrors`` for unknown names, ``ConfigError`` if every point is infeasible, and ``SubmitError`` if the
+    scheduler does not list the nodes that the sweep is for.
     """
     check_names(sweep, profile)
+    sweep = with_each_node(sweep, profile)
     runs: dict[str, RunSpec] = {}
     dropped: list[InfeasiblePoint] = []
     known_limits: dict[str | None, PartitionLimits] = {}
@@ -395,6 +400,25 @@ def make_plan(
     return SweepPlan(sweep, profile, runs, dropped, tree, tree.summaries(runs), models, datasets)
 
 
+def with_each_node(sweep: Sweep, profile: ClusterProfile) -> Sweep:
+    """Return ``sweep`` with the names of the partition's nodes in the place of ``node = "each"``.
+
+    Raises ``ConfigError`` for several partitions, and for a scheduler that lists no nodes; ``SubmitError``, if it does
+    not answer.
+    """
+    if EACH_NODE not in sweep.values("node"):
+        return sweep
+    partitions = sweep.values("partition") or [profile.default_partition]
+    if len(partitions) > 1:
+        named = ", ".join(map(str, partitions))
+        where = sweep.where("node")
+        raise ConfigError(f'node = "each" is of one partition, not of {named}', where=where, hint="name the nodes")
+    nodes = scheduler_class(profile.scheduler.kind, profile.name)(profile).node_names(partitions[0])
+    steps: list[ParameterSettings] = [{("node",): name} for name in nodes]
+    each = [{("node",): EACH_NODE}]
+    return replace(sweep, axes=[replace(axis, steps=steps) if axis.steps == each else axis for axis in sweep.axes])
+
+
 def partition_limits(profile: ClusterProfile, partition: str | None) -> PartitionLimits:
     """The limits of a partition. The local machine accepts more ranks than cores, but is one node."""
     is_local = profile.scheduler.traits.runs_here
@@ -403,6 +427,7 @@ def partition_limits(profile: ClusterProfile, partition: str | None) -> Partitio
     return PartitionLimits(
         partition=partition or profile.name,
         max_nodes=1 if is_local else queue.max_nodes,
+        only_node=socket.gethostname() if is_local else None,
         cores_per_node=None if is_local else node.cores,
         cpus_per_task=request.cpus_per_task or request.cpus_per_device,
         devices_per_node=node.device_places if profile.device != "cpu" else None,

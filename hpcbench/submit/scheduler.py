@@ -162,6 +162,16 @@ class Scheduler(abc.ABC):
         """
         return SchedulerLimits()
 
+    def node_names(self, partition: str | None) -> list[str]:
+        """Return the names of the nodes of a partition that are in service and that jobs may get.
+
+        Raises:
+            ConfigError: this kind of scheduler lists no nodes; so it is by default.
+            SubmitError: the scheduler does not answer.
+        """
+        message = f'node = "each": the scheduler of cluster {self.profile.name} lists no nodes'
+        raise ConfigError(message, hint='name them: node = ["n1", "n2"]')
+
     @abc.abstractmethod
     def submit(self, folder: Path, record: Submission, tree: ClusterTree, notify: Notify) -> SendOutcome:
         """Submit every job of a submission that was not submitted yet, each exactly once.

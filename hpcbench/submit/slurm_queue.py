@@ -395,3 +395,33 @@ def max_array_size(profile: ClusterProfile) -> int:
     match = re.search(r"^MaxArraySize\s*=\s*(\d+)", result.output, re.MULTILINE)
     # The largest index is one less than MaxArraySize, and ours begin at 0.
     return max(1, int(match[1])) if match else 1001
+
+
+_STATES_OUT_OF_SERVICE = re.compile(r"down|drain|fail|inval|maint|reserved|power|reboot|unk|\*")
+
+
+def partition_nodes(profile: ClusterProfile, partition: str | None) -> list[str]:
+    """The names of the nodes of a partition that are in service, without those that the profile excludes.
+
+    Raises ``SubmitError`` if sinfo does not answer, or no such node is left.
+    """
+    queue, cluster = profile.partition(partition), first_cluster(profile)
+    where = ["-p", queue.name] if queue.name else []
+    listed = run_on_cluster(["sinfo", "-N", "-h", "-o", "%N %T", *where], cluster, profile)
+    excluded = set[str]()
+    if queue.request.exclude_nodes:
+        command = ["scontrol", "show", "hostnames", ",".join(queue.request.exclude_nodes)]
+        excluded = {*run_on_cluster(command, cluster, profile).output.split()}
+    names = [name for name in nodes_in_service(listed.output) if name not in excluded]
+    if listed.error or not names:
+        reason = listed.error or f"no node of partition {queue.name} is in service"
+        raise SubmitError(
+            f'node = "each": {reason}', hint='run this on a login node, or name them: node = ["n1", "n2"]'
+        )
+    return names
+
+
+def nodes_in_service(listed: str) -> list[str]:
+    """The names in the output of ``sinfo -N -h -o "%N %T"``, each once, without nodes that take no job."""
+    rows = [line.split() for line in listed.splitlines() if len(line.split()) == 2]
+    return list(dict.fromkeys(name for name, state in rows if not _STATES_OUT_OF_SERVICE.search(state.lower())))

@@ -24,6 +24,7 @@ from hpcbench.submit.slurm_queue import (
     count_queued_jobs,
     hides_jobs,
     max_array_size,
+    partition_nodes,
     private_data,
     query_job_states,
     run_on_cluster,
@@ -84,6 +85,11 @@ class SlurmScheduler(Scheduler):
             )
             by_partition[key] = JobLimit(limit, limit - counted, f"in partition {key}")
         return SchedulerLimits(size, everywhere, by_partition)
+
+    def node_names(self, partition: str | None) -> list[str]:
+        # sinfo would wait a minute for a configuration that is absent.
+        self.check()
+        return partition_nodes(self.profile, partition)
 
     def submit(self, folder: Path, record: Submission, tree: ClusterTree, notify: Notify) -> SendOutcome:
         from hpcbench.submit.send import send_submission, unsent_jobs  # submitit is for sending alone

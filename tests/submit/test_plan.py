@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
 from hpcbench.config.profile_tables import PartitionConfig
 from hpcbench.config.run_spec import config_id
 from hpcbench.config.sweep_loader import Sweep
+from hpcbench.errors import ConfigError
+from hpcbench.render.job_script import sbatch_directives
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import RunResult
 from hpcbench.submit.plan import SweepPlan, make_plan, partition_limits
@@ -93,3 +97,39 @@ def test_ranks_that_share_devices_have_room_on_a_node() -> None:
     profile = local.model_copy(update={"device": "cuda", "node": node})
     assert partition_limits(profile, None).devices_per_node == 6
     assert partition_limits(profile.model_copy(update={"device": "cpu"}), None).devices_per_node is None
+
+
+def test_each_node_of_this_machine_is_its_host(write_sweep: Write, cluster_tree: ClusterTree) -> None:
+    local, _ = load_cluster("local")
+    plan = make_plan(write_sweep(f'{BASE}batch_size = 8\n[grid]\nnode = "each"\nseed = [0, 1]\n'), local, cluster_tree)
+    assert [spec.node for spec in plan.runs.values()] == [socket.gethostname()] * 2
+    with pytest.raises(ConfigError, match="infeasible") as caught:
+        make_plan(write_sweep(f'{BASE}batch_size = 8\nnode = "elsewhere"\n'), local, cluster_tree)
+    assert f"node elsewhere, but local is this machine, {socket.gethostname()}" in str(caught.value)
+
+
+def test_a_node_is_part_of_the_run_and_of_its_script(
+    write_sweep: Write, slurm_profile: ClusterProfile, cluster_tree: ClusterTree
+) -> None:
+    text = f'{BASE}batch_size = 8\n[grid]\nnode = ["n1", "n2"]\nnodes = [1, 2]\n'
+    plan = make_plan(write_sweep(text), slurm_profile, cluster_tree)
+    assert [point.reason for point in plan.dropped] == [
+        f"node {name} is for runs of one node, and nodes is 2" for name in ("n1", "n2")
+    ]
+    shapes = [plan.shape(spec) for spec in plan.runs.values()]
+    assert [dict(sbatch_directives(shape, "job", "/f", 0))["nodelist"] for shape in shapes] == ["n1", "n2"]
+    unpinned = plan.shape(msgspec.structs.replace(next(iter(plan.runs.values())), node=None))
+    assert "nodelist" not in dict(sbatch_directives(unpinned, "job", "/f", 0))
+
+
+def test_each_node_is_of_one_partition_and_of_a_scheduler_that_lists_nodes(
+    write_sweep: Write, slurm_profile: ClusterProfile, cluster_tree: ClusterTree
+) -> None:
+    partitions = {"small": PartitionConfig(), "large": PartitionConfig()}
+    profile = slurm_profile.model_copy(update={"partitions": partitions, "default_partition": "small"})
+    text = f'{BASE}batch_size = 8\n[grid]\nnode = "each"\npartition = ["small", "large"]\n'
+    with pytest.raises(ConfigError, match='node = "each" is of one partition, not of small, large'):
+        make_plan(write_sweep(text), profile, cluster_tree)
+    pbs = slurm_profile.model_copy(update={"scheduler": slurm_profile.scheduler.model_copy(update={"kind": "pbs"})})
+    with pytest.raises(ConfigError, match="is run by PBS"):
+        make_plan(write_sweep(f'{BASE}batch_size = 8\n[grid]\nnode = "each"\n'), pbs, cluster_tree)

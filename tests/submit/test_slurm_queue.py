@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcbench.submit.slurm_queue import SbatchOutcome, classify_sbatch_error
+from hpcbench.submit.slurm_queue import SbatchOutcome, classify_sbatch_error, nodes_in_service
 
 POLICY = (
     "Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
@@ -30,3 +30,17 @@ POLICY = (
 )
 def test_sbatch_errors_are_classified_by_the_next_step(said: str, answer: SbatchOutcome) -> None:
     assert classify_sbatch_error(said) is answer
+
+
+@pytest.mark.parametrize(
+    ("listed", "names"),
+    [
+        ("", []),
+        ("n1 idle\nn2 mixed\nn3 allocated\nn10 completing\nn1 idle\n", ["n1", "n2", "n3", "n10"]),
+        ("n1 idle*\nn2 drained\nn3 draining\nn4 down\nn5 maint\nn6 reserved\nn7 planned", ["n7"]),
+        ("n1 powered_down\nn2 idle~\nn3 unknown\nn4 inval\nn5 fail\n", ["n2"]),
+        ("slurm_load_partitions: Unable to contact slurm controller", []),
+    ],
+)
+def test_nodes_that_take_no_job_are_left_out(listed: str, names: list[str]) -> None:
+    assert nodes_in_service(listed) == names
