@@ -28,6 +28,7 @@ from hpcbench.predict.cluster_forecasts import ClusterForecasts
 from hpcbench.report.column_names import Condition
 from hpcbench.report.configurations import filter_launches
 from hpcbench.report.findings.findings_report import derive_findings, findings_json, findings_renderable
+from hpcbench.report.findings.node_exclusions import write_exclusions
 from hpcbench.report.findings.problem_findings import UnfinishedSweep
 from hpcbench.report.html.report_page import ReportRequest, report_html
 from hpcbench.report.load_results import full_results, is_results_path, load_frame
@@ -66,6 +67,10 @@ _PLOTS_WITH_PREDICTIONS = ("scaling", "predicted")
 )  # fmt: skip
 @click.option("--predict", is_flag=True, help="Show predictions beside measurements on the page.")
 @out_option("One HTML page that needs no network.", metavar="FILE.html")
+@click.option(
+    "--exclude-slow", metavar="CLUSTER.toml", type=click.Path(dir_okay=False, path_type=Path),
+    help="Write a profile of the cluster that excludes the nodes that are named as slow.",
+)  # fmt: skip
 @output_options
 def report_findings(
     *,
@@ -75,6 +80,7 @@ def report_findings(
     bound: float,
     predict: bool,
     out: Path | None,
+    exclude_slow: Path | None,
     results: ResultsTree,
     as_json: bool,
 ) -> None:
@@ -90,11 +96,11 @@ def report_findings(
     frame = load_frame(results, sources, clusters)
     title = ", ".join(Path(source).name for source in sources) if sources else str(results.root)
     sweeps, forecasts = _unfinished_sweeps(results, sources, clusters, frame), ClusterForecasts(results)
+
+    def load_full(wanted: Sequence[tuple[str, str]]) -> list[RunResult]:
+        return full_results(results, sources, clusters, wanted)
+
     if out is not None:
-
-        def load_full(wanted: Sequence[tuple[str, str]]) -> list[RunResult]:
-            return full_results(results, sources, clusters, wanted)
-
         predictions = {}
         if predict:
             predictions = frames_of_page(filter_launches(frame, condition), results)
@@ -103,9 +109,13 @@ def report_findings(
         print_message(f"report on {len(frame)} runs written to {out}")
         if not can_draw_files():
             print_message(f"the page has no plots: {INSTALL_REPORT} makes them")
+        if not as_json and exclude_slow is None:
+            return
+    findings = derive_findings(frame, condition, bound, sweeps, forecasts, load_full)
+    if exclude_slow is not None:
+        print_message(write_exclusions(findings, exclude_slow, title))
         if not as_json:
             return
-    findings = derive_findings(frame, condition, bound, sweeps, forecasts)
     if as_json:
         print_json(findings_json(findings, [*sources]))
     elif not findings.answers:

@@ -35,6 +35,7 @@ FINDING_KINDS = {
     "efficiency": "Efficiency",
     "model": "Steps beside the oracle's model",
     "memory": "Memory",
+    "node": "Nodes and links",
     "failure": "Failures",
     "doubt": "Data-quality warnings",
 }
@@ -88,6 +89,8 @@ class Finding:
     ratio_low: float | None = None
     ratio_high: float | None = None
     evidence: tuple[EvidenceRow, ...] = field(default=())
+    slow_nodes: tuple[str, ...] = ()
+    """Nodes that are slower than the others."""
 
 
 def format_ratio_percent(ratio: float) -> str:

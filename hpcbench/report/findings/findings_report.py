@@ -18,6 +18,7 @@ from rich.text import Text
 from hpcbench.fileio import printable_excerpt, printable_text
 from hpcbench.predict.cluster_forecasts import ClusterForecasts
 from hpcbench.report.column_names import Condition
+from hpcbench.report.configurations import filter_launches
 from hpcbench.report.findings import problem_findings, throughput_findings
 from hpcbench.report.findings.finding import (
     FINDING_KINDS,
@@ -29,7 +30,9 @@ from hpcbench.report.findings.finding import (
     group_by_workload,
 )
 from hpcbench.report.findings.model_findings import unexplained_findings
+from hpcbench.report.findings.node_findings import node_findings
 from hpcbench.report.hypothesis_tests import EQUIVALENT, INCONCLUSIVE, SIGNIFICANT
+from hpcbench.report.plots.plot_model import ReadFullResults
 from hpcbench.units import pluralize
 
 
@@ -55,6 +58,7 @@ def derive_findings(
     bound: float = throughput_findings.EFFICIENCY_BOUND,
     sweeps: Sequence[problem_findings.UnfinishedSweep] = (),
     forecasts: ClusterForecasts | None = None,
+    whole: ReadFullResults | None = None,
 ) -> Findings:
     """Return the findings of a results frame.
 
@@ -64,6 +68,7 @@ def derive_findings(
         bound: efficiency below which scaling is reported to fall.
         sweeps: the sweeps of the results that have unfinished runs.
         forecasts: of the tree that holds the results; without it no step of a command is explained.
+        whole: reads full results, for messages between pairs of nodes.
     """
     rows, broken = configurations_of(frame, where)
     table = group_by_workload(rows)
@@ -74,6 +79,7 @@ def derive_findings(
         *throughput_findings.efficiency_findings(table, subjects, bound),
         *unexplained_findings(table, subjects, forecasts),
         *problem_findings.memory_findings(table, subjects),
+        *node_findings(filter_launches(frame, where), whole),
         *problem_findings.failure_findings(rows, broken),
         *problem_findings.unfinished_findings(sweeps), *problem_findings.data_quality_findings(rows),
     ]  # fmt: skip

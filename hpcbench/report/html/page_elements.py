@@ -194,7 +194,8 @@ def draw_page_figures(
         lines: predicted lines of the plot ``scaling``.
     """
     extra = {PREDICTED_PLOT: predicted, SCALING_PLOT: lines}
-    names = [name for name, kind in PLOTS.items() if kind.on_page]
+    workloads = {None, *frame["spec.workload"]}
+    names = [name for name, kind in PLOTS.items() if kind.on_page and kind.workload in workloads]
     plots = [draw_plot(name, frame, replace(request, predicted=extra.get(name))) for name in names]
     left_out = [printable_excerpt(f"{plot.name}: {plot.nothing}") for plot in plots if plot.drawing is None]
     try:

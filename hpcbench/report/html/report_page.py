@@ -154,7 +154,7 @@ class ReportRequest:
 def report_html(frame: pl.DataFrame, request: ReportRequest) -> str:
     """Return the HTML of a report on a results frame with all columns (``load_results.load_frame``)."""
     findings = findings_report.derive_findings(
-        frame, request.where, request.bound, request.unfinished, request.forecasts
+        frame, request.where, request.bound, request.unfinished, request.forecasts, request.whole
     )
     wanted = {run_id for row in findings.rows for run_id in row.run_ids}
     rows = [row for row in rows_from_frame(frame) if request.where is None or row.run_ids[0] in wanted]

@@ -28,6 +28,7 @@ from hpcbench.report.plots.charts import (
     PREDICTED,
     BoxChart,
     GanttChart,
+    HeatChart,
     LineChart,
     StackedBarChart,
 )
@@ -43,6 +44,7 @@ _LINE_WIDTH_PX, _LINE_HEIGHT_PX = 560, 340
 _BAR_WIDTH_PX = 480
 _GANTT_WIDTH_PX = 620
 _ROW_HEIGHT_PX = 24
+_CELL_WIDTH_PX = 44
 _CHARACTER_WIDTH_PX = 7.0
 """A bar shows its name if it has this width for each character."""
 _PREDICTED_POINT_AREA = 24
@@ -280,6 +282,23 @@ def _gantt_rows(frame: polars.DataFrame, axis: PlotAxis) -> Rows:
     return rows
 
 
+def _heat_chart(chart: HeatChart, frame: polars.DataFrame) -> tuple[Any, list[Rows]]:
+    scale = alt.Scale(range=[theme.WHITE, theme.BLUE], zero=True, interpolate="rgb")
+    limit = max(column_values(frame, "value")) / chart.value.factor
+    base = alt.Chart().encode(x=alt.X("column:N", title=None), y=alt.Y("row:N", title=None))
+    cells = base.mark_rect().encode(
+        color=alt.Color("value:Q", title=chart.value.heading, scale=scale),
+        tooltip=["row:N", "column:N", alt.Tooltip("value:Q", title=chart.value.heading, format=".4~g")],
+    )
+    ink = alt.condition(alt.datum.value > limit / 2, alt.value(theme.WHITE), alt.value(theme.BLACK))
+    texts = base.mark_text(fontSize=11).encode(text=alt.Text("value:Q", format=".3~g"), color=ink)
+    sized = alt.layer(cells, texts).properties(width=alt.Step(_CELL_WIDTH_PX), height=alt.Step(_ROW_HEIGHT_PX))
+    rows = _rows_in_units(frame, value=chart.value)
+    if frame["panel"].n_unique() < 2:
+        return sized.properties(data=_ROWS), [rows]
+    return sized.facet(alt.Facet("panel:N", title=None), columns=1, data=_ROWS), [rows]
+
+
 def _row_axis(frame: polars.DataFrame) -> alt.Y:
     """The vertical axis of rows, top to bottom in the order of ``frame``."""
     names = frame["row"].unique(maintain_order=True).to_list()
@@ -304,6 +323,7 @@ def _rows_in_units(frame: polars.DataFrame, **axes: PlotAxis) -> Rows:
 
 _CHART_BUILDERS: dict[type, Callable[[Any, polars.DataFrame], tuple[Any, list[Rows]]]] = {
     LineChart: _line_chart, BoxChart: _box_chart, StackedBarChart: _stacked_bar_chart, GanttChart: _gantt_chart,
+    HeatChart: _heat_chart,
 }  # fmt: skip
 """Functions by the kind of a chart: each returns the altair chart of a frame, and the rows of each of its data sources
 in the axes' units."""

@@ -146,4 +146,14 @@ class GanttChart:
     """Time axis of each run."""
 
 
-Chart = LineChart | BoxChart | StackedBarChart | GanttChart
+HEAT_COLUMNS = ("panel", "row", "column", "value")
+
+
+@dataclass(frozen=True)
+class HeatChart:
+    """Rows of ``HEAT_COLUMNS``: a cell for each value of a matrix."""
+
+    value: PlotAxis
+
+
+Chart = LineChart | BoxChart | StackedBarChart | GanttChart | HeatChart

@@ -22,6 +22,7 @@ from hpcbench.report.comparison import comparison_metric
 from hpcbench.report.configurations import SPEC_COLUMNS, STEP_TIME, filter_launches, varying_parameters
 from hpcbench.report.load_results import full_results, load_frame
 from hpcbench.report.plots.breakdown_plots import distribution_plot, memory_plot, step_parts_plot, timeline_plot
+from hpcbench.report.plots.collective_plots import BUS_BANDWIDTH, COLLECTIVE_COLUMNS, bandwidth_plot, pairs_plot
 from hpcbench.report.plots.history_plot import DATE_COLUMN, VERSION_COLUMNS, history_plot
 from hpcbench.report.plots.plot_model import NothingToDraw, Plot, PlotRequest
 from hpcbench.report.plots.point_data import POINT_COLUMNS
@@ -35,6 +36,7 @@ from hpcbench.report.plots.scaling_plots import (
 )
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import RunResult
+from hpcbench.strategies.catalog import COLLECTIVES
 
 
 class PlotKind(NamedTuple):
@@ -48,6 +50,8 @@ class PlotKind(NamedTuple):
     """Whether it needs ``PlotRequest.whole``: figures that are in result files alone."""
     on_page: bool = True
     """Whether a report has it."""
+    workload: str | None = None
+    """The workload that it is about; a report without runs of it does not mention the plot."""
 
 
 _PHASE_COLUMNS = ("metrics.compute_s", "metrics.comm_s", "metrics.exposed_comm_s", "metrics.bubble_fraction")
@@ -71,6 +75,10 @@ PLOTS: dict[str, PlotKind] = {
                     ("metrics.mfu", "metrics.hfu")),
     "energy": PlotKind("Energy per sample over devices", "energy per sample over devices", energy_plot,
                        _ENERGY_COLUMNS),
+    "bandwidth": PlotKind("Bus bandwidth over size", "bus bandwidth of collectives over their size", bandwidth_plot,
+                          (*COLLECTIVE_COLUMNS, *source_columns((BUS_BANDWIDTH,))), workload=COLLECTIVES),
+    "pairs": PlotKind("Messages between every two nodes", "bandwidth between every two nodes", pairs_plot,
+                      COLLECTIVE_COLUMNS, whole=True, workload=COLLECTIVES),
     "history": PlotKind("Launches over time", "a metric over time, and where the environment changed", history_plot,
                         (DATE_COLUMN, *VERSION_COLUMNS, *SPEC_COLUMNS), on_page=False),
 }  # fmt: skip

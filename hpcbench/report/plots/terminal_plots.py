@@ -177,9 +177,23 @@ def _draw_actions(chart: charts.GanttChart, frame: pl.DataFrame, _: str) -> tupl
     return panels, [*used, ("and its micro-batch", "")]
 
 
+def _draw_heat(chart: charts.HeatChart, frame: pl.DataFrame, _: str) -> tuple[list[_Panel], Key]:
+    """A row's name and its values, in the order of the rows."""
+    names = sorted({*frame["row"], *frame["column"]})
+    panels: list[_Panel] = []
+    axis = PlotAxis(f"to the same nodes from left to right, {chart.value.heading}")
+    for panel, number, (name,), rows in _rows(panels, frame, ["row"], axis, [0.0, float(len(names))]):
+        panel.rows.append((name, ""))
+        for column, value in rows.select("column", "value").iter_rows():
+            place = float(names.index(column))
+            panel.labels.append((f"{value / chart.value.factor:.3g}", "", place, place + 1, number))
+    return panels, []
+
+
 _DRAW: dict[type, Callable[[Any, pl.DataFrame, str], tuple[list[_Panel], Key]]] = {
     charts.LineChart: _draw_lines, charts.BoxChart: _draw_boxes, charts.StackedBarChart: _draw_stacks,
     charts.GanttChart: _draw_actions,
+    charts.HeatChart: _draw_heat,
 }  # fmt: skip
 
 
