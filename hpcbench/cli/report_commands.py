@@ -86,8 +86,8 @@ def report_findings(
 ) -> None:
     """Report the findings of sweeps, trees or bundles: the fastest strategy at each scale, and its significance.
 
-    Further findings: crossovers between strategies, loss of efficiency, strategies that do not fit into memory,
-    failures and their reasons, and inconclusive comparisons.
+    Further findings: crossovers between strategies, loss of efficiency, strategies that do not fit into memory, slow
+    nodes and links, failures and their reasons, and inconclusive comparisons.
     """
     if out is not None and out.suffix not in _PAGE_SUFFIXES:
         raise ConfigError(f"cannot write {out}: a report is a page", hint=f"endings: {', '.join(_PAGE_SUFFIXES)}")

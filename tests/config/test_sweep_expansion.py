@@ -132,7 +132,7 @@ def test_weak_and_strong_scaling_set_batch_per_node_count(write_sweep: Write) ->
         ),
         ("[fixed]\nnodes = 1\n[scaling]\nkind = 'weak'\nnodes = [1]", r"nodes is set in \[fixed\] and in \[scaling\]"),
         ("[fixed]\nnodes = 1\n[derive]\nnodes = '2'", r"sweep.toml:5: nodes is set in \[fixed\] and in \[derive\]"),
-        ("[derive]\nnodse = '2'", r"sweep.toml:3: derive: unknown parameter 'nodse'\n  did you mean 'nodes'"),
+        ("[derive]\nnodess = '2'", r"sweep.toml:3: derive: unknown parameter 'nodess'\n  did you mean 'nodes'"),
         (
             "[derive]\nnodes = 'stepps * 2'",
             r"sweep.toml:3: expression 'stepps \* 2': unknown name 'stepps'\n  did you mean 'steps'",
@@ -142,7 +142,7 @@ def test_weak_and_strong_scaling_set_batch_per_node_count(write_sweep: Write) ->
             "[[include]]\nform = 'x'",
             r"(?s)sweep.toml:3: unknown key 'form' in \[include.0\]\n  .*; parameters of a single strategy belong in options",
         ),
-        ("[[exclude]]\nnodse = 3", r"sweep.toml:3: unknown key 'nodse' in \[exclude.0\]\n  did you mean 'nodes'"),
+        ("[[exclude]]\nnodess = 3", r"sweep.toml:3: unknown key 'nodess' in \[exclude.0\]\n  did you mean 'nodes'"),
         ("[[exclude]]", r"sweep.toml:2: an \[\[exclude\]\] without keys"),
         ("[scaling]\nkind = 'strong'\nnodes = [1]", "strong scaling needs global_batch_size"),
         (

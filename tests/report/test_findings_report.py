@@ -289,5 +289,5 @@ def test_the_command_report_prints_findings_and_json(tmp_path: Path) -> None:
     fastest = [one["strategy"] for one in document["findings"] if one["kind"] == "fastest"]
     assert fastest == ["ddp", "fsdp", "fsdp"]
     assert call(tmp_path, "--where", "nodes == 3").stderr.startswith("none of the 35 runs in")
-    with pytest.raises(ConfigError, match="no column 'node'"):
-        call(tmp_path, "--where", "node == 4")
+    with pytest.raises(ConfigError, match="no column 'nods'"):
+        call(tmp_path, "--where", "nods == 4")

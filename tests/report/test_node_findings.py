@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from hpcbench.config.cluster_profile import load_cluster
@@ -130,6 +131,19 @@ def test_findings_name_nodes_and_links(
     finding = the_finding(results)
     assert (finding.sure, finding.slow_nodes) == (sure, slow_nodes)
     assert finding.text.startswith(text), finding.text
+
+
+def test_pairs_that_cannot_be_are_left_out() -> None:
+    results = matrix({(1, 3): 4.0})
+    for result in results:
+        assert result.probe is not None
+        first = result.probe.collectives[0]
+        for pair, seconds in (([0], 1.0), ([0, 9], 1.0), ([-1, 0], 1.0), ([0, 1, 2], 1.0), ([0, 1], 0.0)):
+            result.probe.collectives.append(msgspec.structs.replace(first, pair=pair, seconds=seconds))
+        result.ranks[2]["host"] = "n2\x1b[31m"
+    finding = the_finding(results)
+    assert finding.text.startswith("slower than the other links: n1 - n3 (")
+    assert "6 links, 5 launches" in finding.why
 
 
 def test_a_profile_without_the_slow_nodes_is_written(tmp_path: Path) -> None:

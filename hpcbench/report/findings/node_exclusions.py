@@ -28,7 +28,7 @@ def write_exclusions(findings: Findings, path: Path, title: str) -> str:
     """
     named = [finding for finding in findings.of_kind("node") if finding.slow_nodes]
     slow = sorted({node for finding in named for node in finding.slow_nodes})
-    clusters = sorted({finding.cluster for finding in named})
+    clusters = sorted({printable_excerpt(finding.cluster) for finding in named})
     if not slow:
         return f"no node is named as slow: {path} was not written"
     if len(clusters) > 1 or path.suffix != ".toml":

@@ -109,7 +109,7 @@ def _pairs_findings(results: Iterable[RunResult]) -> list[Finding]:
     ends: dict[str, tuple[str, str]] = {}
     for result in results:
         key = result.cluster, result.config_id
-        specs[key] = result.spec
+        specs[key] = msgspec.structs.replace(result.spec, repeat=0)
         for (first, second), seconds in pair_times_s(result).items():
             link = f"{first} - {second}"
             ends[link] = (first, second)
@@ -134,9 +134,10 @@ def pair_times_s(result: RunResult) -> dict[tuple[str, str], float]:
     """Return the seconds of a message by the two nodes that it was between; on one node by its ranks."""
     pairs = {}
     for one in result.probe.collectives if result.probe is not None else ():
-        if one.pair:
-            hosts = [str(result.ranks[rank].get("host")) if one.nodes > 1 else f"rank {rank}" for rank in one.pair]
-            pairs[hosts[0], hosts[1]] = one.seconds
+        # A file may hold anything.
+        if len(one.pair) == 2 and min(one.pair) >= 0 and max(one.pair) < len(result.ranks) and one.seconds > 0:
+            first, second = (result.ranks[rank].get("host") if one.nodes > 1 else f"rank {rank}" for rank in one.pair)
+            pairs[printable_excerpt(str(first)), printable_excerpt(str(second))] = one.seconds
     return pairs
 
 
