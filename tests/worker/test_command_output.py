@@ -66,6 +66,15 @@ def test_a_log_has_a_bounded_size_and_ends_with_the_last_lines(tmp_path: Path, m
     assert output.matched == {"completed"}
 
 
+def test_values_are_read_while_the_disk_is_full(tmp_path: Path) -> None:
+    output = CommandOutput(COMMAND, tmp_path / "rank-0.log")
+    output._file.close()
+    output._file = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115
+    output.read(io.BufferedReader(io.BytesIO(b"elapsed 1\ntraining completed\n")))
+    assert (output.values, output.matched) == ({"step_time": [1.0]}, {"completed"})
+    assert output.log_error == "No space left on device"
+
+
 def test_a_line_without_an_end_is_read_in_pieces(tmp_path: Path) -> None:
     output = read(tmp_path, b"x" * 5 * output_module.MAX_LINE_BYTES + b"\nelapsed 1\n")
     assert output.values == {"step_time": [1.0]}

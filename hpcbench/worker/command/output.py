@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import itertools
 import math
@@ -45,6 +46,8 @@ class CommandOutput:
         """The first line that matches a pattern of ``must_not_match``, with the pattern."""
         self.first_step_s: float | None = None
         """``time.monotonic()`` of the first value of a metric per step."""
+        self.log_error: str | None = None
+        """The last reason for which lines are missing in the log."""
         self.last: deque[str] = deque(maxlen=_LAST_LINES)
         self._first: list[str] = []
         self._metrics = [(one, _compiled(one.pattern)) for one in command.metrics if one.pattern is not None]
@@ -66,14 +69,19 @@ class CommandOutput:
         self._search([rest.decode(errors="replace")] if rest else [])
         if self._left_out:
             note = f"\n... {self._left_out} bytes are left out; the last lines:\n" + "\n".join(self.last) + "\n"
-            self._file.write(note.encode())
+            with contextlib.suppress(OSError):
+                self._file.write(note.encode())
         self._file.close()
 
     def _keep(self, data: bytes) -> None:
         kept = data[: MAX_LOG_BYTES - self._written]
-        self._file.write(kept)
-        self._written += len(kept)
-        self._left_out += len(data) - len(kept)
+        try:
+            count = self._file.write(kept)
+        except OSError as error:
+            # The program goes on while the disk is full, and its values are in memory.
+            count, self.log_error = 0, error.strerror
+        self._written += count
+        self._left_out += len(data) - count
 
     def _search(self, lines: list[str]) -> None:
         self.last.extend(lines)

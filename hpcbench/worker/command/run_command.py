@@ -192,6 +192,9 @@ def _run_process(
             outcome.exit_code, outcome.values = process.returncode, dict(output.values)
             if output.first_step_s is not None:
                 measurements.result.time_to_first_step_s = output.first_step_s - began_s
+    if output.log_error is not None:
+        log = f"rank-{finalizer.context.info.rank}.log"
+        measurements.result.warnings.append(f"{log} is not complete: {output.log_error}")
     for name, values in output.values.items():
         if len(values) >= MAX_VALUES:
             measurements.result.warnings.append(f"{name}: only the first {len(values)} values count")
