@@ -34,7 +34,7 @@ from hpcbench.fileio import printable_text
 from hpcbench.results.probe_records import CommandOutcome
 from hpcbench.units import format_bytes, pluralize
 from hpcbench.worker.command.output import MAX_VALUES, CommandOutput, read_metrics_file
-from hpcbench.worker.distributed.rank_environment import RankInfo
+from hpcbench.worker.distributed.rank_environment import RankInfo, cpu_mask, torch_thread_count
 from hpcbench.worker.distributed.rendezvous import ControlChannel, reachable_address
 from hpcbench.worker.distributed.world import open_control_channel
 from hpcbench.worker.finalize import RankMeasurements, RunFinalizer
@@ -175,7 +175,12 @@ def _run_process(
     counters = measurements.counters = _open_counters(device, command, finalizer.context.info)
     began_s = time.monotonic()
     counters.begin()
-    environment = program_environment(finalizer.context.user_env, finalizer.context.spec.env)
+    context, threads = finalizer.context, None
+    if command.launch == "rank":
+        # As for ranks of trainings: otherwise each process of a node would use all its cores.
+        own_env, cores = context.user_env | context.spec.env, len(cpu_mask())
+        threads = torch_thread_count(own_env, cores, context.header.cores_per_task, context.info)
+    environment = program_environment(context.user_env, context.spec.env, threads)
     process = _start(words, folder, {**environment, **variables})
     problems: list[BaseException] = []
     reader = threading.Thread(target=_read, args=(output, process, problems), name="output", daemon=True)
@@ -209,14 +214,17 @@ def _run_process(
     return output
 
 
-def program_environment(user_env: Mapping[str, str], run_env: Mapping[str, str]) -> dict[str, str]:
+def program_environment(user_env: Mapping[str, str], run_env: Mapping[str, str], threads: int | None) -> dict[str, str]:
     """Return this process's variables for the program, without those of hpcbench's own launcher.
 
     torchrun's would make the program look for a store of its own, and PYTHONSAFEPATH hides the modules beside a script.
+    ``threads`` are those of one of several processes on a node, unless the user sets a number.
     """
     kept = {name: value for name, value in os.environ.items() if not _OF_THE_LAUNCHER.fullmatch(name)}
     if "OMP_NUM_THREADS" not in user_env:
         kept.pop("OMP_NUM_THREADS", None)
+    if threads is not None:
+        kept["OMP_NUM_THREADS"] = str(threads)
     return {**kept, **run_env}
 
 
