@@ -30,6 +30,8 @@ _RATE_UNITS = {f"{prefix}B/s": factor for prefix, factor in _PREFIX_FACTORS.item
 _SPEED_UNITS = {
     f"{prefix}{flop}": factor for prefix, factor in _DECIMAL_PREFIXES.items() for flop in ("FLOP/s", "FLOPS", "flop/s")
 }
+_SLURM_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d{1,3}):(?P<minutes>\d\d)(?::(?P<seconds>\d\d))?")
+_SLURM_SIZE = re.compile(r"(?P<number>\d+)(?P<prefix>[KMGT])")
 _SI_UNITS = {"time": "s", "size": "B", "rate": "B/s", "computing speed": "FLOP/s"}
 _FACTORS_BY_KIND = {"time": _TIME_UNITS, "size": _SIZE_UNITS, "rate": _RATE_UNITS, "computing speed": _SPEED_UNITS}
 _EXAMPLES = {"time": "30 min", "size": "94 GiB", "rate": "200 Gbit/s", "computing speed": "312 TFLOP/s"}
@@ -67,8 +69,15 @@ def time_unit_s(unit: str) -> float | None:
 def parse_quantity(text: str, kind: str) -> float:
     """The SI value of ``text`` such as ``"200 Gbit/s"``; ``kind`` is a key of the table of units.
 
+    Times and sizes may be written as SLURM prints them: ``2-00:00:00``, ``12:00:00``, ``512G`` (GiB).
+
     Raises ``ValueError`` with an example where the text is not a number and a known unit.
     """
+    if kind == "time" and (slurm := _SLURM_TIME.fullmatch(text.strip())) and (slurm["days"] or slurm["seconds"]):
+        days, hours, minutes, seconds = (int(part or 0) for part in slurm.groups())
+        return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
+    if kind == "size" and (slurm := _SLURM_SIZE.fullmatch(text.strip())):
+        text = f"{slurm['number']} {slurm['prefix']}iB"
     units = _FACTORS_BY_KIND[kind]
     match = _QUANTITY_PATTERN.fullmatch(text)
     advice = f"write a number and a unit, for instance {_EXAMPLES[kind]!r}"

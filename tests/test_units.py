@@ -17,6 +17,11 @@ from hpcbench import units
         ("30 min", "time", 1800.0),
         ("2h", "time", 7200.0),
         ("312 TFLOP/s", "computing speed", 312e12),
+        ("2-00:00:00", "time", 172_800.0),
+        ("1-12:30", "time", 131_400.0),
+        ("12:00:00", "time", 43_200.0),
+        ("512G", "size", 512 * 2**30),
+        ("500000M", "size", 500_000 * 2**20),
     ],
 )
 def test_a_quantity_with_a_unit_is_parsed_to_base_units(text: str, kind: str, value: float) -> None:
@@ -33,6 +38,8 @@ def test_a_quantity_with_a_unit_is_parsed_to_base_units(text: str, kind: str, va
         ("-1 s", "time"),
         ("1e999 s", "time"),
         ("", "size"),
+        ("12:00", "time"),
+        ("512g", "size"),
     ],
 )
 def test_an_invalid_quantity_is_refused_with_an_example(text: str, kind: str) -> None:
