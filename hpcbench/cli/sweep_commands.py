@@ -23,7 +23,7 @@ from hpcbench.cli.common import (
     print_text,
 )
 from hpcbench.cli.load_plan import find_sweep_file, load_plan
-from hpcbench.config.cluster_profile import find_cluster_profiles, load_cluster_file
+from hpcbench.config.cluster_profile import find_cluster_profiles, is_profile, load_cluster_file
 from hpcbench.config.command import unused_parameters
 from hpcbench.config.run_spec import spec_document
 from hpcbench.config.sweep_loader import count_points, load_sweep
@@ -85,7 +85,7 @@ def _find_file(name: str) -> Path:
 
 def _check_file(path: Path, overrides: Sequence[str]) -> str:
     data, _ = read_toml(path)
-    if {"fixed", "grid", "command"} & data.keys():
+    if not is_profile(data) or path.resolve().parent.name == "sweeps":
         sweep = load_sweep(path, overrides)
         check_names(sweep)
         for name in unused_parameters(sweep.command) if sweep.command is not None else ():

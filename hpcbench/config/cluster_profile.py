@@ -33,6 +33,7 @@ from hpcbench.errors import ConfigError, HpcbenchError, did_you_mean
 from hpcbench.paths import PROJECT_FILE, expand_home, project_folder, resolve_beside, search_folders, user_folder
 
 _T = TypeVar("_T", bound=TomlTable)
+_LEAST_MEMORY_BYTES = 2**30
 
 
 class LoginNodeMatch(TomlTable):
@@ -138,10 +139,44 @@ class ClusterProfile(TomlTable):
                 raise ValueError(
                     f"request.gpus_on = {request.gpus_on!r} speaks to srun, but launcher = {self.launcher!r}"
                 )
+            self._check_amounts(partition)
+        longest_min = [one.max_time_min for one in self.partitions.values()]
+        limits_min = [minutes for minutes in longest_min if minutes is not None]
+        if limits_min and len(limits_min) == len(longest_min) and self.time_limit_min > max(limits_min):
+            raise ValueError(
+                f"time_limit_min = {self.time_limit_min:g} is longer than any partition allows: the largest "
+                f"max_time_min is {max(limits_min):g}"
+            )
         order, devices = self.binding.device_order, self.node.devices
         if order and devices is not None and sorted(order) != list(range(devices)):
             raise ValueError(f"binding.device_order = {order} does not name each of the {devices} devices once")
         return self
+
+    def _check_amounts(self, partition: tables.Partition) -> None:
+        """Raise ``ValueError`` for amounts that no node has: a forgotten unit, or more cores than there are."""
+        request, node, where = partition.request, partition.node, f" of partition {partition.key}" * bool(partition.key)
+        if node.memory_bytes is not None and node.memory_bytes < _LEAST_MEMORY_BYTES:
+            amount = f"{node.memory_bytes:g}"
+            raise ValueError(
+                f'node.memory_bytes = {amount}{where} is below 1 GiB: write its unit, such as "{amount} GiB"'
+            )
+        taken = (request.cpus_per_device or 0) * (node.devices or 0)
+        if node.cores is not None and taken > node.cores:
+            raise ValueError(
+                f"request.cpus_per_device = {request.cpus_per_device}{where} takes {taken} cores for {node.devices} "
+                f"devices, and node.cores is {node.cores}"
+            )
+        if node.device_type is not None and self.devices and node.device_type not in self.devices:
+            raise ValueError(
+                f"node.device_type = {node.device_type!r}{where} is not among the devices: {', '.join(self.devices)}"
+            )
+        if partition.max_time_min is not None and partition.key is not None:
+            own_min = self.partitions[partition.key].time_limit_min
+            if own_min is not None and own_min > partition.max_time_min:
+                raise ValueError(
+                    f"partitions.{partition.key}.time_limit_min = {own_min:g} is longer than its max_time_min, "
+                    f"{partition.max_time_min:g}"
+                )
 
     def partition(self, key: str | None) -> tables.Partition:
         """The partition called ``key``, else the default one, with the cluster's values where it has none."""
@@ -178,6 +213,12 @@ def _overlay_table(base: _T, overlay: _T | None) -> _T:
         return base
     set_values: dict[str, Any] = {name: getattr(overlay, name) for name in overlay.model_fields_set}
     return base.model_copy(update=set_values)
+
+
+def is_profile(data: Mapping[str, Any]) -> bool:
+    """Return whether decoded TOML is a profile: it has keys that no sweep has, and no points of a sweep."""
+    own_keys = ClusterProfile.model_fields.keys() - {"name", "description", "model_folder"}
+    return bool(own_keys & data.keys()) and not {"fixed", "grid", "zip", "include", "command"} & data.keys()
 
 
 class UserConfig(TomlTable):

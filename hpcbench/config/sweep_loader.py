@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from hpcbench.config.cluster_profile import is_profile
 from hpcbench.config.command import Command
 from hpcbench.config.command_table import parse_command
 from hpcbench.config.expression import Expression
@@ -141,6 +142,8 @@ def load_sweep(path: Path, overrides: Iterable[str] = ()) -> Sweep:
         (3, 5, [2, 2, 2])
     """
     data, source = read_toml(path)
+    if is_profile(data):
+        raise ConfigError("a cluster profile, no sweep", where=str(path), hint=f"plan SWEEP --cluster {path}")
     source.origins = apply_overrides(data, overrides)
     return parse_sweep(data, source)
 

@@ -256,7 +256,7 @@ def _describe_problem(model: type[BaseModel], key_path: KeyPath, detail: Any, so
         table = ".".join(str(step) for step in parent)
         message = f"unknown key {wrong!r}" + (f" in [{table}]" if table else "")
         keys = known_keys(model, parent)
-        hint = did_you_mean(wrong, keys)
+        hint = _other_place(model, wrong) or did_you_mean(wrong, keys)
         if "options" in keys and not hint.startswith("did"):
             hint += "; parameters of a single strategy belong in options = { ... }"
         return source.error(message, *key_path, hint=hint)
@@ -266,6 +266,9 @@ def _describe_problem(model: type[BaseModel], key_path: KeyPath, detail: Any, so
         words = "letters, digits, '.', '_' and '-' are allowed, 64 at most, a letter or digit first"
         return ConfigError(f"{name}: {words}, not {detail['input']!r:.80}", where=source.where(key_path))
     text = detail["msg"].removeprefix("Value error, ")
+    if not key_path and (found := re.match(r"([a-z_]+(?:\.[a-z_]+)*) = ", text)):
+        # A rule about several keys begins with the first of them.
+        return source.error(text, *found[1].split("."))
     value = "" if detail["type"] == "value_error" else f", not {detail['input']!r:.80}"
     return source.error(f"{name}: {text[:1].lower()}{text[1:]}{value}", *key_path)
 
@@ -276,6 +279,15 @@ def known_keys(model: type[BaseModel], path: Sequence[str | int]) -> list[str]:
     for step in path:
         kind = _type_at_step(kind, step)
     return [field.alias or name for name, field in kind.model_fields.items()] if _is_model(kind) else []
+
+
+def _other_place(model: type[BaseModel], key: str) -> str:
+    """Return where else in the file ``key`` can stand, as a hint; empty if nowhere."""
+    top = known_keys(model, ())
+    tables = [name for name in top if key in known_keys(model, [name])]
+    tables += [f"{name}.NAME" for name in top if key in known_keys(model, [name, "NAME"])]
+    places = ["at the top of the file"] * (key in top) + [f"in [{table}]" for table in tables]
+    return f"it belongs {' or '.join(places)}" if places else ""
 
 
 def _type_at_step(kind: Any, step: str | int) -> Any:

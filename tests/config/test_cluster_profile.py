@@ -120,6 +120,23 @@ def test_the_longest_job_time_follows_nodes_steps_and_node_hours(
             {"node": {"ranks_per_device": 2}},
             "node.ranks_per_device = 2 is for scheduler.kind = 'local', this profile's is 'slurm'",
         ),
+        ({"node": {"memory_bytes": 512}}, 'node.memory_bytes = 512 is below 1 GiB: write its unit, such as "512 GiB"'),
+        (
+            {"node": {"cores": 128, "devices": 4}, "request": {"cpus_per_device": 64}},
+            "request.cpus_per_device = 64 takes 256 cores for 4 devices, and node.cores is 128",
+        ),
+        (
+            {"node": {"device_type": "a1000"}, "devices": {"a100": {}}},
+            "node.device_type = 'a1000' is not among the devices: a100",
+        ),
+        (
+            {"partitions": {"a": {"max_time_min": 60, "time_limit_min": 4320}}},
+            "partitions.a.time_limit_min = 4320 is longer than its max_time_min, 60",
+        ),
+        (
+            {"partitions": {"a": {"max_time_min": 60}, "b": {"max_time_min": 90}}, "time_limit_min": 100},
+            "time_limit_min = 100 is longer than any partition allows: the largest max_time_min is 90",
+        ),
         ({"match": {"hosts": ["("]}}, "no regular expression"),
         ({"environments": {"e": {"container": {}}}}, "either `command` or `kind`"),
         ({"environments": {"e": {"container": {"kind": "pyxis"}}}}, "needs an `image`"),

@@ -66,3 +66,15 @@ def test_every_missing_option_is_named_with_its_choices() -> None:
 def test_check_takes_names_of_profiles() -> None:
     done = hpcbench("check", "generic-slurm")
     assert (done.returncode, "generic-slurm: a cluster profile, valid" in done.stderr) == (0, True), done.stderr
+
+
+def test_check_calls_a_file_by_its_folder_and_its_keys(tmp_path: Path) -> None:
+    (tmp_path / "sweeps").mkdir()
+    (tmp_path / "sweeps" / "early.toml").write_text('name = "early"\n')
+    (tmp_path / "mine.toml").write_text('name = "mine"\n[node]\ndata_folder = "/x"\n')
+    early = hpcbench("check", "early", cwd=tmp_path)
+    assert (early.returncode, "early.toml: model is missing" in early.stderr) == (2, True)
+    profile = hpcbench("check", "mine.toml", cwd=tmp_path)
+    assert "mine.toml:3: unknown key 'data_folder' in [node]\n  it belongs at the top of the file" in profile.stderr
+    planned = hpcbench("plan", "mine.toml", "--cluster", "local", cwd=tmp_path)
+    assert (planned.returncode, "error: mine.toml: a cluster profile, no sweep" in planned.stderr) == (2, True)
