@@ -22,6 +22,7 @@ from hpcbench.cli.common import (
     sweep_argument,
     why_nothing,
 )
+from hpcbench.cli.results_commands import unfinished_sweeps
 from hpcbench.errors import INSTALL_REPORT, ConfigError
 from hpcbench.fileio import write_atomic
 from hpcbench.predict.cluster_forecasts import ClusterForecasts
@@ -29,9 +30,8 @@ from hpcbench.report.column_names import Condition
 from hpcbench.report.configurations import filter_launches
 from hpcbench.report.findings.findings_report import derive_findings, findings_json, findings_renderable
 from hpcbench.report.findings.node_exclusions import write_exclusions
-from hpcbench.report.findings.problem_findings import UnfinishedSweep
 from hpcbench.report.html.report_page import ReportRequest, report_html
-from hpcbench.report.load_results import full_results, is_results_path, load_frame
+from hpcbench.report.load_results import full_results, load_frame
 from hpcbench.report.plots.plot_model import Plot
 from hpcbench.report.plots.plotting import (
     PLOTS,
@@ -52,7 +52,7 @@ from hpcbench.submit.submission_record import select_sweeps, sweep_name
 from hpcbench.units import format_bytes
 
 if TYPE_CHECKING:
-    import polars
+    pass
 
 _PAGE_SUFFIXES = (".html", ".htm")
 _PLOTS_WITH_PREDICTIONS = ("scaling", "predicted")
@@ -95,7 +95,7 @@ def report_findings(
     condition = Condition(where, "--where") if where else None
     frame = load_frame(results, sources, clusters)
     title = ", ".join(Path(source).name for source in sources) if sources else str(results.root)
-    sweeps, forecasts = _unfinished_sweeps(results, sources, clusters, frame), ClusterForecasts(results)
+    sweeps, forecasts = unfinished_sweeps(results, sources, clusters, frame), ClusterForecasts(results)
 
     def load_full(wanted: Sequence[tuple[str, str]]) -> list[RunResult]:
         return full_results(results, sources, clusters, wanted)
@@ -122,24 +122,6 @@ def report_findings(
         print_message(why_nothing(results, sources, len(frame), where))
     else:
         make_console().print(findings_renderable(findings, f"{title}{f', {where}' if where else ''}"))
-
-
-def _unfinished_sweeps(
-    results: ResultsTree, sources: Sequence[str], clusters: Sequence[str] | None, frame: polars.DataFrame
-) -> list[UnfinishedSweep]:
-    """Return the number of runs without a result in the named sweeps."""
-    names = [source for source in sources if not is_results_path(source)]
-    if not names:
-        return []
-    chosen: list[str | None] = [*clusters] if clusters else [None]
-    present = set(frame.select("cluster", "run_id").iter_rows())
-    return [
-        UnfinishedSweep(
-            record.sweep, name, sum((name, run_id) not in present for run_id in record.run_ids), len(record.run_ids)
-        )
-        for cluster in chosen
-        for name, record in select_sweeps(results, names, cluster)
-    ]
 
 
 @click.command("plot")

@@ -19,19 +19,24 @@ from hpcbench.cli.common import (
     output_options,
     print_json,
     print_message,
+    print_text,
     sources_argument,
     where_option,
     why_nothing,
 )
+from hpcbench.report.column_names import own_units
 from hpcbench.report.configurations import ROW_ORDER, filter_launches, rows_from_frame, sort_rows
-from hpcbench.report.load_results import export_json, export_table, iter_collected, load_frame
-from hpcbench.report.pivot_table import TableRequest, grouped_view, parse_table_request
+from hpcbench.report.findings.problem_findings import UnfinishedSweep
+from hpcbench.report.load_results import export_json, export_table, is_results_path, iter_collected, load_frame
+from hpcbench.report.pivot_table import TableRequest, grouped_view, metric_choices, parse_table_request
 from hpcbench.report.results_table import results_data_view, results_text_view, table_json
 from hpcbench.report.table_files import view_encoder, view_json, write_view
-from hpcbench.report.table_model import View
+from hpcbench.report.table_model import View, short_name
 from hpcbench.report.table_output import render_view
 from hpcbench.results.results_tree import CollectedResult, ResultsTree
 from hpcbench.results.schema import STATUS_BROKEN, RunResult, result_document
+from hpcbench.submit.submission_record import select_sweeps
+from hpcbench.units import pluralize
 
 
 @click.command("table")
@@ -67,6 +72,7 @@ from hpcbench.results.schema import STATUS_BROKEN, RunResult, result_document
     help="Order of the rows; -COLUMN has the largest first.",
 )
 @click.option("--layout", metavar="NAME", help="Layout of a paper's table: ddlbench, paradl.")
+@click.option("--list-metrics", "lists_metrics", is_flag=True, help="List the metrics that --metric takes.")
 @out_option(".csv .json .md .tex .xlsx or .parquet")
 @output_options
 def show_results(
@@ -75,18 +81,28 @@ def show_results(
     out: Path | None,
     results: ResultsTree,
     as_json: bool,
+    lists_metrics: bool,
     **options: Any,
 ) -> None:
     """Print the results of sweeps, trees or bundles, or of the whole tree, as a table.
 
     Without --by, --pivot, --metric, --best, --scaling or --layout every configuration is a row.
     """
+    if lists_metrics:
+        frame = load_frame(results, sources, [cluster_name] if cluster_name else None, ["units"])
+        names = [*metric_choices(), *(short_name(column) for column in own_units(frame))]
+        if as_json:
+            print_json({"metrics": names})
+        else:
+            print_text("\n".join(names))
+        return
     request = parse_table_request(**options)
     clusters = [cluster_name] if cluster_name else None
     if not request.is_grouped:
         show_table(results, sources, clusters, as_json=as_json, request=request, out=out)
         return
-    view, runs = grouped_view(results, sources, clusters, request, _table_title(results, sources))
+    view, frame = grouped_view(results, sources, clusters, request, _table_title(results, sources))
+    view.title += _count_runs(results, sources, clusters, frame)
     if as_json:
         print_json(view_json(view))
     if out is not None:
@@ -98,7 +114,9 @@ def show_results(
         print_view(view)
     else:
         reason = (
-            why_nothing(results, sources, runs, _where_text(request)) if request.where else "there is nothing to show"
+            why_nothing(results, sources, len(frame), _where_text(request))
+            if request.where
+            else "there is nothing to show"
         )
         print_message("\n".join([reason, *view.notes]))
 
@@ -142,7 +160,34 @@ def show_table(
         print_message(why_nothing(results, sources, len(frame), _where_text(request)))
         return
     names = ", ".join(sorted({row.cluster for row in rows}))
-    print_view(results_text_view(rows, f"{title} on {names}"))
+    print_view(results_text_view(rows, f"{title} on {names}{_count_runs(results, sources, clusters, frame)}"))
+
+
+def unfinished_sweeps(
+    results: ResultsTree, sources: Sequence[str], clusters: Sequence[str] | None, frame: polars.DataFrame
+) -> list[UnfinishedSweep]:
+    """Return the number of runs without a result in the sweeps among ``sources``."""
+    names = [source for source in sources if not is_results_path(source)]
+    if not names:
+        return []
+    chosen: list[str | None] = [*clusters] if clusters else [None]
+    present = set(frame.select("cluster", "run_id").iter_rows())
+    return [
+        UnfinishedSweep(
+            record.sweep, name, sum((name, run_id) not in present for run_id in record.run_ids), len(record.run_ids)
+        )
+        for cluster in chosen
+        for name, record in select_sweeps(results, names, cluster)
+    ]
+
+
+def _count_runs(
+    results: ResultsTree, sources: Sequence[str], clusters: list[str] | None, frame: polars.DataFrame
+) -> str:
+    """``: 18 of 24 runs``, for the title of a table; empty for trees and bundles."""
+    sweeps = unfinished_sweeps(results, sources, clusters, frame)
+    runs, missing = sum(sweep.runs for sweep in sweeps), sum(sweep.missing for sweep in sweeps)
+    return f": {f'{runs - missing} of ' * bool(missing)}{pluralize(runs, 'run')}" if runs else ""
 
 
 def _table_title(results: ResultsTree, sources: Sequence[str]) -> str:

@@ -23,7 +23,7 @@ from hpcbench.cli.common import (
 )
 from hpcbench.cli.load_plan import keep_one_off, load_plan, one_off_sweep
 from hpcbench.cli.status_command import LiveScreen, runs_exit_code
-from hpcbench.errors import ConfigError, SubmitError
+from hpcbench.errors import EXIT_RUNS_FAILED, ConfigError, SubmitError
 from hpcbench.report.status_text import EndedRunLog, suspect_nodes_text
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.submit.journal import read_journal
@@ -141,7 +141,10 @@ def run_sweep(
     if text := suspect_nodes_text((state.nodes for state in states.values()), plan.profile_name):
         print_message(text)
     show_table(results, [plan.sweep.name], [plan.profile.name], as_json=as_json)
-    sys.exit(runs_exit_code(states))
+    absent = sum(state.state == "planned" for state in states.values())
+    if absent:
+        print_message(f"{absent} of {pluralize(len(states), 'run')} ended without a result: run it again")
+    sys.exit(max(runs_exit_code(states), EXIT_RUNS_FAILED if absent else 0))
 
 
 def submit_and_watch(plan: SweepPlan, selection: RunSelection, go_on: str) -> dict[str, RunState]:

@@ -70,6 +70,7 @@ class TableRequest:
         columns = column_names.source_columns([*self.keys, *self.metrics])
         columns += [column for condition in (self.where, self.baseline) if condition for column in condition.columns]
         columns += [configurations.THROUGHPUT] if self.best else []
+        columns += () if self.best else configurations.WORKLOAD_COLUMNS
         if self.predictions:
             columns += [configurations.STEP_TIME, *configurations.SPEC_COLUMNS]
         return configurations.required_columns([*columns, "warnings"], speedups=self.speedups)
@@ -104,6 +105,9 @@ TABLE_LAYOUTS: dict[str, TableRequest] = {
 }  # fmt: skip
 
 
+_FIGURE_TYPES = ("Float64", "Int64")
+
+
 def parse_table_request(**options: Any) -> TableRequest:
     """Return the request for the options of ``hpcbench table``; options that are ``None`` are absent.
 
@@ -130,7 +134,7 @@ def parse_table_request(**options: Any) -> TableRequest:
             *column_names.DERIVED_COLUMNS,
             *column_names.PREDICTED_COLUMNS,
         }
-        is_figure = column_types().get(name) in ("Float64", "Int64") or column_names.own_metric_name(name)
+        is_figure = column_types().get(name) in _FIGURE_TYPES or column_names.own_metric_name(name)
         if not is_derived and not is_figure:
             raise ConfigError(
                 f"--metric {short_name(name)}: not a figure",
@@ -142,7 +146,8 @@ def parse_table_request(**options: Any) -> TableRequest:
 
 def metric_choices() -> list[str]:
     """Return the short names of columns that cells of a table can hold."""
-    metrics = [short_name(name) for name in column_types() if name.startswith("metrics.")]
+    types = column_types()
+    metrics = [short_name(name) for name in types if name.startswith("metrics.") and types[name] in _FIGURE_TYPES]
     return [*column_names.COMPUTED_COLUMNS, *column_names.PREDICTED_COLUMNS, *metrics]
 
 
@@ -183,10 +188,11 @@ def pivot_view(
     ended_badly = frame.filter((pl.col("status") != STATUS_OK) & pl.col("config_id").is_not_null())
     statuses = _with_key_columns(ended_badly, request.keys).select([*request.keys, "status"])
     failed = {row[:-1]: row[-1] for row in statuses.unique(request.keys, maintain_order=True).iter_rows()}
-    footnotes = WarningFootnotes(cells, "cell")
+    shown = [cell for cell in cells if any(cell.row[name] is not None for name in request.metrics)]
+    footnotes = WarningFootnotes(shown, "cell")
     view = (_pivoted_view if request.pivot else _flat_view)(cells, request, failed, footnotes)
     view.title = printable_text(title)
-    view.notes = _pivot_notes(rows, request)
+    view.notes = [*_unequal_rows_notes(frame, request), *_pivot_notes(rows, request)]
     view.warnings = footnotes.footnotes()
     if any(text.startswith("- ") for line in view.cells for text in line):
         view.notes.append("-: no run of the cell ended well; its status beside it")
@@ -273,7 +279,9 @@ def _entry(
     """Figure and text of ``metric``: with marks if ``footnotes`` are given, ``-`` and the status without a cell."""
     if cell is None:
         return None, f"- {status}" if status else ""
-    return cell.row[metric], f"{_cell_text(metric, cell)} {footnotes.marks(cell) if footnotes else ''}".rstrip()
+    text = _cell_text(metric, cell)
+    # Marks are of a figure.
+    return cell.row[metric], f"{text} {footnotes.marks(cell) if footnotes and text else ''}".rstrip()
 
 
 def _append_line(
@@ -326,8 +334,38 @@ def _sort_key(value: Any) -> tuple[int, Any]:
     return (0, value) if isinstance(value, (int, float)) else (1, str(value))
 
 
+def _unequal_rows_notes(frame: pl.DataFrame, request: TableRequest) -> list[str]:
+    """Return a note if the cells hold other workloads than each other: their medians then compare nothing."""
+    others = [name for name in configurations.WORKLOAD_COLUMNS if name not in request.keys and name in frame.columns]
+    ended = _with_key_columns(configurations.ok_results(frame), request.keys)
+    varying = [name for name in others if ended[name].n_unique() > 1]
+    if request.best or not varying:
+        return []
+    held = ended.unique([*request.keys, *varying]).group_by(request.keys).len()["len"]
+    if held.n_unique() == 1 and held[0] == ended.select(varying).n_unique():
+        return []
+    names = ", ".join(map(short_name, varying))
+    return [f"the cells hold different runs and cannot be compared: {names} differ; add them to --by, or use --where"]
+
+
+_ABSENT_REASONS = {
+    "metrics.mfu": "it needs FLOPs of the model, and the device's peak in the profile",
+    "metrics.hfu": "it needs FLOPs of the model, and the device's peak in the profile",
+    "metrics.flops_per_s": "it needs FLOPs of the model",
+    "metrics.tokens_per_s": "only runs on tokens have it",
+    "metrics.tokens_per_s_per_device": "only runs on tokens have it",
+    "metrics.bubble_fraction": "only pipelines have it",
+    "metrics.accuracy": "only runs on real data have it",
+    "metrics.energy_j": "no counter of energy could be read",
+}
+
+
 def _pivot_notes(rows: list[dict[str, Any]], request: TableRequest) -> list[str]:
     notes = []
+    for name in request.metrics:
+        if rows and name not in column_names.COMPUTED_COLUMNS and all(row[name] is None for row in rows):
+            reason = _ABSENT_REASONS.get(name)
+            notes.append(f"{short_name(name)}: no run has it" + (f"; {reason}" if reason else ""))
     if any(row[f"{name}:configurations"] > 1 for name in request.metrics for row in rows):
         notes.append(
             "~n: median over n configurations that differ in other parameters; add one of them to --by to separate them"
@@ -369,8 +407,8 @@ def _sorted_view(view: View, by: str | None) -> View:
 
 def grouped_view(
     tree: ResultsTree, sources: Sequence[str], clusters: Sequence[str] | None, request: TableRequest, title: str
-) -> tuple[View, int]:
-    """A table with the keys of ``request``, and the number of runs before its filter."""
+) -> tuple[View, pl.DataFrame]:
+    """A table with the keys of ``request``, and the runs before its filter."""
     frame = load_frame(tree, sources, clusters, request.columns())
     add_predictions: AddPredictions | None = None
     if request.predictions:
@@ -379,7 +417,7 @@ def grouped_view(
         from hpcbench.report.prediction_frames import with_predictions
 
         add_predictions = functools.partial(with_predictions, forecasts=ClusterForecasts(tree))
-    return pivot_view(frame, request, title, add_predictions), len(frame)
+    return pivot_view(frame, request, title, add_predictions), frame
 
 
 def table(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,10 @@ with open(os.environ["HPCBENCH_METRICS"], "w") as file:
         file.write(json.dumps({"loss": learning_rate * step}) + "\\n")
 open("profile.txt", "w").write("kept")
 print(sys.argv[3])
+if what == "slow":
+    print("slow", flush=True)
+    while not os.path.exists(os.path.join(os.environ["HPCBENCH_SWEEP_FOLDER"], "go")):
+        time.sleep(0.1)
 print("training completed" if what != "early" else "training stopped")
 sys.exit(3 if what == "code" else 0)
 """
@@ -96,6 +102,26 @@ def test_a_program_of_two_ranks_is_measured_like_a_training(project: Path) -> No
     assert "rank 1 of 2 at 127.0.0.1" in logs
     assert ODD.replace("{{x}}", "{x}") in logs
     assert not list(project.rglob("pwned"))
+
+
+def test_a_table_states_how_many_runs_of_its_sweep_have_a_result(project: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hpcbench", "run", "mine.toml", "--set", "repeats=2", "--set", "what=slow"],
+        cwd=project, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    logs = (project / "results").glob("local/runs/*/*/attempts/1/rank-0.log")
+    give_up_s = time.monotonic() + 120
+    while time.monotonic() < give_up_s and not any("slow" in path.read_text() for path in logs):
+        time.sleep(0.2)
+        logs = (project / "results").glob("local/runs/*/*/attempts/1/rank-0.log")
+    assert hpcbench("cancel", "mine", "--where", "repeat == 1", cwd=project).returncode == 0
+    (project / "go").write_text("")
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, "1 of 2 runs ended without a result: run it again" in err) == (1, True), err
+    assert "mine on local: 1 of 2 runs" in out
+    assert "mine: 1 of 2 runs" in hpcbench("table", "mine", "--by", "parameters.lr", cwd=project).stdout
+    again = hpcbench("run", "mine.toml", "--set", "repeats=2", "--set", "what=slow", cwd=project)
+    assert (again.returncode, "mine on local: 2 runs" in again.stdout) == (0, True)
 
 
 FAILED = {

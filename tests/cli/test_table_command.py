@@ -121,3 +121,10 @@ def test_a_spreadsheet_takes_no_cell_for_a_formula() -> None:
     view = View("", [Column("spec.model", "model")], [[cell] for cell in cells], [])
     expected = ["model", "'=1+1", "'@SUM(A1)", "'-2+3", "-0.5", "+1e3", "'\tx", "a\\u001b[31m", "-0.25", '""']
     assert VIEW_ENCODERS[".csv"](view).decode().splitlines() == expected
+
+
+def test_the_metrics_that_a_table_takes_are_listed(tree: Path) -> None:
+    names = json.loads(call(tree, "table", "--list-metrics", "--json").stdout)["metrics"]
+    assert {"samples_per_s", "speedup", "step_time_s", "mfu", "prediction_error"} <= {*names}
+    assert "own" not in names
+    assert call(tree, "table", "--list-metrics").stdout.split() == names

@@ -142,6 +142,20 @@ def test_cells_over_different_configurations_are_marked() -> None:
     assert row == ["zero1", "160", "1"]
 
 
+def test_cells_over_other_workloads_are_said_to_be_no_comparison() -> None:
+    note = "the cells hold different runs and cannot be compared: model differ; add them to --by, or use --where"
+    assert note in ask(by="strategy").notes
+    for options in ({"by": "model,strategy"}, {"by": "strategy", "where": SAME}, {"by": "strategy", "best": True}):
+        assert not [text for text in ask(**options).notes if "cannot be compared" in text]
+
+
+def test_a_metric_that_no_run_has_gives_its_reason_and_no_marks() -> None:
+    frame = collected_frame([entry(100, warnings=["noise: x"])])
+    view = pivot_view(frame, parse_table_request(by="strategy", metrics="mfu"), "planted")
+    assert (view.cells[0][1], view.warnings) == ("", [])
+    assert view.notes == ["mfu: no run has it; it needs FLOPs of the model, and the device's peak in the profile"]
+
+
 def test_a_chosen_baseline_replaces_the_default() -> None:
     view = ask(scaling="weak", where=SAME, metrics="speedup,efficiency", baseline='strategy == "zero1" and nodes == 2')
     rows = {tuple(row[:2]): row[2:] for row in view.cells}
