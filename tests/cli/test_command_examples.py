@@ -120,13 +120,13 @@ def test_the_columns_of_nccl_tests_are_read(project: Path) -> None:
     program = project / "all_reduce_perf"
     program.write_text(NCCL_TESTS)
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    changes = ("repeats=1", f"program={program}", "message_bytes=1048576", "fixed.devices_per_task=2")
+    changes = ("repeats=1", f"program={program}", "size_bytes=1048576", "fixed.devices_per_task=2")
     (result,) = run(project, "nccl-tests", *changes)
     own = {name: result["metrics"][name] for name in ("time", "algorithm_bandwidth", "bus_bandwidth")}
     assert own == {"time": 45.32, "algorithm_bandwidth": 23.14, "bus_bandwidth": 23.15}
     assert "# arguments -b 1048576 -e 1048576 -g 2 -n 20" in log_of(project, result)
     program.write_text(NCCL_TESTS.replace("values : 0 OK", "values : 3 FAILED"))
     wrong = hpcbench("run", "nccl-tests", "--set", "name=wrong", "--set", f"program={program}", "--set",
-                     "message_bytes=1048576", "--set", "repeats=2", cwd=project)  # fmt: skip
+                     "size_bytes=1048576", "--set", "repeats=2", cwd=project)  # fmt: skip
     assert wrong.returncode == 1
     assert "# Out of bounds values : 3 FAILED" in wrong.stdout
