@@ -29,6 +29,7 @@ COMMANDS = {
     "cancel": ("hpcbench.cli.cancel_command:cancel_sweep", "Stop the runs of a sweep."),
     "retry": ("hpcbench.cli.run_commands:retry_sweep", "Submit again what failed, timed out or was lost."),
     "clean": ("hpcbench.cli.cancel_command:clean", "Show or remove what killed submits and old attempts left."),
+    "results": ("hpcbench.cli.remove_command:results_group", "Remove results that are no longer wanted."),
     "collect": ("hpcbench.cli.results_commands:collect_sources", "Gather results into one file."),
     "table": ("hpcbench.cli.results_commands:show_results", "Print results as a table."),
     "plot": ("hpcbench.cli.report_commands:draw_plot", "Draw results in the terminal or into a file."),

@@ -138,6 +138,11 @@ def _entries(folder: Path) -> list[Path]:
         return []
 
 
+def folder_size(path: Path) -> int:
+    """Bytes on the disk of ``path`` and all in it."""
+    return _size_and_change(path)[0]
+
+
 def _size_and_change(path: Path) -> tuple[int, float]:
     """Bytes on the disk of ``path`` and all in it, and the newest modification time (Unix time in s)."""
     names = [path]

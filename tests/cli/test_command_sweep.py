@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -193,3 +194,23 @@ def test_a_key_that_no_line_of_json_has_is_named(project: Path) -> None:
     (project / "mine.toml").write_text((project / "mine.toml").read_text().replace('json = "loss"', 'json = "lost"'))
     hpcbench("run", "mine.toml", cwd=project)
     assert results(project)[0]["error"]["message"].endswith("no line of $HPCBENCH_METRICS has the key 'lost'")
+
+
+def test_removed_results_are_measured_anew(project: Path) -> None:
+    options = ("--set", "repeats=2", "--set", "name=mine")
+    assert hpcbench("run", "mine.toml", *options, cwd=project).returncode == 0
+    first = {result["run_id"] for result in results(project)}
+    (project / "other.toml").write_text((project / "mine.toml").read_text())
+    assert hpcbench("run", "other.toml", "--set", "name=other", cwd=project).returncode == 0
+    shown = hpcbench("results", "rm", "mine", cwd=project)
+    assert "1 run kept: in another sweep, too" in shown.stderr
+    assert re.search(r"mine on local: 1 run, [0-9.]+ [KM]iB to remove; nothing was changed, --yes", shown.stderr)
+    assert len(results(project)) == 2
+    done = hpcbench("results", "rm", "mine", "--where", "repeat == 1", "--yes", cwd=project)
+    assert (done.returncode, len(results(project))) == (0, 1), done.stderr
+    assert "planned" in hpcbench("status", "mine", "--all", cwd=project).stdout
+    again = hpcbench("run", "mine.toml", *options, cwd=project)
+    assert "1 submitted, 1 done before" in again.stderr
+    assert {result["run_id"] for result in results(project)} == first
+    assert hpcbench("results", "rm", "other", "--yes", cwd=project).returncode == 0
+    assert "1 run kept" in hpcbench("results", "rm", "other", cwd=project).stderr
