@@ -53,6 +53,7 @@ from hpcbench.submit.run_state import RunState
 from hpcbench.submit.scheduler_registry import check_scheduler
 from hpcbench.submit.submission_record import select_sweeps
 from hpcbench.submit.submit import RunSelection
+from hpcbench.units import pluralize
 
 
 @click.command("calibrate")
@@ -207,7 +208,7 @@ def _fit_and_store(
         raise ConfigError(f"no run of {profile.name} that was given or made ended well: nothing to fit", hint=hint)
     if not any(run.result.probe is not None for run in good):
         raise ConfigError(
-            f"none of {len(good)} runs of {profile.name} is a probe: nothing to fit",
+            f"none of {pluralize(len(good), 'run')} of {profile.name} is a probe: nothing to fit",
             hint="predictions learn from other results by themselves, as measured neighbours",
         )
     tree = results.cluster(profile.name)

@@ -117,7 +117,7 @@ def _print_cancelled(
     done = [run_id for run_id in outcome.run_ids if run_id not in outcome.refused]
     running = sum(states[run_id].state == "running" for run_id in done)
     hint = f", {running} of them running: --wait stays until they have ended" if running and not waits else ""
-    print_message(f"{sweep} on {cluster}: asked {len(done)} runs to stop{hint}")
+    print_message(f"{sweep} on {cluster}: asked {pluralize(len(done), 'run')} to stop{hint}")
     problems = []
     for reason in dict.fromkeys(outcome.refused.values()):
         run_ids = [run_id for run_id, why in outcome.refused.items() if why == reason]

@@ -45,6 +45,7 @@ from hpcbench.report.load_results import load_frame
 from hpcbench.report.normal_bands import bands_toml
 from hpcbench.report.table_files import view_json, write_view
 from hpcbench.results.results_tree import ResultsTree
+from hpcbench.units import pluralize
 
 
 @click.command("compare")
@@ -127,7 +128,7 @@ def compare_sources(
         print_message(f"{len(rows)} tests written to {junit}")
     if out is not None:
         write_view(text_view if out.suffix in (".md", ".tex") else data_view, out)
-        print_message(f"{len(rows)} rows written to {out}")
+        print_message(f"{pluralize(len(rows), 'row')} written to {out}")
     if as_json:
         print_json(view_json(data_view))
     elif rows:

@@ -49,7 +49,7 @@ from hpcbench.results.bundle_archive import BUNDLE_SUFFIXES, is_bundle_path
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import RunResult
 from hpcbench.submit.submission_record import select_sweeps, sweep_name
-from hpcbench.units import format_bytes
+from hpcbench.units import format_bytes, pluralize
 
 if TYPE_CHECKING:
     pass
@@ -106,7 +106,7 @@ def report_findings(
             predictions = frames_of_page(filter_launches(frame, condition), results)
         request = ReportRequest(title, sources, condition, bound, sweeps, load_full, forecasts=forecasts, **predictions)
         write_atomic(out, report_html(frame, request).encode())
-        print_message(f"report on {len(frame)} runs written to {out}")
+        print_message(f"report on {pluralize(len(frame), 'run')} written to {out}")
         if not can_draw_files():
             print_message(f"the page has no plots: {INSTALL_REPORT} makes them")
         if not as_json and exclude_slow is None:
@@ -213,7 +213,8 @@ def pack_sweep(
     written = write_bundle(results, chosen, out, logs=logs)
     for name, reason in written.left_out.items():
         print_message(f"left out: {name}: {reason}")
-    print_message(f"{written.runs} runs, {written.files} files, {format_bytes(out.stat().st_size)} written to {out}")
+    counted = f"{pluralize(written.runs, 'run')}, {pluralize(written.files, 'file')}"
+    print_message(f"{counted}, {format_bytes(out.stat().st_size)} written to {out}")
     if as_json:
         document = {"path": str(out), "runs": written.runs, "files": written.files, "bytes": out.stat().st_size}
         print_json({**document, "left_out": [{"file": name, "reason": why} for name, why in written.left_out.items()]})

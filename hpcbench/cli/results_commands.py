@@ -107,7 +107,7 @@ def show_results(
         print_json(view_json(view))
     if out is not None:
         write_view(view, out)
-        print_message(f"{len(view.raw)} rows written to {out}")
+        print_message(f"{pluralize(len(view.raw), 'row')} written to {out}")
     if as_json or out is not None:
         return
     if view.raw:

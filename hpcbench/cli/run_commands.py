@@ -93,7 +93,7 @@ def check_send_outcome(sent: SendOutcome, *, waits: bool) -> None:
     if sent.refused:
         raise sent.refused[0]
     if sent.failed is not None and not waits:
-        hint = f"{sent.waiting} jobs are not sent yet: run submit again, or submit --wait"
+        hint = f"{pluralize(sent.waiting, 'job')} not sent yet: run submit again, or submit --wait"
         raise SubmitError(sent.failed.message, hint=hint)
 
 
@@ -218,9 +218,8 @@ def print_submit_outcome(plan: SweepPlan, outcome: SubmitOutcome) -> None:
         f"sweep {plan.sweep.name} on {plan.profile.name}: {pluralize(len(plan.runs), 'run')}, {', '.join(counts)}"
     )
     if outcome.sent.waiting:
-        print_message(
-            f"  {outcome.sent.waiting} jobs are held back ({outcome.sent.reason}); run submit again, or submit --wait"
-        )
+        held_back = pluralize(outcome.sent.waiting, "job")
+        print_message(f"  {held_back} held back ({outcome.sent.reason}): run submit again, or submit --wait")
 
 
 def watch_runs(plan: SweepPlan, superseded: Mapping[str, str]) -> dict[str, RunState]:
@@ -275,7 +274,8 @@ def retry_sweep(
     outcome = submit_plan(plan, plan.tree, selection, print_message)
     if as_json:
         print_json(_submit_outcome_json(plan, outcome))
-    print_message(f"sweep {plan.sweep.name} on {plan.profile.name}: {len(outcome.run_ids)} runs submitted again")
+    again_text = pluralize(len(outcome.run_ids), "run")
+    print_message(f"sweep {plan.sweep.name} on {plan.profile.name}: {again_text} submitted again")
     if not outcome.run_ids:
         print_message(_why_none(plan, outcome, again))
     check_send_outcome(outcome.sent, waits=False)

@@ -200,7 +200,7 @@ def render_sweep(
     if out is None:
         for name in () if as_json else scripts:
             array = rendered.record.arrays[int(name[:-3])]
-            click.echo(f"# ---- {name}: {len(array.run_ids)} runs ----")
+            click.echo(f"# ---- {name}: {pluralize(len(array.run_ids), 'run')} ----")
             for call in calls.get(array.number, ()):
                 click.echo(f"# {printable_text(shlex.join(call))}")
             print_text(rendered.files[name].decode())
@@ -208,7 +208,7 @@ def render_sweep(
     make_folder(out)
     for name, data in rendered.files.items():
         write_atomic(out / name, data)
-    print_message(f"{len(rendered.files)} files written to {out}")
+    print_message(f"{pluralize(len(rendered.files), 'file')} written to {out}")
     if runs_from_here:
         write_sweep_record(sweep_plan, tree)
         print_message("\n".join(f"next: {submit_command} {out / name}" for name in scripts))

@@ -15,7 +15,7 @@ from hpcbench.fileio import printable_excerpt, printable_text
 from hpcbench.report.table_output import STATUS_STYLE
 from hpcbench.submit.run_state import ACTIVE_STATES, RunState, count_states, suspect_nodes
 from hpcbench.submit.watcher import RunDetails
-from hpcbench.units import format_seconds
+from hpcbench.units import format_seconds, pluralize
 
 _UNLISTED_STATES = frozenset({"ok", "planned"})
 _PENDING_RANKS = {"running": 1, "pending": 2, "waiting": 3}
@@ -43,8 +43,8 @@ RunGroup = list[tuple[str, RunState]]
 def suspect_nodes_text(failed_on: Iterable[str | None], profile: str) -> str:
     """A line for each node on which runs fail again and again, with the line of the profile that excludes it."""
     return "\n".join(
-        f"{count} runs failed on node {printable_text(node)} and left no reason; this keeps jobs from it, in the table "
-        f'[request] of the profile {profile}: exclude_nodes = ["{printable_text(node)}"]'
+        f"{pluralize(count, 'run')} failed on node {printable_text(node)} and left no reason; this keeps jobs from it, "
+        f'in the table [request] of the profile {profile}: exclude_nodes = ["{printable_text(node)}"]'
         for node, count in suspect_nodes(failed_on).items()
     )
 
@@ -59,7 +59,8 @@ def status_text(
     the table has the configuration and the elapsed time of each run; ``lists_all`` gives every run a row.
     """
     counted = ", ".join(f"{number} {state}" for state, number in count_states(states).items())
-    headline = click.style(printable_text(f"{sweep} on {cluster}: {len(states)} runs: {counted or 'none'}"), bold=True)
+    runs = pluralize(len(states), "run")
+    headline = click.style(printable_text(f"{sweep} on {cluster}: {runs}: {counted or 'none'}"), bold=True)
     if lists_all:
         groups = [[run] for run in states.items()]
     else:

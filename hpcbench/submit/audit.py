@@ -28,6 +28,7 @@ from hpcbench.submit.journal import read_journal
 from hpcbench.submit.scheduler import QueueTable
 from hpcbench.submit.slurm_queue import JobRow, on_cluster, queue_rows, run_on_cluster
 from hpcbench.submit.submission_record import Submission, find_submitted_runs, list_submissions
+from hpcbench.units import pluralize
 
 SECOND, HELD, BARRED, EMPTY = "second job", "held job", "barred job", "empty job"
 EARLIER, DOUBLED = "earlier job", "doubled run"
@@ -147,7 +148,7 @@ class _Audit:
         runs = [run_id for job in jobs for run_id in record.arrays[batch.array].runs_of(job)]
         why_empty = {self._why_not_run(run_id, folder) for run_id in runs}
         if why_empty and None not in why_empty:
-            reason = f"{row.state}; {len(runs)} runs: {', '.join(sorted(map(str, why_empty)))}"
+            reason = f"{row.state}; {pluralize(len(runs), 'run')}: {', '.join(sorted(map(str, why_empty)))}"
             is_waiting = row.state == "PENDING" or row.state in _HELD_STATES
             if is_waiting or all(str(why).startswith(_AGAIN) for why in why_empty):
                 kind = EMPTY if is_waiting else EARLIER

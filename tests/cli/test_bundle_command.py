@@ -148,7 +148,7 @@ def planted(tmp_path: Path) -> ClusterTree:
 
 def test_a_bundle_holds_every_kind_of_file_as_it_is(planted: ClusterTree, tmp_path: Path) -> None:
     done = hpcbench("bundle", "carol", "--logs", "--out", "carol.tgz", cwd=tmp_path)
-    assert (done.returncode, "1 runs, 14 files" in done.stderr) == (0, True), done.stderr
+    assert (done.returncode, "1 run, 14 files" in done.stderr) == (0, True), done.stderr
     with tarfile.open(tmp_path / "carol.tgz") as archive:
         assert {(member.uid, member.gid, member.uname, member.gname, member.mtime) for member in archive} == {
             (0, 0, "", "", 0)

@@ -138,7 +138,7 @@ def test_runs_without_a_probe_are_refused(calibrate: Callable[..., Result], tmp_
     ClusterTree(tmp_path / "results" / "slurmbox").write_result(run_of(spec_of("single")).result)
     done = calibrate("slurmbox", "--from", "results")
     assert isinstance(done.exception, ConfigError), done.output
-    assert "none of 1 runs of slurmbox is a probe" in str(done.exception)
+    assert "none of 1 run of slurmbox is a probe" in str(done.exception)
     assert "measured neighbours" in str(done.exception.hint)
 
 

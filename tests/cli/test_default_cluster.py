@@ -97,7 +97,7 @@ def test_a_profile_may_be_a_path(project: Path) -> None:
     (project / "far" / "mine.toml").write_text('name = "mine"\n[scheduler]\nkind = "local"\n')
     (project / "tiny.toml").write_text(GOOD.replace("4", "5").replace('"single", "ddp"', '"single"'))
     done = hpcbench("submit", "tiny.toml", "--cluster", "far/mine.toml", "--wait", cwd=project)
-    assert "sweep tiny on mine: 1 runs" in done.stderr, done.stderr
+    assert "sweep tiny on mine: 1 run," in done.stderr, done.stderr
     for command in (["status"], ["cancel", "tiny"], ["table", "--cluster", "far/mine.toml"]):
         after = hpcbench(*command, cwd=project)
         assert (after.returncode in (0, 1), "unknown cluster" in after.stderr) == (True, False), after.stderr

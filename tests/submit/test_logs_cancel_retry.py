@@ -23,6 +23,7 @@ from hpcbench.submit.plan import SweepPlan, make_plan
 from hpcbench.submit.run_state import RunState
 from hpcbench.submit.submission_record import list_submissions
 from hpcbench.submit.submit import RunSelection, submit
+from hpcbench.units import pluralize
 from tests.submit.conftest import SWEEP
 
 
@@ -80,7 +81,7 @@ def test_runs_are_cancelled_by_expression_or_run_id(project: Path, fake_slurm: P
     running(fake_slurm)
     assert "asked 2 runs to stop" in hpcbench("cancel", "small", "--where", "batch_size == 8 and devices <= 2").stderr
     ((_, record),) = list_submissions(ClusterTree(project / "results" / "test"))
-    assert "asked 1 runs to stop" in hpcbench("cancel", "small", "--run", record.arrays[1].run_ids[1][:12]).stderr
+    assert "asked 1 run to stop" in hpcbench("cancel", "small", "--run", record.arrays[1].run_ids[1][:12]).stderr
     assert cancelled(fake_slurm)[-1] == "4711_1"
     wrong = hpcbench("cancel", "small", "--where", "batch_sise == 8")
     assert (wrong.returncode, "did you mean 'batch_size'" in wrong.stderr) == (2, True)
@@ -114,7 +115,7 @@ def test_retry_takes_runs_of_the_chosen_status(
     for run_id, status in ended.items():
         finish(cluster_tree, plan, run_id, status)
     done = hpcbench("retry", "small", "--cluster", "test", *arguments)
-    assert f"{len(again)} runs submitted again" in done.stderr, done.stderr
+    assert f"{pluralize(len(again), 'run')} submitted again" in done.stderr, done.stderr
     taken = [
         run_id for _, record in list_submissions(cluster_tree) for array in record.arrays for run_id in array.run_ids
     ]

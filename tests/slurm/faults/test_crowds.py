@@ -100,7 +100,7 @@ def too_many_jobs(folder: Path, box: Box) -> Project:
     project = Project(folder / "project", box)
     project.add_sweep("seven", f'partition = "limited"\n[grid]\nseed = {list(range(7))}\n')
     first = project.submit("seven")
-    assert (first.returncode, "2 jobs are held back" in first.stderr) == (0, True), first.stderr
+    assert (first.returncode, "2 jobs held back" in first.stderr) == (0, True), first.stderr
     assert list(project.states("seven").values()).count("waiting") == 2
     wait_for("a place in the queue", lambda: len(project.jobs()) < 5, 600)
     second = project.submit("seven")

@@ -37,7 +37,7 @@ def test_the_controller_is_down_at_submit(project: Project, verify: Verify) -> N
     project.box.stop_daemon("slurmctld")
     first = project.submit("three")
     assert first.returncode == 3
-    assert "3 jobs are not sent yet" in first.stderr
+    assert "3 jobs not sent yet" in first.stderr
     again = project.submit("three")
     assert (again.returncode, len(project.submissions())) == (3, 1)
     assert set(project.states("three").values()) == {"waiting"}
@@ -130,7 +130,7 @@ def test_a_rank_hangs_until_the_time_limit(project: Project, verify: Verify) -> 
     (result,) = project.results("slow")
     assert (waiting.returncode, result["status"]) == (1, "timeout"), (result["error"], err)
     assert "0 submitted, 1 done before" in project.submit("slow").stderr
-    assert "1 runs submitted again" in project.retry("slow").stderr
+    assert "1 run submitted again" in project.retry("slow").stderr
     project.finish("slow")
     assert project.begun() == 2
     verify(project, "slow")
