@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli
 
 from hpcbench.config.sweep_loader import Sweep
 from hpcbench.errors import ConfigErrors
 from hpcbench.strategies.check_names import check_names
 from tests.cli.test_cli import hpcbench
+from tests.docs.blocks import blocks
 
 SWEEP = """\
 name = "coll"
@@ -91,3 +94,17 @@ def test_a_sweep_that_cannot_be_names_the_place(
     with pytest.raises(ConfigErrors) as caught:
         check_names(write_sweep(SWEEP.replace(old, new)))
     assert message in str(caught.value).replace("sweep.toml", "coll.toml"), str(caught.value)
+
+
+@pytest.mark.slow
+def test_the_page_is_followed_from_top_to_bottom(tmp_path: Path) -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "collectives.md"
+    for block in blocks(page):
+        if block.kind == "toml":
+            name = str(tomli.loads(block.text)["name"])
+            (tmp_path / f"{name}.toml").write_text(block.text)
+    commands = [command for block in blocks(page) if block.kind == "console" for command in block.commands()]
+    assert len(commands) == 4
+    for command in (*commands, "hpcbench run nodes.toml --cluster local --set repeats=3", "hpcbench report nodes"):
+        done = hpcbench(*shlex.split(command)[1:], cwd=tmp_path)
+        assert done.returncode == 0, command + done.stderr

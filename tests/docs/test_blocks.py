@@ -41,6 +41,7 @@ FOLLOWED = {
     "docs/calibration.md": "tests/cli/test_calibrate_commands.py",
     "benchmarks/oracle/README.md": "tests/predict/test_abci_predictions.py",
     "benchmarks/oracle/gpu.md": "tests/predict/test_gpu_predictions.py",
+    "docs/collectives.md": "tests/cli/test_collectives_sweep.py",
     "docs/tutorial.md": "tests/slurm/test_tutorial.py",
     "docs/your-own-command.md": "tests/cli/test_command_examples.py",
 }
@@ -55,7 +56,7 @@ SMALLER = {
 """Options added to commands that would write gigabytes, wait for a node, or compare results of today with older ones."""
 DONE = (("quickstart", "local"), ("quickstart", "my-cluster"), ("spread", "local"))
 """Sweeps and clusters whose runs have all ended."""
-ALSO_CALLED = ("scaling", "pipelines")
+ALSO_CALLED = ("scaling", "pipelines", "collectives")
 """Other names that pages have for a sweep whose runs have ended."""
 
 
