@@ -142,7 +142,8 @@ class ClusterProfile(TomlTable):
             self._check_amounts(partition)
         longest_min = [one.max_time_min for one in self.partitions.values()]
         limits_min = [minutes for minutes in longest_min if minutes is not None]
-        if limits_min and len(limits_min) == len(longest_min) and self.time_limit_min > max(limits_min):
+        is_bounded = limits_min and len(limits_min) == len(longest_min) and "time_limit_min" in self.model_fields_set
+        if is_bounded and self.time_limit_min > max(limits_min):
             raise ValueError(
                 f"time_limit_min = {self.time_limit_min:g} is longer than any partition allows: the largest "
                 f"max_time_min is {max(limits_min):g}"

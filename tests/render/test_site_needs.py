@@ -201,7 +201,7 @@ def test_the_default_time_limit_is_the_partitions() -> None:
 
 
 def test_cpus_come_with_the_devices() -> None:
-    assert make_job_shape(profile(request={"cpus_per_device": 20}), 1, 2, 2).cpus_per_task == 40
+    assert make_job_shape(profile(request={"cpus_per_device": 16}), 1, 2, 2).cpus_per_task == 32
 
 
 def test_a_pbs_script_has_pbs_directives() -> None:

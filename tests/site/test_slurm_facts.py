@@ -405,8 +405,8 @@ def test_names_that_are_no_keys_are_written_as_names(tmp_path: Path) -> None:
         "PartitionName=gpu.long Default=YES MaxTime=60 TotalNodes=1 State=UP\n"
         "PartitionName=_all+extra MaxTime=60 TotalNodes=1 State=UP\nPartitionName=übung MaxTime=60 TotalNodes=1\n"
     )
-    nodes = 'NodeName=n CPUTot=4 RealMemory=100 Gres=gpu:a"b:1 AvailableFeatures=x"[],y Partitions=gpu.long\n'
-    nodes += "NodeName=m CPUTot=8 RealMemory=100 Gres= AvailableFeatures=y Partitions=gpu.long\n"
+    nodes = 'NodeName=n CPUTot=4 RealMemory=2000 Gres=gpu:a"b:1 AvailableFeatures=x"[],y Partitions=gpu.long\n'
+    nodes += "NodeName=m CPUTot=8 RealMemory=2000 Gres= AvailableFeatures=y Partitions=gpu.long\n"
     facts = SiteFacts("site", "23", parse_partitions(text, parse_nodes(nodes)))
     path = tmp_path / "site.toml"
     path.write_text(profile_toml("site", facts))
