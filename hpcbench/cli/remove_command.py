@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 
@@ -13,7 +14,7 @@ from hpcbench.fileio import write_error
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.submit.journal import drop_runs
 from hpcbench.submit.leftovers import folder_size
-from hpcbench.submit.lock import announce_silence, exclusive_lock
+from hpcbench.submit.lock import LeaseLock, announce_silence, exclusive_lock
 from hpcbench.submit.run_state import ACTIVE_STATES, run_states
 from hpcbench.submit.submission_record import SweepRecord, find_submitted_runs, select_sweeps
 from hpcbench.submit.watcher import RunCatalog
@@ -42,16 +43,16 @@ def remove_results(
     documents = []
     for cluster, record in select_sweeps(results, (sweep,), cluster_name):
         tree = results.cluster(cluster)
-        with announce_silence(print_message), exclusive_lock(tree.submissions / ".lock") as lock:
+        with announce_silence(print_message), contextlib.ExitStack() as stack:
+            # A tree that may only be read is shown, too.
+            lock = stack.enter_context(exclusive_lock(tree.submissions / ".lock")) if removes else None
             chosen = _removable_runs(tree, record, cluster, where)
             size_bytes = sum(folder_size(tree.run_folder(run_id)) for run_id in chosen)
-            if removes:
-                lock.check_held()
-                _remove_runs(tree, chosen)
-                is_whole = where is None and not tree.existing_runs() & {*record.run_ids}
-                for path in (tree.sweep_path(record.sweep), tree.sweep_path(record.sweep).with_suffix(".toml")):
-                    if is_whole:
-                        path.unlink(missing_ok=True)
+            if lock is not None:
+                _remove_runs(tree, chosen, lock)
+                if where is None and not tree.existing_runs() & {*record.run_ids}:
+                    tree.sweep_path(record.sweep).unlink(missing_ok=True)
+                    tree.sweep_path(record.sweep).with_suffix(".toml").unlink(missing_ok=True)
         outcome = "removed" if removes else "to remove; nothing was changed, --yes removes them"
         counted = f"{pluralize(len(chosen), 'run')}, {format_bytes(size_bytes)}"
         print_message(f"{record.sweep} on {cluster}: {counted} {outcome}")
@@ -77,7 +78,7 @@ def _removable_runs(tree: ClusterTree, record: SweepRecord, cluster: str, where:
     return sorted(there - active - shared)
 
 
-def _remove_runs(tree: ClusterTree, run_ids: list[str]) -> None:
+def _remove_runs(tree: ClusterTree, run_ids: list[str], lock: LeaseLock) -> None:
     """Remove runs from their submissions, so that they count as never begun, and then their folders."""
     by_submission: dict[str, list[str]] = {}
     for run_id, run in find_submitted_runs(tree, set(run_ids)).items():
@@ -85,6 +86,7 @@ def _remove_runs(tree: ClusterTree, run_ids: list[str]) -> None:
     for name, dropped in by_submission.items():
         drop_runs(tree.submissions / name, dropped)
     for run_id in run_ids:
+        lock.check_held()
         folder = tree.run_folder(run_id)
         try:
             shutil.rmtree(folder)

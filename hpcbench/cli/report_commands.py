@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -50,9 +50,6 @@ from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import RunResult
 from hpcbench.submit.submission_record import select_sweeps, sweep_name
 from hpcbench.units import format_bytes, pluralize
-
-if TYPE_CHECKING:
-    pass
 
 _PAGE_SUFFIXES = (".html", ".htm")
 _PLOTS_WITH_PREDICTIONS = ("scaling", "predicted")

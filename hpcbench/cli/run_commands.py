@@ -274,8 +274,8 @@ def retry_sweep(
     outcome = submit_plan(plan, plan.tree, selection, print_message)
     if as_json:
         print_json(_submit_outcome_json(plan, outcome))
-    again_text = pluralize(len(outcome.run_ids), "run")
-    print_message(f"sweep {plan.sweep.name} on {plan.profile.name}: {again_text} submitted again")
+    runs = pluralize(len(outcome.run_ids), "run")
+    print_message(f"sweep {plan.sweep.name} on {plan.profile.name}: {runs} submitted again")
     if not outcome.run_ids:
         print_message(_why_none(plan, outcome, again))
     check_send_outcome(outcome.sent, waits=False)

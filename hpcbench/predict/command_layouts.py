@@ -1,25 +1,17 @@
-"""Predictions for a user's own program that trains a decoder whose layout its sweep declares."""
+"""Layouts of decoders that users' own programs train, as their sweeps declare them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
-from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.command import Command, CommandLayout, command_values
 from hpcbench.config.expression import Expression
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError, HpcbenchError
-from hpcbench.predict.decoder.layout import SOFTWARE, Layout, check_layout, nominal_rates
-from hpcbench.predict.decoder.machines import FittedMachine, predict_step
-from hpcbench.predict.decoder.memory import GIB, MemoryTerms, reserved_gib, stage_memory_terms
-from hpcbench.predict.decoder.pricing import StepTerms, step_terms
-from hpcbench.predict.decoder.work import step_work
-from hpcbench.predict.fitted_decoders import machine_of_profile, missing_machine_reason
-from hpcbench.predict.peak_memory import MemoryBreakdown
-from hpcbench.predict.prediction import Prediction, PredictionBasis, PredictionInterval
+from hpcbench.predict.decoder.layout import SOFTWARE, Layout, check_layout
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_OK
 from hpcbench.strategies.decoder_shapes import DecoderShape, named_shape
@@ -30,20 +22,6 @@ LAYOUT_FIELDS = {"dp": "replicas", "tp": "tensor", "pp": "pipeline", "cp": "cont
 _DEGREES = ("dp", "shards", "tp", "pp", "cp")
 _LARGEST = 2**31
 _NO_WORDS = Command(argv=[])
-
-
-class PricedCommand(NamedTuple):
-    """A run's decoder, its layout, and the machine that prices it."""
-
-    shape: DecoderShape
-    layout: Layout
-    machine: FittedMachine
-
-    def terms(self) -> StepTerms:
-        """Return the seconds of a step by their purpose."""
-        node = self.machine.device
-        work = step_work(self.shape, self.layout, node, nominal_rates(node, self.layout.gpus))
-        return step_terms(work, self.machine.figures_of(self.layout.software))
 
 
 def layout_of_command(spec: RunSpec, declared: CommandLayout) -> tuple[DecoderShape, Layout]:
@@ -144,57 +122,3 @@ def measured_layouts(tree: ClusterTree, sweep: str) -> dict[Layout, list[float]]
     if not times:
         raise ConfigError(f"no run of sweep {sweep!r} has a step time yet", hint=f"hpcbench status {sweep}")
     return times
-
-
-def price_command(spec: RunSpec, declared: CommandLayout, profile: ClusterProfile) -> PricedCommand:
-    """Return decoder, layout and machine of a run; ``ConfigError`` where its layout or its device has no price."""
-    if reason := missing_machine_reason(profile, spec.partition):
-        raise ConfigError(f"{reason}: layouts of commands are priced by published runs alone")
-    shape, layout = layout_of_command(spec, declared)
-    machine = machine_of_profile(profile, spec.partition, spec.devices // spec.nodes)
-    machine.figures_of(layout.software)
-    return PricedCommand(shape, layout, machine)
-
-
-def predict_command(priced: PricedCommand) -> Prediction:
-    """Predict a run's step and memory from published runs of its software."""
-    step, terms = predict_step(*priced), priced.terms()
-    limit_gib = priced.machine.fits_below_gib
-    parts = {"compute": terms.own_s + terms.straggling, "bandwidth": terms.traffic_s, "bubble": terms.bubble}
-    return Prediction(
-        step_time_s=step.step_time_s,
-        interval=PredictionInterval(low=step.step_time_low_s, high=step.step_time_high_s),
-        compute_s=terms.own_s,
-        comm_s=terms.traffic_s,
-        exposed_comm_s=terms.traffic_s,
-        bubble_fraction=terms.bubble / step.step_time_s,
-        straggler_s=terms.straggling,
-        samples_per_s=priced.layout.global_batch / step.step_time_s,
-        peak_memory_bytes=round(step.peak_memory_gib * GIB),
-        memory=_memory(priced),
-        bound_by=max(parts, key=lambda name: parts[name]) if step.fits else "memory",
-        fits=step.fits,
-        memory_limit_bytes=round(limit_gib * GIB),
-        depth="nominal",
-        source=f"published runs of {priced.layout.software}: {priced.machine.name}",
-        rests_on=PredictionBasis(kind="published runs"),
-    )
-
-
-def _memory(priced: PricedCommand) -> MemoryBreakdown:
-    """Return the reserved memory of the pipeline rank that holds most, by kind."""
-    factors = MemoryTerms(**priced.machine.memory)
-    stages = stage_memory_terms(priced.shape, priced.layout)
-    largest = max(stages, key=lambda stage: reserved_gib(stage, factors))
-
-    def held(*names: str) -> int:
-        gib: float = sum(getattr(largest, name) * getattr(factors, name) for name in names)
-        return round(gib * GIB)
-
-    copies = ("gradients", "buckets", "sharding", "accumulation")
-    activations = [name for name in priced.machine.memory if name.startswith("held_")]
-    rest = [name for name in priced.machine.memory if name not in ("weights", "optimizer", *copies, *activations)]
-    return MemoryBreakdown(
-        parameters_bytes=held("weights"), gradients_bytes=held(*copies), optimizer_bytes=held("optimizer"),
-        activations_bytes=held(*activations), buffers_bytes=held(*rest),
-    )  # fmt: skip

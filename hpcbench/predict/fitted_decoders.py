@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from hpcbench.config.cluster_profile import ClusterProfile
+from hpcbench.config.command import CommandLayout
 from hpcbench.config.profile_tables import DeviceConfig
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError
+from hpcbench.predict.command_layouts import layout_of_command
 from hpcbench.predict.decoder.layout import Layout, nominal_rates
 from hpcbench.predict.decoder.layout_search import priced_only_reason, software_of
-from hpcbench.predict.decoder.machines import FittedMachine, fitted_machine, loop_interval_s
-from hpcbench.predict.decoder.pricing import step_time
+from hpcbench.predict.decoder.machines import FittedMachine, fitted_machine, loop_interval_s, predict_step
+from hpcbench.predict.decoder.memory import GIB, MemoryTerms, reserved_gib, stage_memory_terms
+from hpcbench.predict.decoder.pricing import StepTerms, step_terms, step_time
 from hpcbench.predict.decoder.work import step_work
 from hpcbench.predict.machine import Machine
+from hpcbench.predict.peak_memory import MemoryBreakdown
 from hpcbench.predict.prediction import Prediction, PredictionBasis, PredictionInterval
 from hpcbench.strategies.catalog import options_with_defaults, representative
-from hpcbench.strategies.decoder_shapes import named_shape, named_shapes
+from hpcbench.strategies.decoder_shapes import DecoderShape, named_shape, named_shapes
 from hpcbench.strategies.layer_table import default_input_size
 
 
@@ -133,3 +137,71 @@ def by_published_runs(prediction: Prediction, spec: RunSpec, profile: ClusterPro
         rests_on=PredictionBasis(kind="published runs"),
         source=f"{prediction.source}; published runs of decoders: {fitted.name}",
     )
+
+
+class PricedCommand(NamedTuple):
+    """A run's decoder, its layout, and the machine that prices it."""
+
+    shape: DecoderShape
+    layout: Layout
+    machine: FittedMachine
+
+    def terms(self) -> StepTerms:
+        """Return the seconds of a step by their purpose."""
+        node = self.machine.device
+        work = step_work(self.shape, self.layout, node, nominal_rates(node, self.layout.gpus))
+        return step_terms(work, self.machine.figures_of(self.layout.software))
+
+
+def price_command(spec: RunSpec, declared: CommandLayout, profile: ClusterProfile) -> PricedCommand:
+    """Return decoder, layout and machine of a run; ``ConfigError`` where its layout or its device has no price."""
+    if reason := missing_machine_reason(profile, spec.partition):
+        raise ConfigError(f"{reason}: layouts of commands are priced by published runs alone")
+    shape, layout = layout_of_command(spec, declared)
+    machine = machine_of_profile(profile, spec.partition, spec.devices // spec.nodes)
+    machine.figures_of(layout.software)
+    return PricedCommand(shape, layout, machine)
+
+
+def predict_command(priced: PricedCommand) -> Prediction:
+    """Predict a run's step and memory from published runs of its software."""
+    step, terms = predict_step(*priced), priced.terms()
+    limit_gib = priced.machine.fits_below_gib
+    parts = {"compute": terms.own_s + terms.straggling, "bandwidth": terms.traffic_s, "bubble": terms.bubble}
+    return Prediction(
+        step_time_s=step.step_time_s,
+        interval=PredictionInterval(low=step.step_time_low_s, high=step.step_time_high_s),
+        compute_s=terms.own_s,
+        comm_s=terms.traffic_s,
+        exposed_comm_s=terms.traffic_s,
+        bubble_fraction=terms.bubble / step.step_time_s,
+        straggler_s=terms.straggling,
+        samples_per_s=priced.layout.global_batch / step.step_time_s,
+        peak_memory_bytes=round(step.peak_memory_gib * GIB),
+        memory=_memory(priced),
+        bound_by=max(parts, key=lambda name: parts[name]) if step.fits else "memory",
+        fits=step.fits,
+        memory_limit_bytes=round(limit_gib * GIB),
+        depth="nominal",
+        source=f"published runs of {priced.layout.software}: {priced.machine.name}",
+        rests_on=PredictionBasis(kind="published runs"),
+    )
+
+
+def _memory(priced: PricedCommand) -> MemoryBreakdown:
+    """Return the reserved memory of the pipeline rank that holds most, by kind."""
+    factors = MemoryTerms(**priced.machine.memory)
+    stages = stage_memory_terms(priced.shape, priced.layout)
+    largest = max(stages, key=lambda stage: reserved_gib(stage, factors))
+
+    def held(*names: str) -> int:
+        gib: float = sum(getattr(largest, name) * getattr(factors, name) for name in names)
+        return round(gib * GIB)
+
+    copies = ("gradients", "buckets", "sharding", "accumulation")
+    activations = [name for name in priced.machine.memory if name.startswith("held_")]
+    rest = [name for name in priced.machine.memory if name not in ("weights", "optimizer", *copies, *activations)]
+    return MemoryBreakdown(
+        parameters_bytes=held("weights"), gradients_bytes=held(*copies), optimizer_bytes=held("optimizer"),
+        activations_bytes=held(*activations), buffers_bytes=held(*rest),
+    )  # fmt: skip

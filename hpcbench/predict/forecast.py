@@ -26,8 +26,8 @@ from hpcbench.predict.calibration.calibration_store import (
     machine_for,
     read_calibrations,
 )
-from hpcbench.predict.command_layouts import PricedCommand, predict_command, price_command, recorded_layouts
-from hpcbench.predict.fitted_decoders import by_published_runs
+from hpcbench.predict.command_layouts import recorded_layouts
+from hpcbench.predict.fitted_decoders import PricedCommand, by_published_runs, predict_command, price_command
 from hpcbench.predict.layer_table_cache import load_layer_table
 from hpcbench.predict.machine import Machine, assumed_link_notes
 from hpcbench.predict.measured_factors import MeasuredFactors

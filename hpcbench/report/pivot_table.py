@@ -345,7 +345,9 @@ def _unequal_rows_notes(frame: pl.DataFrame, request: TableRequest) -> list[str]
     if held.n_unique() == 1 and held[0] == ended.select(varying).n_unique():
         return []
     names = ", ".join(map(short_name, varying))
-    return [f"the cells hold different runs and cannot be compared: {names} differ; add them to --by, or use --where"]
+    return [
+        f"the cells hold different runs and cannot be compared; they differ in {names}: add it to --by, or use --where"
+    ]
 
 
 _ABSENT_REASONS = {

@@ -143,7 +143,7 @@ def test_cells_over_different_configurations_are_marked() -> None:
 
 
 def test_cells_over_other_workloads_are_said_to_be_no_comparison() -> None:
-    note = "the cells hold different runs and cannot be compared: model differ; add them to --by, or use --where"
+    note = "the cells hold different runs and cannot be compared; they differ in model: add it to --by, or use --where"
     assert note in ask(by="strategy").notes
     for options in ({"by": "model,strategy"}, {"by": "strategy", "where": SAME}, {"by": "strategy", "best": True}):
         assert not [text for text in ask(**options).notes if "cannot be compared" in text]

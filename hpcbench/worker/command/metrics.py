@@ -11,7 +11,7 @@ from hpcbench.config.expression import Expression
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError
 from hpcbench.results import timing_statistics
-from hpcbench.results.schema import RankResult, RunMetrics, StepTimeStatistics
+from hpcbench.results.schema import RankResult, RunMetrics
 from hpcbench.units import time_unit_s
 
 
@@ -96,8 +96,3 @@ def _add_rates(
     peak = peak_flops_per_s.get(spec.compute_precision)
     if metrics.flops_per_s is not None and peak:
         metrics.mfu = metrics.flops_per_s / (spec.devices * peak)
-
-
-def median_or_value(value: StepTimeStatistics | float) -> float:
-    """Return the figure of a metric that tables show."""
-    return value.median if isinstance(value, StepTimeStatistics) else float(value)
