@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,6 +52,16 @@ def require_horovod() -> None:
         load_horovod()
     except WorkerError as error:
         absent("horovod", str(error))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give this process a temporary folder: a user's local queues take turns on a machine by a lock in that folder, and
+    tests of another process would wait for this one's. The folders of ``tmp_path`` stay where pytest keeps them."""
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    folder = tempfile.mkdtemp(prefix="t-")
+    Path(folder).chmod(0o1777)  # some tests run commands as another user
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -49,7 +49,7 @@ class Clock:
 
 @pytest.fixture
 def settle(
-    monkeypatch: pytest.MonkeyPatch, ten: Callable[..., SweepPlan], cluster_tree: ClusterTree
+    monkeypatch: pytest.MonkeyPatch, ten: Callable[..., SweepPlan], cluster_tree: ClusterTree, fake_slurm: Path
 ) -> Callable[..., Outcome]:
     """Submit with an sbatch that does not answer and a squeue that answers in turn, the last for ever.
 
