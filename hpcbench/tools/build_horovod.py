@@ -165,8 +165,6 @@ def build_wheel(options: argparse.Namespace, facts: dict[str, Any], mpi_bin: str
         _run([*pip, "install", "--quiet", "--target", str(folder / "tools"), *_BUILD_TOOLS], failure)
         env = build_variables(facts, mpi_bin, nccl, folder)
         env |= {"CMAKE_BUILD_PARALLEL_LEVEL": str(options.jobs), "MAKEFLAGS": f"-j{options.jobs}"}
-        # pip distinguishes builds by what follows the version.
-        env["HOROVOD_LOCAL_VERSION"] = f"torch{facts['torch'].replace('+', '.')}.{cached.name}"
         source = options.source or folder / f"horovod-{HOROVOD_VERSION}.tar.gz"
         if not options.source:
             command = [*pip, "download", f"horovod=={HOROVOD_VERSION}", "--no-binary", "horovod", "--no-deps"]
@@ -176,6 +174,8 @@ def build_wheel(options: argparse.Namespace, facts: dict[str, Any], mpi_bin: str
         _run(["tar", "-xzf", str(source), "-C", str(folder)], f"cannot unpack {source}")
         root = folder / f"horovod-{HOROVOD_VERSION}"
         _run(["patch", "-p1", "-i", str(PATCH)], f"{source} is not Horovod {HOROVOD_VERSION}", cwd=root)
+        # pip distinguishes builds by what follows the version, and refuses it in a package that it downloads.
+        env["HOROVOD_LOCAL_VERSION"] = f"torch{facts['torch'].replace('+', '.')}.{cached.name}"
         flags = ["--no-build-isolation", "--no-deps", "--no-index", "--verbose", "--wheel-dir", str(folder / "out")]
         log = Path(cached.parent) / "horovod-build.log"
         log.parent.mkdir(parents=True, exist_ok=True)
