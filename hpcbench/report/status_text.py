@@ -4,7 +4,9 @@ The module uses click instead of rich because importing rich takes longer than t
 
 from __future__ import annotations
 
+import math
 import textwrap
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
@@ -13,6 +15,7 @@ import click
 from hpcbench.config.run_spec import RunSpec, run_label, strategy_label
 from hpcbench.fileio import printable_excerpt, printable_text
 from hpcbench.report.table_output import STATUS_STYLE
+from hpcbench.submit.lock import SILENCE_S
 from hpcbench.submit.run_state import ACTIVE_STATES, RunState, count_states, suspect_nodes
 from hpcbench.submit.watcher import RunDetails
 from hpcbench.units import format_seconds, pluralize
@@ -138,12 +141,26 @@ class EndedRunLog:
         self._print_line = print_line
         self._runs = runs
         self._reported = set(done_before)
+        self._waiting: tuple[str, float] | None = None
 
     def update(self, states: Mapping[str, RunState]) -> None:
-        """Print the runs that have ended since the last call."""
+        """Print the runs that have ended since the last call, and why none runs if that lasts."""
         for run_id, state in states.items():
             if state.state not in ACTIVE_STATES and run_id not in self._reported:
                 self._reported.add(run_id)
                 reason = f": {state.reason}" if state.reason else ""
                 label = run_label(self._runs[run_id])
                 self._print_line(printable_excerpt(f"{state.state:9} {label} ({run_id}){reason}"))
+        self._update_waiting(states)
+
+    def _update_waiting(self, states: Mapping[str, RunState]) -> None:
+        active = [state for state in states.values() if state.state in ACTIVE_STATES]
+        if not active or any(state.state == "running" for state in active):
+            self._waiting = None
+            return
+        reason, now_s = active[0].reason, time.monotonic()
+        if self._waiting is None or self._waiting[0] != reason:
+            self._waiting = (reason, now_s)
+        elif reason and now_s - self._waiting[1] > SILENCE_S:
+            self._print_line(printable_excerpt(f"{active[0].state:9} {reason}"))
+            self._waiting = (reason, math.inf)

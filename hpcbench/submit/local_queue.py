@@ -1,20 +1,17 @@
 """The job queue of a machine without a scheduler: ``python -m hpcbench.submit.local_queue SUBMISSION_FOLDER
 WARNING_S``.
 
-Runs start in order, one at a time: side by side they would disturb each other. A file lock in the temporary folder lets
-two submissions of one user share the machine; a dead queue releases it."""
+Runs start in order, one at a time: side by side they would disturb each other. Two submissions of one user share the
+machine by ``machine_lock``."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import os
 import shlex
 import signal
-import stat
 import sys
-import tempfile
 import time
 from pathlib import Path
 from types import FrameType
@@ -24,31 +21,12 @@ import psutil
 import submitit
 from submitit.local.local import LocalJob, start_controller
 
-from hpcbench.errors import StorageError
 from hpcbench.submit.journal import JobBatch, JournalWriter, read_dropped_runs
+from hpcbench.submit.machine_lock import take_machine
 from hpcbench.submit.submission_record import JobArray, read_submission
 
 _POLL_S = 0.1
 _KILL_AFTER_S = 60.0
-
-
-def take_machine() -> IO[bytes] | None:
-    """The lock that this user's queues share, held until it is closed; ``None`` if another queue has it now.
-
-    Raises ``StorageError`` if the folder of the lock is not this user's.
-    """
-    folder = Path(tempfile.gettempdir()) / f"hpcbench-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    state = folder.lstat()
-    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid():
-        raise StorageError(f"{folder} is not a folder of this user", hint="remove it, or set TMPDIR")
-    file: IO[bytes] = open(folder / "machine", "ab")  # noqa: SIM115 - held until the run has ended
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        return None
-    return file
 
 
 class LocalScriptJob(LocalJob[Any]):
@@ -127,16 +105,17 @@ class LocalQueue:
         signal.signal(signal.SIGINT, self._stop)
         for array in self.record.arrays:
             for number in range(array.jobs):
-                machine = self._wait_for_machine()
+                machine = self._wait_for_machine(array.runs_of(number)[0])
                 if machine is None:
                     return
                 with machine:
                     if not read_dropped_runs(self.folder).issuperset(array.runs_of(number)):
                         self._run(array, number)
+                time.sleep(2 * _POLL_S)  # another queue that waits gets its turn
 
-    def _wait_for_machine(self) -> IO[bytes] | None:
+    def _wait_for_machine(self, run_id: str) -> IO[bytes] | None:
         while not self.stopping:
-            if (machine := take_machine()) is not None:
+            if (machine := take_machine(self.folder, run_id)) is not None:
                 return machine
             time.sleep(_POLL_S)
         return None

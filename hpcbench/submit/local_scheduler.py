@@ -19,6 +19,7 @@ from hpcbench.fileio import share_with_group, shared_umask, write_atomic
 from hpcbench.identity import find_process
 from hpcbench.results.decode import read_record
 from hpcbench.submit.lock import exclusive_lock
+from hpcbench.submit.machine_lock import MachineHolder, machine_holder
 from hpcbench.submit.scheduler import JobStatus, Notify, QueueTable, Scheduler, SendOutcome, command_environment
 from hpcbench.submit.submission_record import Submission, SubmittedRun
 
@@ -51,7 +52,8 @@ class LocalScheduler(Scheduler):
     def state(self, runs: Mapping[str, SubmittedRun], queue: QueueTable | None = None) -> Mapping[str, JobStatus]:
         folders = {run.folder for run in runs.values()}
         alive = {folder: is_queue_alive(folder) for folder in folders if queue_was_started(folder)}
-        return {run_id: _job_status(run, alive.get(run.folder)) for run_id, run in runs.items()}
+        holder = machine_holder()
+        return {run_id: _job_status(run, alive.get(run.folder), holder) for run_id, run in runs.items()}
 
     def attempts_at_work(self, starts: Mapping[str, tuple[AttemptStart, str]]) -> dict[str, str]:
         return {
@@ -75,16 +77,29 @@ class LocalScheduler(Scheduler):
         return run.folder / "jobs" / f"{run.job_id}_0_log.out" if run.job_id else None
 
 
-def _job_status(run: SubmittedRun, is_alive: bool | None) -> JobStatus:
+def _job_status(run: SubmittedRun, is_alive: bool | None, holder: MachineHolder | None) -> JobStatus:
     """``is_alive``: whether its queue is; ``None`` if it was never started. A run has a job id once it has begun."""
     if is_alive is None:
         return JobStatus("waiting", "not started yet; the next submit starts it")
     if is_alive:
-        return JobStatus("running", "") if run.job_id else JobStatus("pending", "waits for another run")
+        return JobStatus("running", "") if run.job_id else JobStatus("pending", _pending_reason(run, holder))
     return (
         JobStatus("lost", "its queue has ended")
         if run.job_id
         else JobStatus("planned", "its queue ended before it began")
+    )
+
+
+def _pending_reason(run: SubmittedRun, holder: MachineHolder | None) -> str:
+    record = read_record(run.folder / "queue.json", LocalQueueRecord)
+    if record is not None and record.host != os.uname().nodename:
+        return f"waits for its turn on {record.host}"
+    if holder is None:
+        return "starts next on this machine, or after the runs before it"
+    if holder.folder == str(run.folder):
+        return f"waits for run {holder.run_id} of its sweep"
+    return (
+        f"waits for run {holder.run_id} of {holder.folder} (process {holder.process.pid}): one at a time on a machine"
     )
 
 

@@ -16,10 +16,12 @@ from typing import Any
 import psutil
 import pytest
 
+from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.submit.journal import drop_runs, read_journal
-from hpcbench.submit.local_queue import LocalScriptExecutor, LocalScriptJob, take_machine
-from hpcbench.submit.local_scheduler import queue_process, start_local_queue
-from hpcbench.submit.submission_record import JobArray, Submission
+from hpcbench.submit.local_queue import LocalScriptExecutor, LocalScriptJob
+from hpcbench.submit.local_scheduler import LocalScheduler, queue_process, start_local_queue
+from hpcbench.submit.machine_lock import machine_holder, take_machine
+from hpcbench.submit.submission_record import JobArray, Submission, read_submission, runs_of_submission
 from hpcbench.submit.submit import RenderedSubmission, write_submission
 
 NOTE = """
@@ -121,7 +123,9 @@ def test_two_submissions_share_the_machine(tmp_path: Path) -> None:
         start(folder)
     for folder in folders:
         wait_for("all runs to end", functools.partial(has_ended, folder, 2))
-    assert most_at_once([event for folder in folders for event in notes(folder)]) == 1
+    events = sorted((event for folder in folders for event in notes(folder)), key=lambda event: event[2])
+    assert most_at_once(events) == 1
+    assert [index for word, index, _ in events if word == "begin"] == [0, 0, 1, 1], "they take turns"
 
 
 @pytest.mark.usefixtures("cores_folder")
@@ -146,14 +150,54 @@ def test_the_time_limit_ends_a_run_and_the_next_one_begins(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("cores_folder")
-def test_the_machine_is_free_again_when_its_holder_dies() -> None:
-    code = "from hpcbench.submit.local_queue import take_machine; import time\nheld = take_machine()\nprint(held.closed, flush=True); time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "False\n"
-        assert take_machine() is None
-        holder.kill()
-    wait_for("the machine", take_machine, 10).close()
+def test_the_machine_is_free_again_when_its_holder_dies(tmp_path: Path) -> None:
+    code = (
+        "from hpcbench.submit.machine_lock import take_machine; import time\n"
+        f"held = take_machine({str(tmp_path)!r}, 'r-1')\nprint(held.closed, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "False\n"
+        assert take_machine(tmp_path, "r-2") is None
+        holder = machine_holder()
+        assert holder is not None
+        assert (holder.process.pid, holder.folder, holder.run_id) == (process.pid, str(tmp_path), "r-1")
+        process.kill()
+    wait_for("the machine", lambda: machine_holder() is None, 10)
+    machine = take_machine(tmp_path, "r-2")
+    assert machine is not None
+    with machine:
+        assert getattr(machine_holder(), "run_id", None) == "r-2"
+
+
+@pytest.mark.usefixtures("cores_folder")
+def test_a_pending_run_names_the_run_that_it_waits_for(tmp_path: Path) -> None:
+    first, second = (submission(tmp_path / f"s-000{number}", runs=2, seconds=60) for number in (1, 2))
+    for folder in (first, second):
+        start(folder)
+        wait_for("the first run to begin", lambda: notes(first))
+    record = read_submission(first)
+    assert record is not None
+    holder = record.arrays[0].run_ids[0]
+    try:
+        assert pending_reasons(first) == [f"waits for run {holder} of its sweep"]
+        theirs = pending_reasons(second)
+        assert theirs[0].startswith(f"waits for run {holder} of {first} (process ")
+        assert len(theirs) == 2
+    finally:
+        for folder in (first, second):
+            process = queue_process(folder)
+            assert process is not None
+            process.terminate()
+    wait_for("the queues to end", lambda: queue_process(first) is None and queue_process(second) is None)
+
+
+def pending_reasons(folder: Path) -> list[str]:
+    record = read_submission(folder)
+    assert record is not None
+    runs = dict(runs_of_submission(folder, record, record.arrays[0].run_ids))
+    states = LocalScheduler(ClusterProfile.model_validate({"name": "x", "scheduler": {"kind": "local"}})).state(runs)
+    return [status.reason for status in states.values() if status.state == "pending"]
 
 
 def test_a_local_submitit_job_reports_its_state_and_cancels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
