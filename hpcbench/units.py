@@ -153,8 +153,8 @@ def format_slurm_time(seconds: float) -> str:
 
 
 def pluralize(count: int, noun: str, plural: str | None = None) -> str:
-    """``3 runs``, ``1 run``, ``2 launches``."""
-    return f"{count} {noun if count == 1 else plural or noun + 's'}"
+    """``3 runs``, ``1 run``, ``2,000 launches``."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def join_words(words: Sequence[str], most: int = 6) -> str:

@@ -70,7 +70,7 @@ def load_plan(sweep: str | Sweep, cluster_name: str, results: ResultsTree, overr
     if isinstance(sweep, str):
         kept = one_off_path(tree, sweep)
         sweep = load_sweep(kept if kept is not None and kept.is_file() else find_sweep_file(sweep), overrides)
-    plan = make_plan(sweep, profile, tree, layout_refusal(sweep.command))
+    plan = make_plan(sweep, profile, tree, layout_refusal(sweep.command), print_message)
     if is_profile_path(cluster_name) and find_cluster_profiles().get(profile.name) != source.path.resolve():
         plan.profile_file = source.path.resolve()
     # It lives until the command ends; collecting garbage in it would make large sweeps cost more per run.

@@ -40,7 +40,7 @@ DEFAULT_RETRY_STATES = ("failed", "timeout", "cancelled", "preempted", "lost")
 
 over_budget_option = click.option(
     "--yes", "over_budget", is_flag=True,
-    help="Submit even if the runs may cost more than the budget of the sweep or the cluster.",
+    help="Submit even if the runs may cost more than the budget of the sweep or the cluster, or are over 20,000 jobs.",
 )  # fmt: skip
 remeasure_option = click.option(
     "--remeasure", is_flag=True,

@@ -46,6 +46,10 @@ class SweepAxis:
     steps: list[ParameterSettings]
 
 
+MAX_POINTS = 1_000_000
+"""More runs would exceed what file systems allow a project in files, and take minutes to expand."""
+
+
 @dataclass(frozen=True)
 class ExclusionRule:
     """Points that match every key and for which the condition holds are dropped."""
@@ -192,6 +196,11 @@ def parse_sweep(data: dict[str, Any], source: TomlSource) -> Sweep:
         command=command,
     )
     problems += _find_duplicate_settings(sweep)
+    if (points := count_points(sweep)) > MAX_POINTS:
+        factors = [f"{'.'.join(next(iter(axis.steps[0])))} {len(axis.steps)}" for axis in axes]
+        message = f"{points:,} points, at most {MAX_POINTS:,}: {' x '.join([*factors, f'repeats {sweep.repeats}'])}"
+        hint = "values that change together belong in one [[zip]]; other parts into sweeps of their own"
+        problems.append(source.error(message, hint=hint))
     if problems:
         raise ConfigErrors(problems)
     return sweep

@@ -28,7 +28,7 @@ from hpcbench.strategies.pipeline.schedules import (
     PipelineLayout,
     schedule_actions,
 )
-from hpcbench.submit.plan import JobGroup, SweepPlan
+from hpcbench.submit.plan import MAX_JOBS, JobGroup, SweepPlan
 from hpcbench.units import pluralize
 
 ACTION_UNITS = {FORWARD: 1, BACKWARD: 2, BACKWARD_INPUT: 1, BACKWARD_WEIGHT: 1}
@@ -95,9 +95,9 @@ def plan_renderables(plan: SweepPlan, plan_forecast: PlanForecast | None = None)
     missing = plan.missing
     groups = plan.jobs(missing)
     headline = (
-        f"{plan.sweep.name} on {plan.profile.name}: {pluralize(len(plan.runs), 'run')}, {len(missing)} to submit in "
+        f"{plan.sweep.name} on {plan.profile.name}: {pluralize(len(plan.runs), 'run')}, {len(missing):,} to submit in "
         f"{pluralize(sum(group.jobs for group in groups), 'job')} of {pluralize(len(groups), 'array')}, "
-        f"at most {plan.node_hours(missing):.2f} node-hours"
+        f"at most {plan.node_hours(missing):,.2f} node-hours"
     )
     node_hours = plan_forecast.node_hours(missing) if plan_forecast else None
     if node_hours is not None and plan_forecast is not None:
@@ -134,6 +134,8 @@ def _plan_notes(plan: SweepPlan, groups: list[JobGroup]) -> Iterator[str]:
     limit = plan.profile.scheduler.max_submitted_jobs
     if limit is not None and packed > limit:
         yield f"{plan.profile.name} takes {limit} jobs at once: {packed - limit} wait in the submission's folder"
+    if packed > MAX_JOBS:
+        yield f"more than {MAX_JOBS:,} jobs: set pack or pack_minutes in [submit]; submit requires --yes"
     cost = plan.node_hours(plan.missing)
     if plan.budget is not None:
         budget, owner = plan.budget

@@ -18,9 +18,15 @@ from typing import Any
 import msgspec
 
 from hpcbench.config.cluster_profile import ClusterProfile
-from hpcbench.config.run_spec import DEGREE_NAMES, EACH_NODE, RunSpec, run_id
+from hpcbench.config.run_spec import DEGREE_NAMES, RunSpec, run_id
 from hpcbench.config.sweep_file import TABLE_PARAMETERS, ParameterPath, StopRule, SubmitTable
-from hpcbench.config.sweep_loader import ExcludedPoint, ParameterSettings, Sweep, expand_sweep, find_exclusion
+from hpcbench.config.sweep_loader import (
+    ExcludedPoint,
+    Sweep,
+    count_points,
+    expand_sweep,
+    find_exclusion,
+)
 from hpcbench.errors import ConfigError
 from hpcbench.paths import data_folder
 from hpcbench.render.job_script import LAUNCH_OVERHEAD_S, JobShape, make_job_shape
@@ -30,9 +36,10 @@ from hpcbench.results.stop_rules import StopGroup, format_stop_reason, is_smalle
 from hpcbench.strategies.catalog import get_strategy
 from hpcbench.strategies.check_names import check_names, custom_model_folder
 from hpcbench.strategies.resolve import InfeasiblePoint, PartitionLimits, resolve_point
+from hpcbench.submit.each_node import with_each_node
 from hpcbench.submit.job_software import environment_key
 from hpcbench.submit.run_order import MAX_SLICES, interleave, order_seed, shuffle_runs
-from hpcbench.submit.scheduler_registry import scheduler_class
+from hpcbench.submit.scheduler import Notify, ignore_message
 from hpcbench.workloads.datasets import sample_shape
 from hpcbench.workloads.models import get_model
 
@@ -345,7 +352,15 @@ class SweepPlan:
         return sum(shape.nodes * shape.time_limit_s * len(keys) for shape, keys in self.groups(runs).items()) / 3600
 
     def check_budget(self, runs: dict[str, RunSpec]) -> None:
-        """Raise ``ConfigError`` if ``runs`` may cost more node-hours than the sweep or the profile allows at once."""
+        """Raise ``ConfigError`` if ``runs`` may cost more node-hours than the sweep or the profile allows at once, or
+        are more jobs than anybody submits by intention."""
+        jobs = sum(group.jobs for group in self.jobs(runs))
+        if jobs > MAX_JOBS:
+            raise ConfigError(
+                f"{len(runs):,} runs are {jobs:,} jobs, more than {MAX_JOBS:,}",
+                where=str(self.sweep.source.path),
+                hint="set pack or pack_minutes in [submit], split the sweep, or add --yes",
+            )
         cost = self.node_hours(runs)
         if self.budget is not None and cost > self.budget[0]:
             budget, owner = self.budget
@@ -357,12 +372,21 @@ class SweepPlan:
             )
 
 
+_POINTS_PER_MESSAGE = 25_000
+MAX_JOBS = 20_000
+"""The most jobs that one submit sends without --yes."""
+
+
 def make_plan(
-    sweep: Sweep, profile: ClusterProfile, tree: ClusterTree, refuse: Callable[[RunSpec], str | None] | None = None
+    sweep: Sweep,
+    profile: ClusterProfile,
+    tree: ClusterTree,
+    refuse: Callable[[RunSpec], str | None] | None = None,
+    notify: Notify = ignore_message,
 ) -> SweepPlan:
     """Expand and resolve ``sweep`` for ``profile`` and look up which of its runs have results.
 
-    ``refuse`` returns a further reason why a run is infeasible.
+    ``refuse`` returns a further reason why a run is infeasible. ``notify`` gets the progress of a large sweep.
 
     Raises ``ConfigErrors`` for unknown names, ``ConfigError`` if every point is infeasible, and ``SubmitError`` if the
     scheduler does not list the nodes that the sweep is for.
@@ -372,7 +396,10 @@ def make_plan(
     runs: dict[str, RunSpec] = {}
     dropped: list[InfeasiblePoint] = []
     known_limits: dict[str | None, PartitionLimits] = {}
-    for point in expand_sweep(sweep):
+    points = count_points(sweep)
+    for number, point in enumerate(expand_sweep(sweep)):
+        if number and number % _POINTS_PER_MESSAGE == 0:
+            notify(f"sweep {sweep.name}: {number:,} of {points:,} points expanded")
         if isinstance(point, ExcludedPoint):
             dropped.append(InfeasiblePoint(point.point, point.rule))
             continue
@@ -398,25 +425,6 @@ def make_plan(
         )
     models, datasets = custom_model_folder(sweep, profile), data_folder(None, profile.data_folder)
     return SweepPlan(sweep, profile, runs, dropped, tree, tree.summaries(runs), models, datasets)
-
-
-def with_each_node(sweep: Sweep, profile: ClusterProfile) -> Sweep:
-    """Return ``sweep`` with the names of the partition's nodes in the place of ``node = "each"``.
-
-    Raises ``ConfigError`` for several partitions, and for a scheduler that lists no nodes; ``SubmitError``, if it does
-    not answer.
-    """
-    if EACH_NODE not in sweep.values("node"):
-        return sweep
-    partitions = sweep.values("partition") or [profile.default_partition]
-    if len(partitions) > 1:
-        named = ", ".join(map(str, partitions))
-        where = sweep.where("node")
-        raise ConfigError(f'node = "each" is of one partition, not of {named}', where=where, hint="name the nodes")
-    nodes = scheduler_class(profile.scheduler.kind, profile.name)(profile).node_names(partitions[0])
-    steps: list[ParameterSettings] = [{("node",): name} for name in nodes]
-    each = [{("node",): EACH_NODE}]
-    return replace(sweep, axes=[replace(axis, steps=steps) if axis.steps == each else axis for axis in sweep.axes])
 
 
 def partition_limits(profile: ClusterProfile, partition: str | None) -> PartitionLimits:

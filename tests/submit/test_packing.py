@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,3 +82,15 @@ def test_a_plan_above_the_budget_is_refused_without_yes(
     assert not (fake_slurm / "calls").exists()
     assert not cluster_tree.sweep_path("small").exists()
     assert len(submit(plan, cluster_tree, RunSelection(over_budget=True)).run_ids) == 4
+
+
+def test_a_plan_of_very_many_jobs_is_refused_without_yes(
+    write_sweep: Callable[[str], Sweep], fake_slurm: Path, cluster_tree: ClusterTree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test = ClusterProfile.model_validate({"name": "test"})
+    monkeypatch.setattr("hpcbench.submit.plan.MAX_JOBS", 3)
+    with pytest.raises(ConfigError, match="4 runs are 4 jobs, more than 3") as caught:
+        submit(make_plan(write_sweep(SWEEP), test, cluster_tree), cluster_tree)
+    assert "--yes" in str(caught.value.hint)
+    packed = make_plan(write_sweep(SWEEP + "[submit]\npack = 2\n"), test, cluster_tree)
+    assert len(submit(packed, cluster_tree).run_ids) == 4

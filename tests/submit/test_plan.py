@@ -10,7 +10,7 @@ from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
 from hpcbench.config.profile_tables import PartitionConfig
 from hpcbench.config.run_spec import config_id
 from hpcbench.config.sweep_loader import Sweep
-from hpcbench.errors import ConfigError
+from hpcbench.errors import ConfigError, ConfigErrors
 from hpcbench.render.job_script import sbatch_directives
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import RunResult
@@ -133,3 +133,24 @@ def test_each_node_is_of_one_partition_and_of_a_scheduler_that_lists_nodes(
     pbs = slurm_profile.model_copy(update={"scheduler": slurm_profile.scheduler.model_copy(update={"kind": "pbs"})})
     with pytest.raises(ConfigError, match="is run by PBS"):
         make_plan(write_sweep(f'{BASE}batch_size = 8\n[grid]\nnode = "each"\n'), pbs, cluster_tree)
+
+
+def test_a_sweep_of_millions_of_points_is_refused_before_it_is_expanded(write_sweep: Write) -> None:
+    with pytest.raises(
+        ConfigErrors, match="3,000,000 points, at most 1,000,000: seed 3000 x batch_size 500 x repeats 2"
+    ):
+        write_sweep(
+            f"{BASE}[grid]\nseed = {list(range(3000))}\nbatch_size = {list(range(1, 501))}\n".replace(
+                'name = "s"', 'name = "s"\nrepeats = 2'
+            )
+        )
+
+
+def test_the_progress_of_a_large_sweep_is_announced(
+    write_sweep: Write, slurm_profile: ClusterProfile, cluster_tree: ClusterTree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpcbench.submit.plan._POINTS_PER_MESSAGE", 1000)
+    lines: list[str] = []
+    sweep = write_sweep(f"{BASE}batch_size = 8\n[grid]\nseed = {list(range(2500))}\n")
+    make_plan(sweep, slurm_profile, cluster_tree, None, lines.append)
+    assert lines == ["sweep s: 1,000 of 2,500 points expanded", "sweep s: 2,000 of 2,500 points expanded"]
