@@ -16,13 +16,13 @@ import polars as pl
 
 from hpcbench.predict.cluster_forecasts import ClusterForecasts
 from hpcbench.predict.prediction import NotPredicted, PredictionBasis
+from hpcbench.report.hypothesis_tests import pooled_spread
 from hpcbench.report.validation import (
     COUNTED_FAILURES,
     VALIDATION_COLUMNS,
     MeasuredConfiguration,
     excess_time,
     measured_configurations,
-    pooled_launch_noise,
     regret_of,
 )
 from hpcbench.results.schema import STATUS_OK
@@ -157,7 +157,7 @@ class PredictedBest(NamedTuple):
 
 def predicted_bests(cases: Sequence[ScoredCase], predictor: str) -> list[PredictedBest]:
     """Return the best and the chosen case of each group of two configurations or more of which any ran."""
-    bests, noise = [], pooled_launch_noise(case.measured for case in cases)
+    bests, noise = [], pooled_spread((case.measured.cluster, case.measured.launches_s) for case in cases)
     for group in _comparable_groups(cases):
         best, chosen = min(group, key=lambda case: case.measured.s_per_sample), _chosen_case(group, predictor)
         if len(group) < 2 or not best.measured.launches_s:

@@ -16,7 +16,8 @@ import bisect
 import functools
 import math
 import statistics
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -117,6 +118,23 @@ def estimate_log_ratio(base: Sequence[float], new: Sequence[float]) -> LogRatioE
         statistics.median(differences), differences[outside], differences[-1 - outside], welch,
         rank_sum_test(log_base, log_new),
     )  # fmt: skip
+
+
+def pooled_spread(samples: Iterable[tuple[str, Sequence[float]]]) -> dict[str, tuple[float, int]]:
+    """Return by group the standard deviation of a logarithm, pooled over the samples, and its degrees of freedom.
+
+    Two or three launches of one configuration do not determine a spread of their own.
+
+    Args:
+        samples: the name of the group, such as a cluster, and positive values; a sample of one value adds nothing.
+    """
+    squares: dict[str, float] = defaultdict(float)
+    freedom: dict[str, int] = defaultdict(int)
+    for group, values in samples:
+        if len(values) > 1:
+            freedom[group] += len(values) - 1
+            squares[group] += statistics.variance(map(math.log, values)) * (len(values) - 1)
+    return {group: (math.sqrt(squares[group] / freedom[group]), freedom[group]) for group in freedom}
 
 
 def welch_test(base: Sequence[float], new: Sequence[float]) -> tuple[float, float, float, PValues]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from hpcbench.config.run_spec import run_label
 from hpcbench.errors import ConfigError
 from hpcbench.fileio import printable_excerpt
 from hpcbench.report.configurations import ok_results, run_spec_of
+from hpcbench.report.hypothesis_tests import pooled_spread
 from hpcbench.report.table_model import short_name
 from hpcbench.units import pluralize
 
@@ -29,12 +29,12 @@ _CONFIDENCE = 0.999
 
 
 class _Launches(NamedTuple):
-    """The launches of a configuration on one cluster: the logarithms of the metric."""
+    """The metric of the launches of a configuration on one cluster."""
 
     label: str
     cluster: str
     config_id: str
-    logs: list[float]
+    values: list[float]
 
 
 def bands_toml(frame: pl.DataFrame, column: str, *, larger_is_better: bool) -> str:
@@ -54,14 +54,14 @@ def bands_toml(frame: pl.DataFrame, column: str, *, larger_is_better: bool) -> s
         ConfigError: no configuration has ``MIN_BAND_LAUNCHES`` launches.
     """
     groups = list(_launches_of(frame, column))
-    several = [group for group in groups if len(group.logs) >= MIN_BAND_LAUNCHES]
+    several = [group for group in groups if len(group.values) >= MIN_BAND_LAUNCHES]
     if not several:
-        most = max((len(group.logs) for group in groups), default=0)
+        most = max((len(group.values) for group in groups), default=0)
         raise ConfigError(
             f"no configuration has {MIN_BAND_LAUNCHES} launches with {short_name(column)}, the most is {most}",
             hint="repeats = 5 in a sweep makes five launches of each configuration",
         )
-    pooled = _pooled_spread(several)
+    pooled = pooled_spread((group.cluster, group.values) for group in several)
     bands = [_band(group, column, *pooled[group.cluster], larger_is_better) for group in several]
     few = len(groups) - len(several)
     head = "# The normal range here: hpcbench compare SOURCE --bands THIS_FILE\n"
@@ -74,21 +74,12 @@ def _launches_of(frame: pl.DataFrame, column: str) -> Iterator[_Launches]:
     measured = ok_results(frame).filter(pl.col(column) > 0)
     for (cluster, config_id), rows in measured.group_by("cluster", "config_id", maintain_order=True):
         label = run_label(msgspec.structs.replace(run_spec_of(rows.row(0, named=True)), repeat=0))
-        yield _Launches(label, str(cluster), str(config_id), [math.log(value) for value in rows[column]])
-
-
-def _pooled_spread(groups: list[_Launches]) -> dict[str, tuple[float, int]]:
-    """Return for each cluster the standard deviation of a logarithm, and its degrees of freedom."""
-    squares: dict[str, float] = defaultdict(float)
-    freedom: dict[str, int] = defaultdict(int)
-    for group in groups:
-        freedom[group.cluster] += len(group.logs) - 1
-        squares[group.cluster] += statistics.variance(group.logs) * (len(group.logs) - 1)
-    return {cluster: (math.sqrt(squares[cluster] / freedom[cluster]), freedom[cluster]) for cluster in freedom}
+        yield _Launches(label, str(cluster), str(config_id), rows[column].to_list())
 
 
 def _band(group: _Launches, column: str, pooled: float, freedom: int, larger_is_better: bool) -> str:
-    count, own = len(group.logs), statistics.stdev(group.logs)
+    count, logs = len(group.values), [math.log(value) for value in group.values]
+    own = statistics.stdev(logs)
     spread, degrees = (own, count - 1) if own > 2 * pooled else (pooled, freedom)
     limit = float(scipy.stats.t.ppf(_CONFIDENCE, degrees)) * spread * math.sqrt(1 + 1 / count)
     if larger_is_better:
@@ -99,5 +90,5 @@ def _band(group: _Launches, column: str, pooled: float, freedom: int, larger_is_
     return "\n".join([
         f"# {printable_excerpt(group.label)}: {pluralize(count, 'launch', 'launches')}", "[[band]]",
         f"where = {json.dumps(where, ensure_ascii=False)}", f"metric = {json.dumps(short_name(column))}",
-        f"value = {math.exp(statistics.mean(group.logs)):.6g}", bound, "",
+        f"value = {statistics.geometric_mean(group.values):.6g}", bound, "",
     ])  # fmt: skip

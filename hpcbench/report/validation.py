@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, log, sqrt
 from operator import attrgetter, itemgetter
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,6 +18,7 @@ from hpcbench.predict.cluster_forecasts import ClusterForecasts
 from hpcbench.predict.machine import Machine
 from hpcbench.predict.prediction import NotPredicted, Prediction, count_bases
 from hpcbench.report.configurations import SPEC_COLUMNS, STEP_TIME, run_spec_of
+from hpcbench.report.hypothesis_tests import pooled_spread
 from hpcbench.report.prediction_view import basis_text
 from hpcbench.report.results_table import split_parameters
 from hpcbench.report.table_files import view_json
@@ -193,31 +194,19 @@ def measured_configurations(frame: pl.DataFrame) -> list[MeasuredConfiguration]:
     ]  # fmt: skip
 
 
-def pooled_launch_noise(measured: Iterable[MeasuredConfiguration]) -> dict[str, float]:
-    """Return by cluster the standard deviation of a launch's logarithm, pooled over configurations with several.
-
-    Two or three launches of one configuration do not determine its own spread.
-    """
-    squares: dict[str, float] = defaultdict(float)
-    freedom: Counter[str] = Counter()
-    for one in measured:
-        if len(one.launches_s) > 1:
-            degrees = len(one.launches_s) - 1
-            squares[one.cluster] += stdev(map(log, one.launches_s)) ** 2 * degrees
-            freedom[one.cluster] += degrees
-    return {cluster: sqrt(total / freedom[cluster]) for cluster, total in squares.items()}
-
-
 def excess_time(chosen: MeasuredConfiguration, best: MeasuredConfiguration) -> float | None:
     """Relative difference between their times per sample; ``None`` where the chosen one did not run."""
     return chosen.s_per_sample / best.s_per_sample - 1 if chosen.launches_s else None
 
 
-def regret_of(chosen: MeasuredConfiguration, best: MeasuredConfiguration, noise: Mapping[str, float]) -> float | None:
-    """Return ``excess_time``, or 0 where it is not significant at 95 %, given the ``pooled_launch_noise``."""
-    excess, spread = excess_time(chosen, best), noise.get(best.cluster)
-    if excess is None or spread is None:
+def regret_of(
+    chosen: MeasuredConfiguration, best: MeasuredConfiguration, noise: Mapping[str, tuple[float, int]]
+) -> float | None:
+    """Return ``excess_time``, or 0 where the ``pooled_spread`` of a launch by cluster makes it insignificant at 95 %."""
+    excess = excess_time(chosen, best)
+    if excess is None or best.cluster not in noise:
         return excess
+    spread, _ = noise[best.cluster]
     limit = _NORMAL_95 * spread * sqrt(1 / len(chosen.launches_s) + 1 / len(best.launches_s))
     return 0.0 if log(1 + excess) <= limit else excess
 
@@ -270,7 +259,7 @@ def compare_groups(cases: Sequence[ValidationCase]) -> list[GroupChoice]:
     groups: dict[Hashable, list[ValidationCase]] = defaultdict(list)
     for case in cases:
         groups[case.measured.group].append(case)
-    noise, choices = pooled_launch_noise(case.measured for case in cases), []
+    noise, choices = pooled_spread((case.measured.cluster, case.measured.launches_s) for case in cases), []
     for group in groups.values():
         feasible = [case for case in group if case.predicted_s_per_sample < inf]
         ranked = [case for case in feasible if case.measured.launches_s]

@@ -11,6 +11,7 @@ from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.predict.forecast import Forecast
 from hpcbench.predict.prediction import NotPredicted, Prediction
+from hpcbench.report.hypothesis_tests import pooled_spread
 from hpcbench.report.validation import (
     MeasuredConfiguration,
     ValidationCase,
@@ -19,7 +20,6 @@ from hpcbench.report.validation import (
     compare_groups,
     errors_view,
     measured_configurations,
-    pooled_launch_noise,
 )
 from tests.report.planted import frame_of, launch
 
@@ -143,7 +143,8 @@ def test_launches_that_overlap_are_equal(case: Cases) -> None:
         case("fsdp", noise, 1.0), case("ddp", tuple(near * value for value in noise), 1.0),
         case("fsdp", noise, 1.0, model="vgg11"), case("ddp", tuple(far * value for value in noise), 1.0, model="vgg11"),
     ]  # fmt: skip
-    assert pooled_launch_noise(one.measured for one in cases) == {"c": pytest.approx(0.03, abs=1e-4)}
+    spread = pooled_spread((one.measured.cluster, one.measured.launches_s) for one in cases)
+    assert spread == {"c": (pytest.approx(0.03, abs=1e-4), 4)}
     assert [one.constant_regret for one in compare_groups(cases)] == [0.0, pytest.approx(0.2)]
     # With one launch each no spread is known: every difference counts.
     (alone,) = compare_groups([case("fsdp", (1.0,), 1.0), case("ddp", (1.001,), 1.0)])
