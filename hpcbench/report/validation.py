@@ -202,7 +202,7 @@ def excess_time(chosen: MeasuredConfiguration, best: MeasuredConfiguration) -> f
 def regret_of(
     chosen: MeasuredConfiguration, best: MeasuredConfiguration, noise: Mapping[str, tuple[float, int]]
 ) -> float | None:
-    """Return ``excess_time``, or 0 where the ``pooled_spread`` of a launch by cluster makes it insignificant at 95 %."""
+    """Return ``excess_time``, or 0 where it is below 1.96 standard errors by the ``pooled_spread`` of the launches."""
     excess = excess_time(chosen, best)
     if excess is None or best.cluster not in noise:
         return excess

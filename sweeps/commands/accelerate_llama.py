@@ -42,6 +42,8 @@ def main():
             metrics.write(json.dumps({"step_time": now - began, "loss": value}) + "\n")
             began = now
     accelerator.print("training completed")
+    # The model goes before its group, or gloo may wait for ever: pytorch/pytorch#190489
+    model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
     accelerator.end_training()
 
 

@@ -42,6 +42,7 @@ def main():
         elapsed = time.perf_counter() - began
         if dist.get_rank() == 0:
             print(f"step {step} loss {loss.item():.4f} elapsed {elapsed:.6f}", flush=True)
+    del model  # before its group, or gloo may wait for ever: pytorch/pytorch#190489
     dist.destroy_process_group()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.environments import EnvironmentMissing, make_trainer_environment
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
@@ -39,6 +42,7 @@ for step in range(4):
         time.sleep(3600)
 dist.barrier()
 print("training completed")
+del model, optimizer
 dist.destroy_process_group()
 """
 SWEEP = """\
@@ -106,3 +110,30 @@ def test_a_program_that_dies_or_hangs_leaves_its_reason(
     assert message in result["error"]["message"]
     left = subprocess.run(["pgrep", "-f", str(tmp_path / "train.py")], capture_output=True, text=True, check=False)
     assert left.stdout == ""
+
+
+@pytest.mark.timeout(1200)  # six runs, each of which imports transformers at 0.4 cores
+def test_accelerate_trains_on_two_nodes_from_the_sweep_to_the_report(
+    hpcbench: Command, results: Results, tmp_path: Path
+) -> None:
+    """Two parameters of three launches each, with a Llama of transformers; the series are what the program prints."""
+    try:
+        python = make_trainer_environment("accelerate", ["accelerate==1.15.0", "transformers==5.24.0"])
+    except EnvironmentMissing as reason:
+        pytest.fail(str(reason))
+    changes = [f"parameters.python={python}", "grid.layers=2,4", "nodes=2", "grid.tasks_per_node=1"]
+    words = [word for change in changes for word in ("--set", change)]
+    done = hpcbench("run", "accelerate", "--cluster", "slurmbox", *words)
+    assert done.returncode == 0, done.stderr + done.stdout
+    measured = results()
+    assert sorted(result["spec"]["parameters"]["layers"] for result in measured) == [2, 2, 2, 4, 4, 4]
+    for result in measured:
+        assert len({rank["host"] for rank in result["ranks"]}) == 2
+        # The first process of each node prints; the log of rank 0 comes first.
+        printed = re.findall(r"step \d+: loss [0-9.]+, ([0-9.]+) s", hpcbench("logs", result["run_id"]).stdout)
+        assert [round(step_s, 4) for step_s in result["step_times_s"]] == [float(text) for text in printed[3:20]]
+    page = tmp_path / "report.html"
+    report = hpcbench("report", "accelerate", "--out", str(page))
+    assert report.returncode == 0, report.stderr
+    assert "parameters.layers" in page.read_text()
+    assert "own.loss" in hpcbench("table", "accelerate", "--json").stdout
