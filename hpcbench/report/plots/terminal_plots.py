@@ -263,4 +263,4 @@ def print_plot(plot: Plot, console: Console) -> None:
         entries = [shown(text, colour if _rgb(colour) else "") for text, colour in key]
         console.print("", Columns(entries, padding=(0, 3)), "")
     for note in plot.notes:
-        console.print(shown(note, "dim"))
+        console.print(shown(note))
