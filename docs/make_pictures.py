@@ -17,6 +17,7 @@ from rich.console import Console
 
 from hpcbench.paths import results_folder
 from hpcbench.report.configurations import rows_from_frame
+from hpcbench.report.plots.plotting import PlotOptions, draw_plot, plot_results, save_plot
 from hpcbench.report.results_table import results_text_view
 from hpcbench.report.table_output import PrintedView
 from hpcbench.results.frame import collected_frame
@@ -55,7 +56,6 @@ def plots() -> None:
     from hpcbench.report.configurations import filter_launches
     from hpcbench.report.load_results import full_results, load_frame
     from hpcbench.report.plots.plot_model import PlotRequest
-    from hpcbench.report.plots.plotting import draw_plot, save_plot
     from hpcbench.report.plots.terminal_plots import print_plot
 
     with tempfile.TemporaryDirectory() as folder:
@@ -92,7 +92,7 @@ def recorder() -> Console:
 
 
 def quickstart() -> None:
-    """``docs/pictures/quickstart.svg``."""
+    """``docs/pictures/quickstart.svg`` and ``quickstart-throughput.svg``."""
     tree = ResultsTree(results_folder())
     ((cluster, record),) = select_sweeps(tree, ["quickstart"], "local")
     rows = rows_from_frame(collected_frame(collect_results(tree.cluster(cluster), record.run_ids)))
@@ -100,6 +100,8 @@ def quickstart() -> None:
     console.print(PrintedView(results_text_view(rows, "quickstart on local")))
     PICTURES.mkdir(exist_ok=True)
     write_terminal(console, "quickstart", "make quickstart")
+    drawn = plot_results("throughput", tree, ["quickstart"], ["local"], PlotOptions())
+    save_plot(drawn, PICTURES / "quickstart-throughput.svg")
 
 
 if __name__ == "__main__":

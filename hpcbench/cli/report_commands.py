@@ -35,6 +35,7 @@ from hpcbench.report.load_results import full_results, load_frame
 from hpcbench.report.plots.plot_model import Plot
 from hpcbench.report.plots.plotting import (
     PLOTS,
+    PlotOptions,
     can_draw_files,
     check_plot_suffix,
     plot_kind,
@@ -131,6 +132,12 @@ def report_findings(
     shell_complete=complete_columns,
     help="Parameters that get their own line, comma-separated (default: strategy).",
 )
+@click.option(
+    "--x",
+    metavar="PARAMETER",
+    shell_complete=complete_columns,
+    help="Parameter on the x axis of plots over devices, such as batch_size; words become bars. (default: devices)",
+)
 @click.option("--predict", is_flag=True, help="Add predictions: lines in scaling, points in predicted.")
 @click.option(
     "--metric", metavar="M", shell_complete=complete_columns, help="Metric of history. (default: step_time_s)"
@@ -144,6 +151,7 @@ def draw_plot(
     cluster_name: str | None,
     where: str | None,
     by: str | None,
+    x: str | None,
     predict: bool,
     metric: str | None,
     out: Path | None,
@@ -168,7 +176,7 @@ def draw_plot(
         hint = f"choices: {', '.join(_PLOTS_WITH_PREDICTIONS)}"
         raise ConfigError(f"--predict: the plot {kind} shows no predictions", hint=hint)
     clusters = [cluster_name] if cluster_name else None
-    drawn = plot_results(kind, results, sources, clusters, where=where, by=by, predict=predict, metric=metric)
+    drawn = plot_results(kind, results, sources, clusters, PlotOptions(where, by, x, predict, metric))
     if as_json:
         print_json({"plots": [_plot_json(drawn)]})
     if out is not None:

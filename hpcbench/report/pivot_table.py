@@ -189,7 +189,7 @@ def pivot_view(
     statuses = _with_key_columns(ended_badly, request.keys).select([*request.keys, "status"])
     failed = {row[:-1]: row[-1] for row in statuses.unique(request.keys, maintain_order=True).iter_rows()}
     shown = [cell for cell in cells if any(cell.row[name] is not None for name in request.metrics)]
-    footnotes = WarningFootnotes(shown, "cell")
+    footnotes = WarningFootnotes(shown, "cell", shared=True)
     view = (_pivoted_view if request.pivot else _flat_view)(cells, request, failed, footnotes)
     view.title = printable_text(title)
     view.notes = [*_unequal_rows_notes(frame, request), *_pivot_notes(rows, request)]
@@ -263,7 +263,7 @@ def _key_columns(request: TableRequest) -> list[Column]:
 def _flat_view(cells: list[_Cell], request: TableRequest, failed: dict[_Key, str], footnotes: WarningFootnotes) -> View:
     """One row per key; ``-`` and the status where all runs failed."""
     columns = [*_key_columns(request), *(Column(name, column_heading(name)) for name in request.metrics)]
-    view = View("", [*columns, Column("launches", "launches", optional=True)], [], [])
+    view = View("", [*columns, Column("launches", "launches", optional=1)], [], [])
     by_key = {tuple(cell.row[name] for name in request.by): cell for cell in cells}
     for key in _sorted_keys([*by_key, *failed]):
         cell, (first, *others) = by_key.get(key), request.metrics

@@ -106,15 +106,15 @@ def plan_renderables(plan: SweepPlan, plan_forecast: PlanForecast | None = None)
     _, shared = split_parameters(list(plan.runs.values()))
     parts: list[RenderableType] = [
         Text(printable_text(headline), style="bold"),
-        Text(printable_text(f"all runs: {shared}"), style="dim"),
+        Text(printable_text(f"all runs: {shared}")),
         *(Text(printable_text(note)) for note in _plan_notes(plan, groups)),
-        *(Text(printable_text(warning), style="yellow") for warning in plan.node_warnings()),
+        *(Text(printable_text(warning)) for warning in plan.node_warnings()),
     ]
     if plan_forecast is not None and missing:
-        parts += [Text(printable_text(line), style="yellow") for line in plan_forecast.warnings(missing)]
+        parts += [Text(printable_text(line)) for line in plan_forecast.warnings(missing)]
     if missing:
         parts.append(PrintedView(_arrays_view(plan, groups, plan_forecast)))
-    parts += [Text(printable_text(line), style="dim") for line in _schedule_lines(plan)]
+    parts += [Text(printable_text(line)) for line in _schedule_lines(plan)]
     if plan.dropped:
         reasons = Counter(point.reason for point in plan.dropped)
         columns = [Column("dropped", "infeasible", reasons.get), text_column("because", str, wraps=True)]

@@ -61,7 +61,7 @@ _NEVER_COLUMNS = {
 def results_text_view(rows: list[ResultRow], title: str) -> View:
     """The table for readers: differing parameters, formatted metrics, and the reasons of failures below."""
     varying, shared = split_parameters([row.spec for row in rows if row.spec is not None])
-    footnotes = WarningFootnotes(rows)
+    footnotes = WarningFootnotes(rows, shared=True)
     identity = identity_columns(rows, varying)
     # The rows; those without figures that would look the same (launches of a configuration) are together.
     groups: dict[Any, list[ResultRow]] = {}
@@ -71,9 +71,14 @@ def results_text_view(rows: list[ResultRow], title: str) -> View:
         groups.setdefault(row.run_ids[0] if is_single else repr(looks), []).append(row)
     equal = list(groups.values())
     counts = {members[0].run_ids[0]: f" ({len(members)})" for members in equal if len(members) > 1}
-    status = text_column("status", lambda row: f"{row.status}{counts.get(row.run_ids[0], '')}{footnotes.marks(row)}")
+
+    def status_text(row: ResultRow) -> str:
+        return f"{row.status}{counts.get(row.run_ids[0], '')}{footnotes.marks(row)}"
+
+    all_ok = all(status_text(row) == STATUS_OK for row in rows)
+    status = text_column("status", status_text, optional=3 if all_ok else 0)
     columns = [*identity, *_metric_columns(rows), status]
-    notes = [*([f"all runs: {shared}"] if shared else []), *_table_notes(rows)]
+    notes = _joined([*([f"all runs: {shared}"] if shared else []), *_table_notes(rows)])
     shown = [members[0] for members in equal]
     return View.from_rows(title, columns, shown, notes, [*_failure_notes(rows), *footnotes.footnotes()])
 
@@ -202,32 +207,33 @@ def parameter_text(value: Any) -> str:
 
 def _metric_columns(rows: list[ResultRow]) -> list[Column]:
     """Step time, throughput, speed-up, MFU, memory, loss and verification, as far as any row has them."""
-    spread = "[95 %]" if all(row.launches < 2 for row in rows) else "[range]"
-    columns = [
-        text_column(f"step ms {spread}", _step_time_cell),
-    ]
+    columns = [text_column(f"step ms {_spread_heading(rows)}", _step_time_cell)]
     is_training = any(row.spec is None or row.spec.model for row in rows)
     if is_training or any(row.samples_per_s for row in rows):
-        columns.append(_figure_column("samples/s", "samples_per_s", format_rate, "samples\n/s"))
+        columns.append(_figure_column("samples/s", "samples_per_s", format_rate, "samples\nper s"))
     if any(row.tokens_per_s for row in rows):
-        columns.append(_figure_column("tokens/s", "tokens_per_s", format_rate, "tokens\n/s"))
+        columns.append(_figure_column("tokens/s", "tokens_per_s", format_rate, "tokens\nper s"))
         columns.append(_figure_column("/device", "tokens_per_s_per_device", format_rate))
     if any(row.speedup for row in rows):
-        columns.append(_figure_column("speed-up", "speedup", "{:.2f}".format, "speed\n-up"))
-        columns.append(_figure_column("eff.", "efficiency", "{:.0%}".format))
+        columns.append(_figure_column("speed-up", "speedup", "{:.2f}".format, "speed-\nup"))
+        columns.append(_figure_column("eff.", "efficiency", "{:.0%}".format, optional=4))
     if any(row.mfu is not None for row in rows):
         columns.append(text_column("MFU", lambda row: f"{row.mfu:.1%}" if row.mfu is not None else ""))
     if _has_recomputation(rows):
         columns.append(text_column("HFU", lambda row: f"{row.hfu:.1%}" if row.hfu is not None else ""))
     columns += [text_column(name, _own_metric_cell(name)) for name in _own_metrics(rows)]
-    columns.append(_figure_column("memory", "peak_memory_bytes", format_bytes))
+    columns.append(_figure_column("memory", "peak_memory_bytes", format_bytes, optional=2))
     if is_training:
-        columns.append(text_column("loss", _loss_cell))
+        columns.append(text_column("loss", _loss_cell, optional=5))
     columns = [replace(column, is_number=True) for column in columns]
     if any(row.verified is not None for row in rows):
         verified = {None: "", True: "yes", False: "no"}
-        columns.append(text_column("verified", lambda row: verified[row.verified], compact_heading="veri-\nfied"))
+        columns.append(text_column("verified", lambda row: verified[row.verified]))
     return columns
+
+
+def _spread_heading(rows: list[ResultRow]) -> str:
+    return "[95 %]" if all(row.launches < 2 for row in rows) else "[range]"
 
 
 def _own_metrics(rows: Iterable[ResultRow]) -> list[str]:
@@ -245,10 +251,14 @@ def _own_metric_cell(name: str) -> Callable[[ResultRow], str]:
     )
 
 
-def _figure_column(heading: str, field_name: str, form: Callable[[float], str], compact_heading: str = "") -> Column:
+def _figure_column(
+    heading: str, field_name: str, form: Callable[[float], str], compact_heading: str = "", optional: int = 0
+) -> Column:
     """A column of a field; empty where it is absent or 0."""
     read = attrgetter(field_name)
-    return text_column(heading, lambda row: form(read(row)) if read(row) else "", compact_heading=compact_heading)
+    return text_column(
+        heading, lambda row: form(read(row)) if read(row) else "", compact_heading=compact_heading, optional=optional
+    )
 
 
 def _has_recomputation(rows: list[ResultRow]) -> bool:
@@ -278,14 +288,16 @@ def _loss_cell(row: ResultRow) -> str:
 def _table_notes(rows: list[ResultRow]) -> list[str]:
     notes = []
     launches = sorted({row.launches for row in rows if row.step_time_s is not None})
-    spreads = ["95 % block bootstrap of the median over the steps of one launch"] if 1 in launches[:1] else []
+    spreads = (
+        ["95 % of one launch's median" if len(launches) > 1 else "of one launch's median"] if 1 in launches else []
+    )
     if launches and launches[-1] > 1:
-        spreads.append(f"min and max of the medians of {count_span(launches)} launches")
+        spreads.append(f"min and max of {count_span(launches)} launches")
     if spreads:
-        notes.append(f"spread: {'; '.join(spreads)}")
+        notes.append(f"{_spread_heading(rows)}: {'; '.join(spreads)}")
     if any(row.speedup for row in rows):
         equal = "batch per replica" if any(row.spec and row.spec.model for row in rows) else "parameters"
-        notes.append(f"speed-up: samples/s over one rank's with the same {equal}; eff.: speed-up per device")
+        notes.append(f"speed-up: over one rank with the same {equal}; eff.: per device")
     if any(row.mfu is not None for row in rows):
         notes.append("MFU: the model's own FLOPs (no recomputation) over the devices' peak in the run's precision")
     if _has_recomputation(rows):
@@ -295,6 +307,20 @@ def _table_notes(rows: list[ResultRow]) -> list[str]:
     if any(row.verified is not None for row in rows):
         notes.append("verified: a launch of this row with verify = true trained as one process does")
     return notes
+
+
+_NOTE_WIDTH = 80
+
+
+def _joined(notes: Sequence[str]) -> list[str]:
+    """``notes`` with those on one line that fit together."""
+    lines: list[str] = []
+    for note in notes:
+        if lines and len(lines[-1]) + len(note) + 2 <= _NOTE_WIDTH:
+            lines[-1] += f"; {note}"
+        else:
+            lines.append(note)
+    return lines
 
 
 _MAX_NAMED_FAILURES = 5

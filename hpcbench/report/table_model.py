@@ -34,7 +34,8 @@ class Column:
         text: the cell of a row; without it ``format_value(name, value(row))``.
         is_key: identifies the row and is repeated in each block of a folded table.
         is_number: aligned to the right.
-        optional: left out on terminals where it does not fit.
+        optional: left out on terminals where it does not fit; of several the one with the largest number goes first.
+            In blocks below each other only those with 1 are left out.
         folds: its cells may be broken into lines on narrow terminals.
         wraps: a text of any length that takes the rest of the line and wraps; counts as 12 characters.
         compact_heading: heading with line breaks for narrow terminals.
@@ -47,7 +48,7 @@ class Column:
     text: Callable[[Any], str] | None = None
     is_key: bool = False
     is_number: bool = True
-    optional: bool = False
+    optional: int = 0
     folds: bool = False
     wraps: bool = False
     compact_heading: str = ""
@@ -215,20 +216,28 @@ _MAX_LETTERS_PER_ROW = 3
 class WarningFootnotes:
     """The kinds of ``warnings`` of ``rows``: up to 26 have a letter each, the others share ``+``.
 
-    ``noun`` names one of ``rows`` in the counts of footnotes.
+    ``noun`` names one of ``rows`` in the counts of footnotes. With ``shared``, a kind of all rows has no letter, and
+    the letter of a kind of most rows marks those without it.
     """
 
-    def __init__(self, rows: Sequence[Any], noun: str = "row") -> None:
+    def __init__(self, rows: Sequence[Any], noun: str = "row", *, shared: bool = False) -> None:
         self._noun = noun
+        self._rows = len(rows) if shared else 0
         self._texts = {pattern: [text for _, text in having] for pattern, having in group_warnings(rows).items()}
         self._letters = dict(zip(self._texts, ascii_lowercase, strict=False))
         self._is_cut = any(len({message_pattern(text) for text in row.warnings}) > _MAX_LETTERS_PER_ROW for row in rows)
 
     def marks(self, row: Any) -> str:
         """``*a,c`` behind a row's status, ``+`` for more than three; an empty text without warnings."""
-        letters = sorted({self._letters.get(message_pattern(text), "+") for text in row.warnings})
+        patterns = {message_pattern(text) for text in row.warnings}
+        patterns ^= {pattern for pattern in self._texts if self._is_common(pattern)}
+        letters = sorted({self._letters.get(pattern, "+") for pattern in patterns})
         shown = [letter for letter in letters if letter != "+"][:_MAX_LETTERS_PER_ROW]
         return "*" + ",".join([*shown, "+"] if len(shown) < len(letters) else shown) if letters else ""
+
+    def _is_common(self, pattern: str) -> bool:
+        """Whether all rows, or more than two thirds of them, have a kind."""
+        return self._rows > 1 and pattern in self._letters and len(self._texts[pattern]) * 3 > self._rows * 2
 
     def kinds(self) -> list[tuple[str, list[str]]]:
         """Return for every kind its letter (``+`` after 26 kinds) and the first text of each row that has it."""
@@ -239,7 +248,13 @@ class WarningFootnotes:
         notes = []
         for letter, texts in self.kinds()[: len(self._letters)]:
             count = f"{len(texts)} {self._noun}s" if len(set(texts)) == 1 else f"first of {len(texts)} similar warnings"
-            notes.append(f"*{letter}: {printable_excerpt(texts[0])}{f' ({count})' if len(texts) > 1 else ''}")
+            text = printable_excerpt(texts[0])
+            if not self._is_common(message_pattern(texts[0])):
+                notes.append(f"*{letter}: {text}{f' ({count})' if len(texts) > 1 else ''}")
+                continue
+            similar = "" if len(set(texts)) == 1 else f" ({count})"
+            rows = f"all {len(texts)} {self._noun}s" if len(texts) == self._rows else f"all {self._noun}s but *{letter}"
+            notes.append(f"{rows}: {text}{similar}")
         beyond = len(self._texts) - len(self._letters)
         if beyond > 0:
             notes.append(f"*+: {beyond} more kinds of warnings: see `hpcbench collect`")

@@ -9,6 +9,7 @@ from typing import Literal
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -16,11 +17,13 @@ from hpcbench.fileio import printable_excerpt
 from hpcbench.report.table_model import Column, View
 
 STATUS_STYLE = {
-    "ok": "green", "lost": "red", "failed": "red", "timeout": "yellow", "cancelled": "yellow", "oom": "magenta",
+    "ok": "green", "lost": "red", "failed": "red", "timeout": "magenta", "cancelled": "magenta", "oom": "magenta",
 }  # fmt: skip
-"""Colours of states; others have none."""
+"""Colours of states that a white and a black terminal show; others have none."""
 _MAX_KEY_WIDTH = 24
 """Longer keys are folded within their column."""
+_MAX_RECORD_WIDTH, _MAX_NARROW_BLOCKS = 60, 2
+"""On a narrower terminal a table of more blocks becomes a record for each row."""
 _MIN_FOLDED_WIDTH = 12
 """A column whose cells may be folded keeps so many characters."""
 
@@ -28,14 +31,33 @@ _MIN_FOLDED_WIDTH = 12
 def render_view(view: View, width: int) -> RenderableType:
     """Return ``view`` for a terminal of ``width`` columns.
 
-    One table where it fits, with narrow headings and gaps where it fits only so; else blocks of columns below each
-    other, each with the key columns.
+    One table where it fits, with narrow headings and gaps or without optional columns where it fits only so; else
+    blocks of columns below each other, each with the key columns; on narrow terminals a record for each row.
     """
-    headline = [Text(printable_excerpt(view.title), style="bold"), Text("")] if view.title else []
-    tables = [part for table in _fitted_tables(view, width) for part in (table, Text(""))] if view.raw else []
-    notes = [Text(printable_excerpt(note), style="dim") for note in view.notes]
-    warnings = [Text(printable_excerpt(text), style="yellow") for text in view.warnings]
-    return Group(*headline, *tables, *notes, *warnings)
+    fitted, left_out = _fitted_tables(view, width) if view.raw else ([], [])
+    title = Text(printable_excerpt(view.title), style="bold")
+    if left_out:
+        title.append(f"  (not shown at this width: {', '.join(left_out)})", style="not bold")
+    headline = [title, Text("")] if view.title else []
+    tables = [part for table in fitted for part in (table, Text(""))]
+    texts = [Text(printable_excerpt(text)) for text in (*view.notes, *view.warnings)]
+    return Stripped(Group(*headline, *tables, *texts))
+
+
+@dataclass(frozen=True)
+class Stripped:
+    """A renderable without blanks at the ends of its lines."""
+
+    renderable: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in console.render_lines(self.renderable, options, pad=False):
+            while line and not line[-1].text.strip():
+                line.pop()
+            yield from line[:-1]
+            if line:
+                yield line[-1]._replace(text=line[-1].text.rstrip())
+            yield Segment.line()
 
 
 @dataclass(frozen=True)
@@ -48,18 +70,39 @@ class PrintedView:
         yield render_view(self.view, options.max_width)
 
 
-def _fitted_tables(view: View, width: int) -> list[Table]:
+def _fitted_tables(view: View, width: int) -> tuple[list[RenderableType], list[str]]:
+    """The parts of a table, and the headings of its columns that are in none."""
     every = range(len(view.columns))
     # Each cell is measured once: a table of many runs takes its time here.
     widest = [max((_text_width(row[number]) for row in view.cells), default=0) for number in every]
     widths = [_column_width(view.columns[number], widest[number]) + 2 for number in every]
     if sum(widths) <= width:
-        return [_rich_table(view, every)]
+        return [_rich_table(view, every)], []
     compact_widths = [_compact_width(view.columns[number], widest[number]) for number in every]
-    is_narrowable = any(column.folds or column.compact_heading for column in view.columns)
-    if is_narrowable and sum(compact_widths) + len(compact_widths) - 1 <= width:
-        return [_rich_table(view, every, compact_widths)]
-    return [_rich_table(view, block) for block in _fold_columns(view, widths, width)]
+    kept = list(every)
+    optional = sorted((number for number in every if view.columns[number].optional),
+                      key=lambda number: view.columns[number].optional)  # fmt: skip
+    is_narrowable = bool(optional) or any(column.folds or column.compact_heading for column in view.columns)
+    while is_narrowable:
+        if sum(compact_widths[number] for number in kept) + len(kept) - 1 <= width:
+            left_out = [view.columns[number].heading for number in every if number not in kept]
+            return [_rich_table(view, kept, compact_widths)], left_out
+        if not optional:
+            break
+        kept.remove(optional.pop())
+    blocks = _fold_columns(view, widths, width)
+    if width < _MAX_RECORD_WIDTH and len(blocks) > _MAX_NARROW_BLOCKS:
+        return [_record(view, row) for row in view.cells], []
+    return [_rich_table(view, block) for block in blocks], []
+
+
+def _record(view: View, row: Sequence[str]) -> Text:
+    """The cells of one row that are not empty, each on a line with its heading."""
+    lines = [
+        (f"{printable_excerpt(column.heading)}: " if column.heading else "", _rich_cell(column, cell))
+        for column, cell in zip(view.columns, row, strict=True) if cell
+    ]  # fmt: skip
+    return Text("\n").join(Text(heading).append_text(cell) for heading, cell in lines)
 
 
 def _fold_columns(view: View, widths: Sequence[int], width: int) -> list[list[int]]:
@@ -72,7 +115,7 @@ def _fold_columns(view: View, widths: Sequence[int], width: int) -> list[list[in
         if column.is_key:
             continue
         if not blocks or widths[number] > free:
-            if blocks and column.optional:
+            if blocks and column.optional == 1:
                 continue
             blocks.append([*keys])
             free = room

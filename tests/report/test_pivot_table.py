@@ -239,7 +239,7 @@ def test_a_missing_baseline_is_noted() -> None:
 
 
 def test_a_narrow_table_drops_optional_columns() -> None:
-    wide, narrow = (text(ask(layout="paradl", where="nodes == 4"), width).splitlines()[2] for width in (95, 80))
+    wide, narrow = (text(ask(layout="paradl", where="nodes == 4"), width).splitlines()[2] for width in (80, 70))
     assert wide.split()[-1] == "launches"
     assert narrow.split()[-2:] == ["step", "time"]
 

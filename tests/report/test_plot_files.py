@@ -108,6 +108,16 @@ def test_an_impossible_plot_names_the_reason(tree: Path, tmp_path: Path, monkeyp
         call(tree, "plot", "energy", "--out", str(tmp_path / "x.gif"))
     with pytest.raises(ConfigError, match="energy: nothing to draw: there are no results"):
         call(tree, "plot", "energy", "--where", "nodes == 99", "--out", str(tmp_path / "x.png"))
+    with pytest.raises(ConfigError, match="^energy: nothing to draw: the one run did not end well: 1 oom$"):
+        call(tree, "plot", "energy", "--where", "status == 'oom'", "--out", str(tmp_path / "x.png"))
+    with pytest.raises(ConfigError, match="--x batch: no parameter that differs between the results") as wrong:
+        call(tree, "plot", "energy", "--x", "batch")
+    assert "choices: batch_size, " in str(wrong.value)
+    assert "repeat" not in str(wrong.value)
+    with pytest.raises(ConfigError, match="--x: the plot parts has its own axis\n  choices: throughput, efficiency"):
+        call(tree, "plot", "parts", "--x", "nodes")
+    with pytest.raises(ConfigError, match="--x: predictions are lines over devices"):
+        call(tree, "plot", "scaling", "--x", "nodes", "--predict")
     with pytest.raises(ConfigError, match="no column 'nods'"):
         call(tree, "plot", "energy", "--by", "nods")
     for module in ("altair", "vl_convert"):
@@ -133,7 +143,16 @@ def test_names_come_out_as_text(tmp_path: Path) -> None:
     drawn = (tmp_path / "x.svg").read_text(encoding="utf-8")
     assert CONTROL.findall(drawn) == []
     image = xml.etree.ElementTree.fromstring(drawn)
-    assert {one.tag.removeprefix(SVG) for one in image.iter()} <= {"svg", "g", "path", "text", "rect", "line", "defs"}
+    assert {one.tag.removeprefix(SVG) for one in image.iter()} <= {
+        "svg",
+        "g",
+        "path",
+        "text",
+        "rect",
+        "line",
+        "defs",
+        "tspan",
+    }
     words = [one.text or "" for one in image.iter(f"{SVG}text")]
     for name in NAMES[:4]:
         assert name in words

@@ -15,7 +15,7 @@ from hpcbench.errors import ConfigError
 from hpcbench.report.column_names import Condition
 from hpcbench.report.configurations import filter_launches
 from hpcbench.report.load_results import full_results, load_frame
-from hpcbench.report.plots.charts import SPAN_COLUMNS, GanttChart
+from hpcbench.report.plots.charts import SPAN_COLUMNS, BarChart, GanttChart, LineChart
 from hpcbench.report.plots.plot_model import Plot, PlotRequest
 from hpcbench.report.plots.plotting import PLOTS, draw_plot, plot_columns, plot_specification
 from hpcbench.report.plots.theme import PlotAxis
@@ -226,12 +226,12 @@ def test_an_empty_plot_gives_the_reason(name: str, entries: tuple[Any, str]) -> 
 
 NEEDED = {
     "throughput": "", "efficiency": "", "scaling": "", "parts": "",
-    "memory": "peak_memory_bytes: 1 configuration ended well, but none has it measured",
+    "memory": "1 configuration ended well, but none has a measured peak_memory_bytes",
     "distribution": "no result holds its single steps",
-    "timeline": "bubble_fraction: 1 configuration ended well, but none is a pipeline whose step was noted",
+    "timeline": "1 configuration ended well, but none is a pipeline whose step was noted",
     "predicted": "no run has a prediction: add --predict (in Python: predict=True)",
-    "mfu": "mfu: 1 configuration ended well, but none has it measured",
-    "energy": "energy: 1 configuration ended well, but none has it measured",
+    "mfu": "1 configuration ended well, but none has a measured mfu",
+    "energy": "1 configuration ended well, but none has a measured energy",
     "bandwidth": 'no run has workload = "collectives"',
     "pairs": 'no run has operation = "pairs"',
     "history": "none of 1 launch has step time and a date in its tree",
@@ -307,6 +307,99 @@ def test_a_chosen_parameter_separates_the_lines() -> None:
             draw_plot("throughput", frame, PlotRequest((column,)))
     for column in ("devices", "sweep", "spec.options", "environment_digest", "spec.compile"):
         assert draw_plot("throughput", frame, PlotRequest((column,))).rows
+
+
+def sweep(**changes: Any) -> list[Any]:
+    """Two models, two strategies and two batches on two devices; ``vit`` is twenty times slower."""
+    return [
+        entry(ms * size, model=model, strategy=strategy, batch_size=size, nodes=2, **changes)
+        for model, strategy, ms in (
+            ("resnet18", "ddp", 1.0), ("resnet18", "fsdp", 1.25), ("vit", "ddp", 20.0), ("vit", "fsdp", 25.0),
+        ) for size in (8, 16)
+    ]  # fmt: skip
+
+
+def test_one_device_count_gives_bars_by_strategy() -> None:
+    found = draw_plot("throughput", collected_frame(sweep()))
+    assert isinstance(found.drawing, BarChart)
+    assert (found.title, found.subtitle) == ("Throughput by strategy", "mnist, 2 devices, on c")
+    assert values(found, "label", "x", "y", panel="vit, batch 8 per replica") == [
+        ("ddp", None, 100),
+        ("fsdp", None, 80),
+    ]
+    assert "vit, batch 8 per replica: ddp has 100 samples/s, the most; fsdp 80 samples/s, the least." in found.alt
+    assert draw_plot("scaling", collected_frame(sweep())).title == "Step time by strategy"
+    lines = polars.DataFrame({
+        "strategy": ["ddp"] * 2, "devices": [2, 4], "step_time_s": [0.1, 0.2], "step_time_low_s": [0.1, 0.2],
+        "step_time_high_s": [0.1, 0.2],
+    })  # fmt: skip
+    resnet = collected_frame([one for one in sweep() if one.result.spec.model == "vit"][:1])
+    assert isinstance(draw_plot("scaling", resnet, PlotRequest(predicted=lines)).drawing, LineChart)
+
+
+def test_any_parameter_can_be_the_x_axis() -> None:
+    frame = collected_frame(sweep())
+    found = draw_plot("throughput", frame, PlotRequest(x="spec.batch_size"))
+    assert found.title == "Throughput over batch size"
+    assert values(found, "x", "y", panel="vit", series="fsdp") == [(8, 80), (16, 80)]
+    assert "vit: at batch size 16 ddp has 100 samples/s" in found.alt
+    bars = draw_plot("scaling", collected_frame([*sweep(), *sweep(precision="bf16")]), PlotRequest(x="spec.precision"))
+    assert [label for (label,) in values(bars, "label", panel="vit, batch 8 per replica")] == [
+        "ddp, bf16", "ddp, fp32", "fsdp, bf16", "fsdp, fp32",
+    ]  # fmt: skip
+    # Other numbers of devices are other panels, unless they follow the axis.
+    both = collected_frame([entry(100, nodes=nodes, batch_size=size) for nodes in (1, 2) for size in (8, 16)])
+    panels = {row["panel"] for row in draw_plot("throughput", both, PlotRequest(x="spec.batch_size")).rows}
+    assert panels == {"1 device", "2 devices"}
+    panels = {row["panel"] for row in draw_plot("throughput", both, PlotRequest(x="spec.nodes")).rows}
+    assert panels == {"batch 8 per replica", "batch 16 per replica"}
+
+
+def test_lines_over_a_parameter_cross_at_its_value() -> None:
+    entries = [entry(ms, strategy=strategy, batch_size=size, nodes=2)
+               for strategy, size, ms in (("ddp", 8, 1), ("ddp", 32, 16), ("fsdp", 8, 2), ("fsdp", 32, 8))]  # fmt: skip
+    found = draw_plot("scaling", collected_frame(entries), PlotRequest(x="spec.batch_size"))
+    assert "lines cross (between medians): fsdp is below ddp from batch size 16 on" in found.notes
+
+
+def test_panels_have_their_own_scales_where_one_would_flatten_others() -> None:
+    own = draw_plot("throughput", collected_frame(sweep()))
+    assert own.notes[-1] == "each panel has its own scale"
+    assert own.drawing is not None
+    assert plot_specification(own)["resolve"]["scale"] == {"x": "independent", "y": "independent"}
+    # The unit suits the lowest panel.
+    assert isinstance(own.drawing, BarChart)
+    assert own.drawing.x.heading == "samples/s"
+    vit = collected_frame([one for one in sweep() if one.result.spec.model == "vit"])
+    shared = draw_plot("throughput", vit)
+    assert shared.notes[-1] == "all panels have the same scale"
+    assert plot_specification(shared)["resolve"]["scale"] == {"x": "shared", "y": "independent"}
+
+
+def test_every_mark_is_in_the_legend(tree: ResultsTree) -> None:
+    def marks(name: str) -> list[str]:
+        subtitle: list[str] = plot_specification(picture(tree, name))["title"]["subtitle"]
+        return " ".join(subtitle[1:]).split("; ")
+
+    whiskers = "whiskers: minimum and maximum of 3 launches"
+    assert marks("throughput") == ["dotted line: ideal", whiskers]
+    assert marks("scaling") == ["ring: lines cross", whiskers]
+    assert marks("memory") == ["bar: the most", "thin marks: single ranks"]
+    assert marks("parts") == ["black mark: step time"]
+    assert marks("distribution") == [
+        "line: 10 % to 90 % of the steps", "box: middle half", "thick mark: median", "thin marks: single steps",
+    ]  # fmt: skip
+    assert {"dotted line: equal", "grey band: within 10%"} <= set(marks("predicted"))
+
+
+def test_a_bar_of_parts_beyond_its_mark_is_explained() -> None:
+    one = entry(100)
+    assert one.result is not None
+    one.result.metrics.compute_s, one.result.metrics.comm_s, one.result.metrics.exposed_comm_s = 0.11, 0.0, 0.0
+    found = draw_plot("parts", collected_frame([one]))
+    cost = "the profiled steps took longer than the timed ones, by the cost of the profiler"
+    assert f"a bar that ends beyond its step time: {cost}" in found.notes
+    assert f"bar longer than its mark: {cost}" in " ".join(plot_specification(found)["title"]["subtitle"])
 
 
 def test_a_hybrid_is_one_line_however_large_it_is() -> None:

@@ -92,7 +92,7 @@ def test_the_page_has_its_sections(page: str) -> None:
     parts = Parts(page)
     headings = [text.strip() for text in parts.texts["h2"]]
     last = ["Runs, hardware and software", "How to reproduce it"]
-    assert headings == ["Summary", "Plots", "Findings", "All results", *last]
+    assert headings == ["Findings", "Summary", "All results", "Plots", *last]
     assert "from 2 nodes to 4 nodes the fastest changes from ddp to fsdp" in page
     assert "PeerEnded: rank 3 ended without a word" in page
     captions = [text.strip() for text in parts.texts["caption"]]
@@ -101,13 +101,23 @@ def test_the_page_has_its_sections(page: str) -> None:
     assert len(parts.named("figure")) >= 2
 
 
+def test_the_summary_leads_with_the_interval() -> None:
+    page = page_of(planted.frame_of(planted.overlapping()), ReportRequest("t", ["t"]))
+    table = page.partition('<table id="glance">')[2].partition("</table>")[0]
+    heads = [re.sub("<.*?>", "", cell) for cell in re.findall("<th .*?</th>", table)]
+    assert heads == ["workload", "fastest strategy", "lead [95 %]", "certainty", "next", "samples/s"]
+    lead = re.sub("<.*?>", "", re.findall("<td.*?</td>", table)[2])
+    assert re.fullmatch(r"\+\d\.\d % \[-\d\.\d \+\d\.\d\]", lead), lead
+    assert "all rows: nodes 4, devices 4, cluster c" in page
+
+
 def test_the_summary_has_the_three_commonest_warnings() -> None:
     entries = [launch(0.1, batch_size=8 * 2**number) for number in range(4)]
     for number, kind in enumerate(("rare", "odd", "common", "usual")):
         for entry in entries[: number + 1]:
             entry.warnings = [*entry.warnings, f"{kind} warning"]
     parts = Parts(page_of(planted.frame_of(entries), ReportRequest("t", ["t"])))
-    shown = [text for text in parts.texts["p"] if "warning" in text]
+    shown = [text for text in parts.texts["p"] if text.startswith(("Warning: ", "1 further"))]
     assert [text.split()[1] for text in shown[:3]] == ["usual", "common", "odd"]
     assert shown[3].startswith("1 further kind of warnings")
 

@@ -198,6 +198,27 @@ def test_the_page_fits_every_width(browser: Browser, folder: Path, width: int) -
             assert browser.run("return document.documentElement.scrollWidth") <= width
 
 
+def test_a_narrow_page_cuts_no_caption_and_shrinks_no_plot(browser: Browser, folder: Path) -> None:
+    with resized(browser, 400):
+        browser.open(folder / "planted.html")
+        right = "return [...document.querySelectorAll(arguments[0])].map((one) => one.getBoundingClientRect().right)"
+        assert max(browser.run(right, "section > .table caption")) <= 400
+        images = browser.run("return [...document.images].map((one) => [one.naturalWidth, one.offsetWidth])")
+        assert all(natural == shown for natural, shown in images)
+        lead = head(browser, "glance", "lead [95 %]")
+        assert browser.run("return arguments[0].getBoundingClientRect().right", lead) <= 400
+
+
+def test_a_wide_page_has_the_notes_beside_the_plot(browser: Browser, folder: Path) -> None:
+    with resized(browser, 1280):
+        browser.open(folder / "every.html")
+        tops = browser.run(
+            "return [...document.querySelectorAll('#plot-memory .plot, #plot-memory figcaption')]"
+            ".map((one) => one.getBoundingClientRect().top)"
+        )
+        assert abs(tops[0] - tops[1]) < 10
+
+
 def test_the_status_is_visible_without_scrolling(browser: Browser, folder: Path) -> None:
     """Also in a table of many columns, in a window of 1,280 px."""
     with resized(browser, 1280):

@@ -59,14 +59,46 @@ def test_the_narrowest_terminal_shows_a_plot(pictures: list[Plot]) -> None:
 
 
 def test_panels_follow_each_other_with_the_same_scales() -> None:
-    lines = text(draw_plot("throughput", planted()), 80, "utf-8").splitlines()
-    headings = [place for place, line in enumerate(lines) if line.startswith(("vgg11,", "resnet18,"))]
-    assert [lines[place] for place in headings] == [
-        "resnet18, batch 8 per replica", "vgg11, batch 4 per replica", "vgg11, batch 8 per replica",
-        "vgg11, batch 16 per replica",
-    ]  # fmt: skip
+    same = planted().filter((polars.col("spec.batch_size") == 8) & (polars.col("spec.nodes") < 4))
+    lines = text(draw_plot("throughput", same), 80, "utf-8").splitlines()
+    headings = [place for place, line in enumerate(lines) if line.startswith(("vgg11", "resnet18"))]
+    assert [lines[place] for place in headings] == ["resnet18", "vgg11"]
     margins = [[line.partition("│")[0] for line in lines[place + 2 : place + 16]] for place in headings]
     assert all(one == margins[0] for one in margins)
+
+
+def test_bars_of_an_ordinary_sweep() -> None:
+    entries = [entry(ms, model=model, strategy=name, nodes=2)
+               for model, name, ms in (("resnet18", "ddp", 10), ("resnet18", "fsdp", 16), ("vit", "ddp", 250))]  # fmt: skip
+    assert text(draw_plot("throughput", collected_frame(entries)), 60, "utf-8") == (
+        "Throughput by strategy\n"
+        "mnist, batch 8 per replica, 2 devices, on c\n"
+        "\n"
+        "resnet18\n"
+        " ddp 1600│████████████████████████████████████████▒▒▒▒▒▒▒▒▒▒\n"
+        "fsdp 1000│█████████████████████████▒▒▒▒▒▒▒\n"
+        "         └┬─────────────┬─────────────┬────────────┬────────\n"
+        "          0            500          1,000        1,500\n"
+        "                                                   samples/s\n"
+        "\n"
+        "vit\n"
+        "ddp 64│███████████████████████████████████████████▒▒▒▒▒▒▒▒▒▒\n"
+        "      └┬──────────────┬─────────────┬──────────────┬────────\n"
+        "       0              20            40             60\n"
+        "                                                   samples/s\n"
+        "\n"
+        "number: median   ▒ 95 % of the median within one launch\n"
+        "\n"
+        "whiskers: 95 % of the median within one launch\n"
+        "each panel has its own scale\n"
+    )
+
+
+def test_labels_of_an_axis_do_not_touch() -> None:
+    entries = [entry(100, nodes=nodes) for nodes in (1000, 1001, 1002, 1003, 1004, 2000)]
+    shown = text(draw_plot("throughput", collected_frame(entries)), 80, "ascii")
+    (ticks,) = [line.split() for line in shown.splitlines() if line.strip().startswith("1,000 ")]
+    assert ticks == ["1,000", "2,000"]
 
 
 def test_a_line_that_is_only_predicted_has_marks() -> None:
@@ -78,8 +110,7 @@ def test_a_line_that_is_only_predicted_has_marks() -> None:
 
 def test_an_empty_terminal_plot_gives_the_reason() -> None:
     assert text(draw_plot("energy", collected_frame([entry(100)])), 80, "utf-8") == (
-        "Energy per sample over devices\n"
-        "nothing to draw: energy: 1 configuration ended well, but none has it measured\n"
+        "Energy per sample over devices\nnothing to draw: 1 configuration ended well, but none has a measured energy\n"
     )
 
 

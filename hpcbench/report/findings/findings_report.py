@@ -33,6 +33,7 @@ from hpcbench.report.findings.model_findings import unexplained_findings
 from hpcbench.report.findings.node_findings import node_findings
 from hpcbench.report.hypothesis_tests import EQUIVALENT, INCONCLUSIVE, SIGNIFICANT
 from hpcbench.report.plots.plot_model import ReadFullResults
+from hpcbench.report.table_output import Stripped
 from hpcbench.units import pluralize
 
 
@@ -90,7 +91,7 @@ def derive_findings(
 
 
 _MAX_OF_A_KIND = 12
-_CERTAINTY_STYLES: dict[str, str] = {SIGNIFICANT: "green", EQUIVALENT: "cyan", INCONCLUSIVE: "yellow"}
+_CERTAINTY_STYLES: dict[str, str] = {SIGNIFICANT: "green", EQUIVALENT: "cyan", INCONCLUSIVE: "magenta"}
 
 
 def findings_json(findings: Findings, sources: list[str]) -> dict[str, Any]:
@@ -114,16 +115,16 @@ def findings_renderable(findings: Findings, title: str) -> RenderableType:
         for finding in of_kind[:_MAX_OF_A_KIND]:
             parts += [_indented(finding.subject, 2)] if finding.subject != subject else []
             parts.append(_indented(finding.text, 4, _CERTAINTY_STYLES.get(finding.sure, "")))
-            parts += [_indented(text, 6, "dim") for text in finding_details(finding)]
+            parts += [_indented(text, 6) for text in finding_details(finding)]
             subject = finding.subject
         if len(of_kind) > _MAX_OF_A_KIND:
             more = f"and {len(of_kind) - _MAX_OF_A_KIND} more: narrow with --where, or see all with --out or --json"
-            parts.append(_indented(more, 2, "dim"))
+            parts.append(_indented(more, 2))
     heading, suggestions = inconclusive_summary(findings)
     if suggestions:
         parts += [Text(""), Text(heading, style="bold"), _indented("To resolve them:", 2)]
         parts += [_indented(f"{count}: {text}", 4) for text, count in suggestions]
-    return Group(*parts)
+    return Stripped(Group(*parts))
 
 
 def _indented(text: str, columns: int, style: str = "") -> Padding:

@@ -172,11 +172,11 @@ def report_html(frame: pl.DataFrame, request: ReportRequest) -> str:
         provenance.append(page_elements.environments_view(sample, len(narrowed)))
     not_drawn = ["Not drawn: " + "; ".join(left_out)] if left_out else []
     sections = [
-        *_summary_section(findings, marks),
-        PageSection("plots", "Plots", figures=figures, notes=not_drawn),
         _findings_section(findings),
-        *_tables_section("predicted", "Predicted and measured", [_predicted_table(request.predicted)]),
+        *_summary_section(findings, marks),
         *_tables_section("configurations", "All results", results),
+        PageSection("plots", "Plots", figures=figures, notes=not_drawn),
+        *_tables_section("predicted", "Predicted and measured", [_predicted_table(request.predicted)]),
         *_tables_section("warnings", "Warnings", [page_elements.warnings_view(rows, marks)]),
         *_tables_section("provenance", "Runs, hardware and software", provenance),
         _reproduce_section(findings, request),
@@ -193,7 +193,7 @@ def _summary_section(findings: Findings, marks: WarningFootnotes) -> list[PageSe
         warnings.append(f"{pluralize(len(kinds) - len(warnings), 'further kind')} of warnings: see Warnings")
     if table is None and not warnings:
         return []
-    return [PageSection("summary", "Summary", warnings, grids=[table] if table else [])]
+    return [PageSection("summary", "Summary", grids=[table] if table else [], notes=warnings)]
 
 
 def _tables_section(ident: str, heading: str, tables: Sequence[View | None]) -> list[PageSection]:
@@ -219,28 +219,39 @@ def _findings_section(findings: Findings) -> PageSection:
 
 
 def _scales_table(findings: Findings) -> View | None:
-    """The fastest strategies: scales, workloads and clusters side by side."""
+    """The fastest strategies: scales, workloads and clusters side by side; what all rows share is in a note."""
 
-    def percent(ratio: float | None) -> float | None:
-        return None if ratio is None else round((ratio - 1) * 100, 1)
+    def lead(finding: Finding) -> str:
+        ratio, *ends = (
+            "" if value is None else f"{(value - 1) * 100:+.1f}"
+            for value in (finding.ratio, finding.ratio_low, finding.ratio_high)
+        )
+        return f"{ratio} % [{ends[0]} {ends[1]}]" if all(ends) else ratio and f"{ratio} %"
 
     def workload(finding: Finding) -> str:
         return finding.subject.partition(f", {pluralize(finding.nodes or 0, 'node')}")[0]
 
+    fastest = findings.of_kind("fastest")
+    scales = ("nodes", "devices", "cluster")
+    varying = [name for name in scales if len({getattr(finding, name) for finding in fastest}) > 1]
+    scale_columns = [Column(name, name, attrgetter(name), choices=True) for name in varying]
+    # The columns that a narrow screen shows without scrolling come first.
     columns = [
         Column("workload", "workload", workload, choices=True),
-        *(Column(name, name, attrgetter(name), choices=True) for name in ("nodes", "devices", "cluster")),
+        *scale_columns[:1],
         Column("spec.strategy", "fastest strategy", attrgetter("strategy"), choices=True),
-        Column("metrics.samples_per_s", "samples/s", lambda finding: finding.evidence[0].samples_per_s),
-        Column("rival", "next", attrgetter("rival")),
-        Column("ratio", "ahead %", lambda finding: percent(finding.ratio)),
-        Column("low", "from %", lambda finding: percent(finding.ratio_low)),
-        Column("high", "to %", lambda finding: percent(finding.ratio_high)),
+        Column("ratio", "lead [95 %]", attrgetter("ratio"), lead),
+        *scale_columns[1:],
         Column("sure", "certainty", attrgetter("sure"), choices=True),
+        Column("rival", "next", attrgetter("rival")),
+        Column("metrics.samples_per_s", "samples/s", lambda finding: finding.evidence[0].samples_per_s),
     ]
-    fastest = findings.of_kind("fastest")
+    if not fastest:
+        return None
+    shared = ", ".join(f"{name} {getattr(fastest[0], name)}" for name in scales if name not in varying)
     caption = "The fastest strategy per workload, scale and cluster"
-    return page_view("glance", caption, columns, fastest) if fastest else None
+    notes = ["lead: samples/s over those of the next strategy, with the 95 % interval"]
+    return page_view("glance", caption, columns, fastest, [*([f"all rows: {shared}"] if shared else []), *notes])
 
 
 def _predicted_table(frame: pl.DataFrame | None) -> View | None:

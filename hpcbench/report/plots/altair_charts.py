@@ -26,6 +26,7 @@ from hpcbench.report.plots.charts import (
     MISSING_ROLE,
     OTHER_ACTION,
     PREDICTED,
+    BarChart,
     BoxChart,
     GanttChart,
     HeatChart,
@@ -66,8 +67,12 @@ def plot_specification(plot: Plot) -> dict[str, Any]:
         return {}
     chart, data = _CHART_BUILDERS[type(plot.drawing)](plot.drawing, plot.frame)
     title = alt.TitleParams(plot.title)
-    if plot.subtitle:
-        title.subtitle = textwrap.wrap(plot.subtitle, _SUBTITLE_WIDTH, max_lines=3, placeholder=" ...")
+    marks = "; ".join(f"{mark.shape}: {mark.meaning}" for mark in plot.drawing.marks(plot.frame) if mark.shape)
+    title.subtitle = [
+        line
+        for text in (plot.subtitle, marks)
+        for line in textwrap.wrap(text, _SUBTITLE_WIDTH, max_lines=3, placeholder=" ...")
+    ]
     specification: dict[str, Any] = chart.properties(title=title, description=plot.alt, padding=_PADDING_PX).to_dict()
     specification["config"] = msgspec.json.decode(Path(__file__).with_name("vega_config.json").read_bytes())
     for part, rows in zip(specification.get("vconcat", [specification]), data, strict=True):
@@ -120,7 +125,8 @@ def _line_chart(chart: LineChart, frame: polars.DataFrame) -> tuple[Any, list[Ro
     if len(panels) < 2:
         return layered.properties(width=_LINE_WIDTH_PX, height=_LINE_HEIGHT_PX, data=_ROWS), [rows]
     sized = layered.properties(width=round(_LINE_WIDTH_PX * _PANEL_SCALE), height=round(_LINE_HEIGHT_PX * _PANEL_SCALE))
-    return sized.facet(alt.Facet("panel:N", sort=panels, title=None), columns=_PANELS_PER_ROW, data=_ROWS), [rows]
+    faceted = sized.facet(alt.Facet("panel:N", sort=panels, title=None), columns=_PANELS_PER_ROW, data=_ROWS)
+    return (faceted.resolve_scale(y="independent") if chart.own_scales else faceted), [rows]
 
 
 def _line_x(chart: LineChart, frame: polars.DataFrame) -> alt.X:
@@ -142,6 +148,9 @@ def _line_x(chart: LineChart, frame: polars.DataFrame) -> alt.X:
 def _line_y(chart: LineChart, frame: polars.DataFrame) -> alt.Y:
     if not chart.y.log:
         return alt.Y("y:Q", title=chart.y.heading, scale=alt.Scale(zero=chart.from_zero))
+    if chart.own_scales:
+        scale = alt.Scale(type="log", padding=10, nice=False)
+        return alt.Y("y:Q", title=chart.y.heading, scale=scale, axis=alt.Axis(tickCount=5, format="~g"))
     positive = [value for name in ("y", "low", "high") for value in column_values(frame, name) if value > 0]
     ticks = log_ticks(min(positive) / chart.y.factor, max(positive) / chart.y.factor)
     scale = alt.Scale(type="log", padding=10, nice=False)
@@ -156,6 +165,27 @@ def _line_tooltip(chart: LineChart) -> list[alt.Tooltip]:
         *(alt.Tooltip(f"{field}:Q", title=title, format="~g") for field, title in numbers.items()),
         alt.Tooltip("launches:Q", title="launches"),
     ]
+
+
+def _bar_chart(chart: BarChart, frame: polars.DataFrame) -> tuple[Any, list[Rows]]:
+    measured = frame.filter(frame["role"] == MEASURED)
+    styles = theme.series_styles(measured["series"].unique(maintain_order=True).to_list())
+    scale = alt.Scale(domain=list(styles), range=[style.colour for style in styles.values()])
+    bars, ideals = (
+        alt.Chart().transform_filter(alt.FieldEqualPredicate(field="role", equal=role)) for role in (MEASURED, IDEAL)
+    )
+    row = _row_axis(measured, "label")
+    # Names at the bars take the place of a legend.
+    body = bars.mark_bar(height=alt.RelativeBandSize(band=0.6), fillOpacity=0.75, strokeWidth=1).encode(
+        x=alt.X("y:Q", title=chart.x.heading), y=row, color=alt.Color("series:N", legend=None, scale=scale),
+        tooltip=_line_tooltip(LineChart(PlotAxis(""), chart.x))[:2]
+        + [alt.Tooltip(f"{name}:Q", format="~g") for name in ("y", "low", "high", "launches")],
+    )  # fmt: skip
+    whiskers = bars.mark_rule(strokeWidth=1.5, color=theme.BLACK).encode(x="low:Q", x2="high:Q", y=row)
+    ideal = ideals.mark_rule(strokeWidth=1.5, strokeDash=[3, 3], color=theme.GREY).encode(x="y:Q")
+    layers = [body, whiskers, *([ideal] if IDEAL in frame["role"] else [])]
+    rows = _rows_in_units(frame, y=chart.x, low=chart.x, high=chart.x)
+    return _row_panels(alt.layer(*layers), frame, own=chart.own_scales), [rows]
 
 
 def _box_chart(chart: BoxChart, frame: polars.DataFrame) -> tuple[Any, list[Rows]]:
@@ -191,7 +221,7 @@ def _box_chart(chart: BoxChart, frame: polars.DataFrame) -> tuple[Any, list[Rows
     rows = _rows_in_units(frame, **dict.fromkeys(BOX_NUMBERS, chart.x))
     roles = set(frame["role"])
     used = [layer for layer in layers if layer.transform[0].filter.equal in roles]
-    return _row_panels(alt.layer(*used), frame), [rows]
+    return _row_panels(alt.layer(*used), frame, own=chart.own_scales), [rows]
 
 
 def _stacked_bar_chart(chart: StackedBarChart, frame: polars.DataFrame) -> tuple[Any, list[Rows]]:
@@ -229,7 +259,7 @@ def _stacked_bar_chart(chart: StackedBarChart, frame: polars.DataFrame) -> tuple
                 "share": f"{row['value'] / ends[row['panel'], row['row']]:.0%}" if is_labelled else "",
             }
         )
-    return _row_panels(layered, frame), [rows]
+    return _row_panels(layered, frame, own=chart.own_scales), [rows]
 
 
 def _gantt_chart(chart: GanttChart, frame: polars.DataFrame) -> tuple[Any, list[Rows]]:
@@ -299,20 +329,22 @@ def _heat_chart(chart: HeatChart, frame: polars.DataFrame) -> tuple[Any, list[Ro
     return sized.facet(alt.Facet("panel:N", title=None), columns=1, data=_ROWS), [rows]
 
 
-def _row_axis(frame: polars.DataFrame) -> alt.Y:
+def _row_axis(frame: polars.DataFrame, column: str = "row") -> alt.Y:
     """The vertical axis of rows, top to bottom in the order of ``frame``."""
-    names = frame["row"].unique(maintain_order=True).to_list()
-    return alt.Y("row:N", sort=names, title=None, axis=alt.Axis(grid=False, domain=False, ticks=False, labelPadding=8))
+    names = frame[column].unique(maintain_order=True).to_list()
+    return alt.Y(
+        f"{column}:N", sort=names, title=None, axis=alt.Axis(grid=False, domain=False, ticks=False, labelPadding=8)
+    )
 
 
-def _row_panels(layered: Any, frame: polars.DataFrame) -> Any:
-    """``layered`` once, or in panels one below the other that have rows of their own and one horizontal scale."""
+def _row_panels(layered: Any, frame: polars.DataFrame, *, own: bool) -> Any:
+    """``layered`` once, or in panels one below the other that have rows of their own; ``own``: and a scale."""
     panels = frame["panel"].unique(maintain_order=True).to_list()
     sized = layered.properties(width=_BAR_WIDTH_PX, height=alt.Step(_ROW_HEIGHT_PX))
     if len(panels) < 2:
         return sized.properties(data=_ROWS)
     faceted = sized.facet(alt.Facet("panel:N", sort=panels, title=None), columns=1, data=_ROWS)
-    return faceted.resolve_scale(y="independent")
+    return faceted.resolve_scale(y="independent", x="independent" if own else "shared")
 
 
 def _rows_in_units(frame: polars.DataFrame, **axes: PlotAxis) -> Rows:
@@ -322,8 +354,8 @@ def _rows_in_units(frame: polars.DataFrame, **axes: PlotAxis) -> Rows:
 
 
 _CHART_BUILDERS: dict[type, Callable[[Any, polars.DataFrame], tuple[Any, list[Rows]]]] = {
-    LineChart: _line_chart, BoxChart: _box_chart, StackedBarChart: _stacked_bar_chart, GanttChart: _gantt_chart,
-    HeatChart: _heat_chart,
+    LineChart: _line_chart, BarChart: _bar_chart, BoxChart: _box_chart, StackedBarChart: _stacked_bar_chart,
+    GanttChart: _gantt_chart, HeatChart: _heat_chart,
 }  # fmt: skip
 """Functions by the kind of a chart: each returns the altair chart of a frame, and the rows of each of its data sources
 in the axes' units."""

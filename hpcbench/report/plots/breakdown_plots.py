@@ -29,6 +29,7 @@ STEP_PARTS = {
 }  # fmt: skip
 _MAX_ROWS_IN_ALT_TEXT = 6
 _PHASES = ("compute_s", "comm_s", "exposed_comm_s", "step_s")
+_ROUNDING = 0.005
 _IMPLAUSIBLE_SECONDS = 1e9
 """Larger values cannot have been measured."""
 _Results = dict[tuple[str, str], RunResult]
@@ -58,7 +59,13 @@ def step_parts_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
         )
     if rows["launches"].max() != 1:
         explanations.append("of several launches the median of each part")
-    chart = charts.StackedBarChart(make_axis("time", "s", drawn["total"]), STEP_PARTS, "step time")
+    beyond = ""
+    if (drawn["end"] > drawn["total"] * (1 + _ROUNDING)).any():
+        beyond = "the profiled steps took longer than the timed ones, by the cost of the profiler"
+        explanations.append(f"a bar that ends beyond its step time: {beyond}")
+    chart = charts.StackedBarChart(
+        make_axis("time", "s", charts.unit_values(drawn, "end")), STEP_PARTS, "step time", beyond
+    )
     return Plot("", "", points.shared, _parts_alt_text(drawn), chart, drawn, [*explanations, *notes])
 
 
@@ -138,8 +145,8 @@ def memory_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
         notes = [*notes, f"out of memory: {pluralize(len(oom), 'configuration')}"]
     if not results:
         notes = ["the largest rank alone: single ranks were not read", *notes]
-    axis = make_axis("peak memory", "B", drawn["high"])
-    chart = charts.BoxChart(axis, "from the smallest rank to the largest", bars=True)
+    axis = make_axis("peak memory", "B", charts.unit_values(drawn, "high"))
+    chart = charts.BoxChart(axis, "from the smallest rank to the largest", "single ranks", bars=True)
     notes = ["bar: the largest rank; thin marks (of files): single ranks", *notes]
     return Plot("", "", points.shared, alt, chart, drawn, notes)
 
@@ -211,7 +218,9 @@ def distribution_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
         f"box: the middle half of {sum(counts)} steps of {launch_count}; whiskers: from 10 % to 90 % of them",
         f"thin marks (of files): single steps, at most {charts.MAX_DOTS} a row, the fastest and the slowest among them",
     ]
-    chart = charts.BoxChart(make_axis("step time", "s", drawn["median"]), "10 % to 90 % of the steps")
+    chart = charts.BoxChart(
+        make_axis("step time", "s", charts.unit_values(drawn, "high")), "10 % to 90 % of the steps", "single steps"
+    )
     return Plot("", "", points.shared, alt, chart, drawn, [*explanations, *notes])
 
 
@@ -237,7 +246,7 @@ def timeline_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
     try:
         points = plot_points(frame, request.by, _BUBBLE_COLUMN)
     except NothingToDraw as empty:
-        reason = str(empty).replace("none has it measured", "none is a pipeline whose step was noted")
+        reason = str(empty).replace("has a measured bubble_fraction", "is a pipeline whose step was noted")
         raise NothingToDraw(reason, empty.notes) from None
     rows, notes = select_rows(points, request.by, _MAX_TIMELINES)
     first_launches = rows.with_columns(pl.col("run_ids").list.head(1))

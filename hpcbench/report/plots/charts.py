@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import polars as pl
 
 from hpcbench.report.plots import theme
 from hpcbench.report.plots.theme import PlotAxis
+from hpcbench.units import count_span
 
 _LINE_NUMBERS = ("x", "y", "low", "high")
 LINE_COLUMNS = ("panel", "series", "role", *_LINE_NUMBERS, "label", "launches")
@@ -21,9 +22,39 @@ MAX_INTEGER_TICKS = 10
 """Maximum number of different whole numbers on an axis that all are ticks."""
 
 
+_OWN_SCALES_RATIO = 3.0
+"""Panels have scales of their own if the highest value of one is so many times that of another."""
+
+
+def has_own_scales(frame: pl.DataFrame, column: str) -> bool:
+    """Whether the panels of ``frame`` differ so much in ``column`` that one scale would flatten some."""
+    tops = frame.group_by("panel").agg(pl.col(column).max())[column].drop_nulls().to_list()
+    return len(tops) > 1 and max(tops) > _OWN_SCALES_RATIO * min(tops)
+
+
+def unit_values(frame: pl.DataFrame, column: str = "y") -> list[float]:
+    """The values that decide the unit: all, or those of the lowest panel if each panel has its own scale."""
+    if not has_own_scales(frame, column):
+        return theme.column_values(frame, column)
+    panels = frame.filter(pl.col(column).is_not_null()).partition_by("panel")
+    return min((theme.column_values(panel, column) for panel in panels), key=max)
+
+
+class Mark(NamedTuple):
+    """A mark of the legend: its character in a terminal, the name of its shape in a file (either may be empty), and
+    its meaning."""
+
+    character: str
+    shape: str
+    meaning: str
+
+
 @dataclass(frozen=True)
 class LineChart:
     """Rows of ``LINE_COLUMNS``; ``low`` and ``high`` are whiskers of measurements, a band of predictions."""
+
+    value: ClassVar[str] = "y"
+    """Column that the scale is of."""
 
     x: PlotAxis
     y: PlotAxis
@@ -33,6 +64,51 @@ class LineChart:
     legend: str = "strategy"
     ideal: str = "ideal"
     """Name of the thin line."""
+    band: str = ""
+    """Meaning of the band around it."""
+    own_scales: bool = False
+    """Whether each panel has a scale of its own."""
+
+    def marks(self, frame: pl.DataFrame) -> list[Mark]:
+        """The marks of ``frame`` that the lines' legend does not name."""
+        marks = {
+            IDEAL: Mark("╌", "dotted line", self.ideal), BAND: Mark("", "grey band", self.band),
+            CROSSOVER: Mark("X", "ring", "lines cross"),
+            CHANGE: Mark("╎", "dashed vertical line", "the environment changed"),
+            PREDICTED: Mark("·", "lines in a band", "predicted"),
+        }  # fmt: skip
+        roles = set(frame["role"])
+        return [mark for role, mark in marks.items() if role in roles] + _whisker_marks(frame)
+
+
+@dataclass(frozen=True)
+class BarChart:
+    """Rows of ``LINE_COLUMNS``: a bar called ``label`` from zero to ``y``, with whiskers; an ideal is a line across."""
+
+    value: ClassVar[str] = "y"
+    x: PlotAxis
+    legend: str = "strategy"
+    own_scales: bool = False
+
+    def marks(self, frame: pl.DataFrame) -> list[Mark]:
+        """The marks of ``frame``."""
+        whiskers = [mark._replace(character="▒") for mark in _whisker_marks(frame)]
+        ideal = [Mark("╎", "dotted line", "ideal")] if IDEAL in frame["role"] else []
+        return [Mark("number:", "bar", "median"), *ideal, *whiskers]
+
+
+def whisker_text(rows: pl.DataFrame) -> str:
+    """The meaning of the whiskers of ``rows`` (columns ``low``, ``launches``); empty without any."""
+    counts = sorted(set(rows.filter(rows["low"].is_not_null())["launches"].drop_nulls().to_list()))
+    kinds = ["95 % of the median within one launch"] if counts[:1] == [1] else []
+    if counts and counts[-1] > 1:
+        kinds.append(f"minimum and maximum of {count_span(counts)} launches")
+    return "; ".join(kinds)
+
+
+def _whisker_marks(frame: pl.DataFrame) -> list[Mark]:
+    text = whisker_text(frame.filter(frame["role"] == MEASURED))
+    return [Mark("", "whiskers", text)] if text else []
 
 
 def line_rows(rows: pl.DataFrame, role: str) -> pl.DataFrame:
@@ -62,11 +138,23 @@ MAX_DOTS = 40
 class BoxChart:
     """Rows of ``BOX_COLUMNS``."""
 
+    value: ClassVar[str] = "high"
     x: PlotAxis
     whiskers: str
     """Range of the whiskers, as text."""
+    dots: str
+    """Meaning of the thin marks."""
     bars: bool = False
     """Bars from zero to the most rather than boxes, for what adds up from nothing."""
+    own_scales: bool = False
+
+    def marks(self, frame: pl.DataFrame) -> list[Mark]:
+        """The marks of ``frame``."""
+        dots = [Mark("", "thin marks", self.dots)] if DOT_ROLE in frame["role"] else []
+        if self.bars:
+            return [Mark("█", "", "up to the least"), Mark("▒", "", self.whiskers), Mark("", "bar", "the most"), *dots]
+        box = [Mark("─", "line", self.whiskers), Mark("▒", "box", "middle half"), Mark("█", "thick mark", "median")]
+        return [*box, *dots]
 
 
 def box_rows(
@@ -105,11 +193,20 @@ class StackPart(NamedTuple):
 class StackedBarChart:
     """Rows of ``STACK_COLUMNS``: a part from ``begin`` to ``end``; ``total``, a mark, is what they should add up to."""
 
+    value: ClassVar[str] = "end"
     x: PlotAxis
     parts: dict[str, StackPart]
     """Parts in the order in which they are stacked."""
     total: str
     """Name of the quantity that the mark shows."""
+    beyond: str = ""
+    """Why a bar is longer than its mark; empty if none is."""
+    own_scales: bool = False
+
+    def marks(self, _: pl.DataFrame) -> list[Mark]:
+        """The marks beside the parts."""
+        beyond = [Mark("", "bar longer than its mark", self.beyond)] if self.beyond else []
+        return [Mark("number:", "black mark", self.total), *beyond]
 
     def used_parts(self, frame: pl.DataFrame) -> list[str]:
         """The names of ``parts`` that ``frame`` has."""
@@ -145,6 +242,10 @@ class GanttChart:
     axes: dict[str, PlotAxis]
     """Time axis of each run."""
 
+    def marks(self, _: pl.DataFrame) -> list[Mark]:
+        """The meaning of the names in the bars."""
+        return [Mark("", "F0", "forward of micro-batch 0")]
+
 
 HEAT_COLUMNS = ("panel", "row", "column", "value")
 
@@ -155,5 +256,10 @@ class HeatChart:
 
     value: PlotAxis
 
+    def marks(self, _: pl.DataFrame) -> list[Mark]:
+        """None: cells contain their values."""
+        return []
 
-Chart = LineChart | BoxChart | StackedBarChart | GanttChart | HeatChart
+
+ScaledChart = LineChart | BarChart | BoxChart | StackedBarChart
+Chart = LineChart | BarChart | BoxChart | StackedBarChart | GanttChart | HeatChart

@@ -9,12 +9,13 @@ from typing import Any
 import polars as pl
 
 from hpcbench.report.configurations import STEP_TIME
-from hpcbench.report.plots.charts import Chart
+from hpcbench.report.plots.charts import Chart, whisker_text
 from hpcbench.report.plots.theme import column_values
 from hpcbench.report.table_model import short_name
 from hpcbench.results.schema import RunResult
-from hpcbench.units import count_span, pluralize
+from hpcbench.units import pluralize
 
+DEVICES = "devices"
 ReadFullResults = Callable[[Sequence[tuple[str, str]]], Iterable[RunResult]]
 """Gives the whole results of (cluster, run_id) pairs: what is in files alone, such as single steps."""
 
@@ -30,6 +31,8 @@ class PlotRequest:
     """Rows of an oracle: columns as the kind of plot defines them."""
     metric: str = STEP_TIME
     """Column of the plot of history."""
+    x: str = DEVICES
+    """Column of the x axis of plots over devices."""
 
     def read_results(self, rows: pl.DataFrame) -> dict[tuple[str, str], RunResult]:
         """The full results of the launches in ``rows`` (columns ``cluster``, ``run_ids``) by cluster and run id."""
@@ -83,12 +86,8 @@ def legend_title(by: Sequence[str]) -> str:
 
 def whisker_notes(rows: pl.DataFrame, more: str = "") -> list[str]:
     """Return the notes that define the whiskers of ``rows`` (columns ``low``, ``launches``)."""
-    with_interval = rows.filter(rows["low"].is_not_null())
-    counts = sorted({int(count) for count in with_interval["launches"].to_list()})
-    kinds = ["95 % of the median within one launch"] if counts[:1] == [1] else []
-    if counts and counts[-1] > 1:
-        kinds.append(f"minimum and maximum of {count_span(counts)} launches")
-    return [f"whiskers: {'; '.join([*kinds, *([more] if more else [])])}"] if kinds else ["no intervals"]
+    text = whisker_text(rows)
+    return [f"whiskers: {'; '.join(filter(None, [text, more]))}"] if text else ["no intervals"]
 
 
 def typed_frame(
@@ -105,24 +104,34 @@ def join_texts(texts: Sequence[str]) -> str:
     return "; ".join([*texts[:_MAX_LISTED], *more])
 
 
-def lines_alt_text(rows: pl.DataFrame, what: str, shown: Callable[[float], str], *, most: bool) -> str:
-    """Alt text of lines over devices (columns ``panel, series, x, y``): who leads at the most devices, and by what.
+def lines_alt_text(
+    rows: pl.DataFrame, x: str, what: str, shown: Callable[[float], str], *, most: bool, names: str = "series"
+) -> str:
+    """Alt text of lines or bars (columns ``panel, x, y`` and ``names``): who leads at the largest x, and by what.
 
-    ``most``: the highest leads, else the lowest.
+    ``x`` is the name of the axis, or empty for bars; ``most``: the highest leads, else the lowest.
     """
-    low, high = int(min(column_values(rows, "x"))), int(max(column_values(rows, "x")))
-    span = f"on {pluralize(low, 'device')}" if low == high else f"over {low} to {high} devices"
-    lines = rows["series"].n_unique()
-    said = [f"{what[0].upper()}{what[1:]} {span}, {pluralize(lines, 'line')}."]
+
+    def place(*values: float) -> str:
+        numbers = " to ".join(f"{value:.10g}" for value in dict.fromkeys(values))
+        if x != DEVICES:
+            return f"{x} {numbers}"
+        return f"{numbers} devices" if len(set(values)) > 1 else pluralize(int(values[0]), "device")
+
+    count = rows[names].n_unique()
+    span = f" over {place(*(edge(column_values(rows, 'x')) for edge in (min, max)))}" if x else ""
+    lines = pluralize(count, "line" if x else "bar")
+    said = [f"{what[0].upper()}{what[1:]}{span}, {lines}."]
     panels = rows["panel"].unique(maintain_order=True).to_list()
     for panel in panels[:_MAX_PANELS_IN_ALT_TEXT]:
         inside = rows.filter(rows["panel"] == panel)
-        last = inside.filter(inside["x"] == inside["x"].max()).sort("y", descending=most)
-        devices = pluralize(int(last["x"][0]), "device")
-        (best, value), (worst, least) = ((last["series"][end], last["y"][end]) for end in (0, -1))
-        where = f"{panel}: at" if panel else "At"
+        last = inside.filter(inside["x"].eq_missing(inside["x"].max())) if x else inside
+        last = last.sort("y", descending=most)
+        (best, value), (worst, least) = ((last[names][end], last["y"][end]) for end in (0, -1))
+        where = f"{panel}: " if panel else ""
+        where += f"{'at' if panel else 'At'} {place(last['x'][0])} " if x else ""
         word, other = ("most", "least") if most else ("least", "most")
-        text = f"{where} {devices} {best} has {shown(value)}"
+        text = f"{where}{best} has {shown(value)}"
         said.append(f"{text}, the {word}; {worst} {shown(least)}, the {other}." if len(last) > 1 else f"{text}.")
     if len(panels) > _MAX_PANELS_IN_ALT_TEXT:
         said.append(f"{len(panels) - _MAX_PANELS_IN_ALT_TEXT} more panels.")

@@ -17,14 +17,23 @@ import polars as pl
 from hpcbench.errors import INSTALL_REPORT, ConfigError, did_you_mean
 from hpcbench.fileio import escape_control_characters, write_atomic
 from hpcbench.paths import results_folder
-from hpcbench.report.column_names import Condition, resolve_column, source_columns, with_own_metrics
+from hpcbench.report.column_names import (
+    DERIVED_COLUMNS,
+    Condition,
+    resolve_column,
+    source_columns,
+    with_derived_columns,
+    with_option_column,
+    with_own_metrics,
+)
 from hpcbench.report.comparison import comparison_metric
-from hpcbench.report.configurations import SPEC_COLUMNS, STEP_TIME, filter_launches, varying_parameters
+from hpcbench.report.configurations import SPEC_COLUMNS, STEP_TIME, filter_launches, ok_results, varying_parameters
 from hpcbench.report.load_results import full_results, load_frame
+from hpcbench.report.plots import charts
 from hpcbench.report.plots.breakdown_plots import distribution_plot, memory_plot, step_parts_plot, timeline_plot
 from hpcbench.report.plots.collective_plots import BUS_BANDWIDTH, COLLECTIVE_COLUMNS, bandwidth_plot, pairs_plot
 from hpcbench.report.plots.history_plot import DATE_COLUMN, VERSION_COLUMNS, history_plot
-from hpcbench.report.plots.plot_model import NothingToDraw, Plot, PlotRequest
+from hpcbench.report.plots.plot_model import DEVICES, NothingToDraw, Plot, PlotRequest
 from hpcbench.report.plots.point_data import POINT_COLUMNS
 from hpcbench.report.plots.scaling_plots import (
     efficiency_plot,
@@ -34,6 +43,8 @@ from hpcbench.report.plots.scaling_plots import (
     throughput_plot,
     utilisation_plot,
 )
+from hpcbench.report.table_model import short_name
+from hpcbench.results.frame import JSON_TEXT, column_types
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import RunResult
 from hpcbench.strategies.catalog import COLLECTIVES
@@ -54,6 +65,8 @@ class PlotKind(NamedTuple):
     """The workload that it is about; a report without runs of it does not mention the plot."""
 
 
+OVER_DEVICES = "over devices"
+"""End of the titles of plots whose axis ``--x`` replaces."""
 _PHASE_COLUMNS = ("metrics.compute_s", "metrics.comm_s", "metrics.exposed_comm_s", "metrics.bubble_fraction")
 _ENERGY_COLUMNS = ("metrics.energy_j", "metrics.energy_source", "metrics.step_time_s.mean", "spec.steps")
 PLOTS: dict[str, PlotKind] = {
@@ -100,42 +113,92 @@ def draw_plot(name: str, frame: pl.DataFrame, request: PlotRequest | None = None
     if not request.by:
         # Commands have no strategy: lines are the parameters by which they differ.
         names = [f"spec.parameters.{parameter}" for parameter in varying_parameters(frame)]
-        request = replace(request, by=tuple(names))
+        request = replace(request, by=tuple(one for one in names if one != request.x))
     try:
-        return replace(kind.plot(frame, request), name=name, title=kind.title)
+        plot = kind.plot(frame, request)
     except NothingToDraw as empty:
         return Plot(name, kind.title, nothing=str(empty), notes=empty.notes)
+    chart = plot.drawing
+    over = f"by {chart.legend}" if isinstance(chart, charts.BarChart) else f"over {short_name(request.x)}"
+    title = kind.title.replace(OVER_DEVICES, over.replace("_", " "))
+    return _with_scales(replace(plot, name=name, title=title))
 
 
-def plot_results(
-    kind: str, tree: ResultsTree, sources: Sequence[str], clusters: Sequence[str] | None, *, where: str | None = None,
-    by: str | None = None, predict: bool = False, metric: str | None = None,
-) -> Plot:  # fmt: skip
-    """Draw the results of ``sources`` that satisfy ``where``.
+def _with_scales(plot: Plot) -> Plot:
+    """``plot`` with one scale for all of its panels, or with a scale for each; a note states which."""
+    chart, frame = plot.drawing, plot.frame
+    if frame is None or not isinstance(chart, charts.ScaledChart) or frame["panel"].n_unique() < 2:
+        return plot
+    own = charts.has_own_scales(frame, chart.value)
+    note = "each panel has its own scale" if own else "all panels have the same scale"
+    return replace(plot, drawing=replace(chart, own_scales=own), notes=[*plot.notes, note])
+
+
+def _x_column(name: str, frame: pl.DataFrame) -> str:
+    """The column of a parameter that differs between the results.
+
+    Raises:
+        ConfigError: there is no such parameter.
+    """
+    ended = with_derived_columns(ok_results(frame))
+    tables = [column for column, kind in column_types().items() if kind == JSON_TEXT and column in SPEC_COLUMNS]
+    for table in tables:
+        keys = {key for text in ended[table].drop_nulls().unique() for key in msgspec.json.decode(text)}
+        for key in sorted(keys):
+            ended = with_option_column(ended, f"{table}.{key}")
+    never = (*tables, "spec.repeat", "spec.seed")
+    columns = [name for name in ended.columns if name.startswith("spec.") or name in DERIVED_COLUMNS]
+    columns = [name for name in columns if name not in never and not ended.schema[name].is_nested()]
+    swept = {short_name(column): column for column in columns if ended[column].n_unique() > 1}
+    swept[DEVICES] = DEVICES
+    if name.removeprefix("spec.") not in swept:
+        raise ConfigError(f"--x {name}: no parameter that differs between the results", hint=did_you_mean(name, swept))
+    return swept[name.removeprefix("spec.")]
+
+
+class PlotOptions(NamedTuple):
+    """Options of a plot, as text.
 
     Args:
-        kind: name of the plot.
-        tree: the tree of the sweeps in ``sources``.
-        sources: as in ``load``.
-        clusters: only these.
         where: a condition on runs.
         by: parameters that get their own line, comma-separated.
+        x: parameter on the x axis of plots over devices.
         predict: add the oracle's predictions.
         metric: the metric of ``history``; else the step time.
     """
+
+    where: str | None = None
+    by: str | None = None
+    x: str | None = None
+    predict: bool = False
+    metric: str | None = None
+
+
+def plot_results(
+    kind: str, tree: ResultsTree, sources: Sequence[str], clusters: Sequence[str] | None, options: PlotOptions
+) -> Plot:
+    """Draw the results of ``sources``, as in ``load``, on ``clusters``; ``tree`` is the tree of the sweeps."""
+    where, by, x, predict, metric = options
+    if x is not None and not plot_kind(kind).title.endswith(OVER_DEVICES):
+        kinds = [name for name, entry in PLOTS.items() if entry.title.endswith(OVER_DEVICES)]
+        raise ConfigError(f"--x: the plot {kind} has its own axis", hint=f"choices: {', '.join(kinds)}")
+    if x not in (None, DEVICES) and predict:
+        raise ConfigError("--x: predictions are lines over devices", hint="leave out --x or --predict")
     if metric is not None and kind != "history":
         raise ConfigError(f"--metric: the plot {kind} has its own", hint="history shows any metric")
     column = comparison_metric(metric) if metric is not None else STEP_TIME
     keys = tuple(resolve_column(name.strip()) for name in by.split(",")) if by else ()
     condition = Condition(where, "--where") if where else None
     columns = [*plot_columns(kind), *source_columns([*keys, column]), *(condition.columns if condition else [])]
+    columns += [*SPEC_COLUMNS] if x else []
 
     def load_full(wanted: Sequence[tuple[str, str]]) -> Iterable[RunResult]:
         return full_results(tree, sources, clusters, wanted)
 
     if not predict:
         frame = filter_launches(load_frame(tree, sources, clusters, columns), condition)
-        return draw_plot(kind, with_own_metrics(frame, [column]), PlotRequest(keys, load_full, None, column))
+        x_column = _x_column(x, frame) if x and len(ok_results(frame)) else DEVICES
+        return draw_plot(kind, with_own_metrics(frame, [column]), PlotRequest(keys, load_full, None, column, x_column))
     # Imported here: plots without predictions need no oracle.
     from hpcbench.predict.cluster_forecasts import ClusterForecasts
     from hpcbench.report.prediction_frames import measured_vs_predicted_frame, predicted_scaling_frame
@@ -147,7 +210,8 @@ def plot_results(
 
 def plot(
     kind: str, *sources: str | Path, results: str | Path | None = None, clusters: Sequence[str] | None = None,
-    where: str | None = None, by: str | None = None, predict: bool = False, metric: str | None = None,
+    where: str | None = None, by: str | None = None, x: str | None = None, predict: bool = False,
+    metric: str | None = None,
 ) -> Any:  # fmt: skip
     """Return the plot ``hpcbench plot KIND`` as an altair chart, which a notebook shows.
 
@@ -160,6 +224,7 @@ def plot(
         clusters: only these.
         where: a condition on runs.
         by: parameters that get their own line, comma-separated.
+        x: parameter on the x axis of plots over devices.
         predict: add the oracle's predictions.
         metric: the metric of ``history``; else the step time.
 
@@ -167,7 +232,7 @@ def plot(
         HpcbenchError: there is no such plot, source or column, nothing to draw, or altair is missing.
     """
     tree = ResultsTree(results_folder(str(results) if results is not None else None))
-    drawn = plot_results(kind, tree, [*map(str, sources)], clusters, where=where, by=by, predict=predict, metric=metric)
+    drawn = plot_results(kind, tree, [*map(str, sources)], clusters, PlotOptions(where, by, x, predict, metric))
     if drawn.nothing:
         raise ConfigError(f"{kind}: nothing to draw: {drawn.nothing}")
     return _import_package("altair", "altair").Chart.from_dict(plot_specification(drawn))

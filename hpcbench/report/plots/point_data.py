@@ -26,7 +26,7 @@ from hpcbench.report.configurations import (
     ok_results,
     with_speedups,
 )
-from hpcbench.report.plots.plot_model import NothingToDraw
+from hpcbench.report.plots.plot_model import DEVICES, NothingToDraw
 from hpcbench.report.table_model import short_name
 from hpcbench.results.schema import STATUS_OK
 from hpcbench.units import pluralize
@@ -38,11 +38,11 @@ _MAX_NAME = 60
 """Characters of a name; who writes longer ones has the whole in the table."""
 _PANEL_TEXTS = {
     "cluster": "on {}", "spec.model": "{}", "spec.model_options": "{}", "spec.dataset": "{}",
-    "spec.input_size": "size {}", "_batch": "{}", "spec.precision": "{}", "spec.data": "data {}",
+    "spec.input_size": "size {}", "_batch": "{}", "_devices": "{}", "spec.precision": "{}", "spec.data": "data {}",
     "spec.optimizer": "{}", "spec.channels_last": "channels_last {}", "environment_digest": "environment {}",
 }  # fmt: skip
 """Columns whose values all points of one panel share, with the format of each value."""
-_ALWAYS_IN_SUBTITLE = ("spec.model", "spec.dataset", "_batch", "cluster")
+_ALWAYS_IN_SUBTITLE = ("spec.model", "spec.dataset", "_batch", "_devices", "cluster")
 _SERIES_KEYS = frozenset({"cluster", "sweep", "environment_digest", *DERIVED_COLUMNS})
 """Columns that may distinguish lines, in addition to parameters and provenance."""
 _BATCH_KINDS: tuple[tuple[str, str, Scaling], ...] = (
@@ -66,11 +66,12 @@ class PlotPoints(NamedTuple):
 
 
 def plot_points(
-    frame: pl.DataFrame, by: Sequence[str] = (), metric: str = THROUGHPUT, *, every: bool = False
+    frame: pl.DataFrame, by: Sequence[str] = (), metric: str = THROUGHPUT, x: str = "", *, every: bool = False
 ) -> PlotPoints:
     """The measured configurations of ``frame`` that have a ``metric``; of several for one point the fastest.
 
-    With ``every`` all of them, however many. Raises ``NothingToDraw`` if there is none.
+    With ``every`` all of them, however many. Raises ``NothingToDraw`` if there is none. ``x`` is the column of the x
+    axis; other numbers of devices are then other panels. Without it points are named by their devices.
     """
     ended = ok_results(frame)
     if ended.is_empty():
@@ -79,7 +80,7 @@ def plot_points(
     notes = []
     if len(failed):
         notes = [f"not drawn: {pluralize(len(failed), 'run')} that did not end well ({_status_counts(failed)})"]
-    rows = with_derived_columns(aggregate_launches(_with_key_columns(ended, by)))
+    rows = with_derived_columns(aggregate_launches(_with_key_columns(ended, [*by, *([x] if x else [])])))
     rows = rows.with_columns((pl.col("global_batch_size") / pl.col("devices")).alias("_per_device"))
     # The batch that the runs hold equal while devices grow: the one with the fewest values.
     batch, text, scaling = min(_BATCH_KINDS, key=lambda kind: rows[kind[0]].n_unique())
@@ -94,6 +95,8 @@ def plot_points(
     rows = with_speedups(rows.with_columns(bounds), scaling=scaling)
     # What nobody can have measured would only stretch an axis.
     possible = (pl.col(metric) > 0) & (pl.col(metric) < _IMPLAUSIBLE) & (pl.col("devices") > 0)
+    if x and rows.schema[x].is_numeric():
+        possible &= pl.col(x).is_not_null()
     there = rows.filter(possible).with_columns(
         pl.when((pl.col(name) > 0) & (pl.col(name) < _IMPLAUSIBLE)).then(name).alias(name)
         for name in [f"{name}:{side}" for name in {metric, THROUGHPUT, STEP_TIME, "speedup"} for side in (LOW, HIGH)]
@@ -101,13 +104,21 @@ def plot_points(
     )
     if there.is_empty():
         count = pluralize(len(rows), "configuration")
-        why = "no baseline of one device with the same workload" if metric == "efficiency" else "none has it measured"
-        raise NothingToDraw(f"{short_name(metric)}: {count} ended well, but {why}", notes)
+        why = "no baseline is one device with the same workload"
+        why = why if metric == "efficiency" else f"none has a measured {short_name(metric)}"
+        raise NothingToDraw(f"{count} ended well, but {why}", notes)
     if len(there) < len(rows):
         notes.append(f"without {short_name(metric)}: {len(rows) - len(there)} configurations")
     there = there.with_columns(batch_text(text, _rounded_text(batch)))
-    there, shared = with_panels(_with_series_and_label(there, by))
-    return PlotPoints(there if every else _fastest_of_each_point(there, notes), shared, notes)
+    if x and (x != DEVICES or there[x].n_unique() == 1):
+        there = there.with_columns(_device_count().alias("_devices"))
+    there, shared = with_panels(_with_series_and_label(there, by), x)
+    return PlotPoints(there if every else _fastest_of_each_point(there, notes, x or DEVICES), shared, notes)
+
+
+def has_numeric_axis(rows: pl.DataFrame, x: str) -> bool:
+    """Whether ``x`` is an axis of numbers: one with a single value, or with words, is none."""
+    return rows.schema[x].is_numeric() and rows[x].n_unique() > 1
 
 
 def batch_text(text: str, size: pl.Expr) -> pl.Expr:
@@ -125,9 +136,9 @@ def limit_panels_and_series(rows: pl.DataFrame, notes: list[str]) -> pl.DataFram
     return rows
 
 
-def _fastest_of_each_point(rows: pl.DataFrame, notes: list[str]) -> pl.DataFrame:
+def _fastest_of_each_point(rows: pl.DataFrame, notes: list[str], x: str) -> pl.DataFrame:
     rows = limit_panels_and_series(rows, notes)
-    cell = ["panel", "series", "devices"]
+    cell = list(dict.fromkeys(["panel", "series", x]))
     fastest = rows.sort(THROUGHPUT, descending=True, nulls_last=True, maintain_order=True).unique(
         cell, keep="first", maintain_order=True
     )
@@ -137,7 +148,7 @@ def _fastest_of_each_point(rows: pl.DataFrame, notes: list[str]) -> pl.DataFrame
             "--by separates them"
         )
     panels = sorted(fastest["panel"].unique(), key=_natural_sort_key)
-    return fastest.sort([_order_of(panels), "series", "devices"], maintain_order=True)
+    return fastest.sort([_order_of(panels), "series", x], maintain_order=True)
 
 
 def _order_of(panels: Iterable[str]) -> pl.Expr:
@@ -223,10 +234,15 @@ def printable_name(value: Any) -> str:
     return text if len(text) <= _MAX_NAME else f"{text[: _MAX_NAME - 3]}..."
 
 
-def with_panels(rows: pl.DataFrame) -> tuple[pl.DataFrame, str]:
-    """``rows`` with ``panel``: what differs between them; and what does not. They have a text ``_batch``."""
-    varying = [name for name in _PANEL_TEXTS if rows[name].n_unique() > 1]
-    texts = [_panel_text(name, rows[name][0]) for name in _ALWAYS_IN_SUBTITLE if name not in varying]
+def with_panels(rows: pl.DataFrame, x: str = "") -> tuple[pl.DataFrame, str]:
+    """``rows`` with ``panel``: what differs between them; and what does not. They have a text ``_batch``.
+
+    What changes with ``x`` alone, such as the global batch with the batch, is no difference between panels.
+    """
+    differing = [name for name in _PANEL_TEXTS if name in rows.columns and rows[name].n_unique() > 1]
+    varying = [name for name in differing if x in ("", DEVICES) or _differs_at_one_x(rows, name, x)]
+    same = [name for name in _ALWAYS_IN_SUBTITLE if name in rows.columns and name not in differing]
+    texts = [_panel_text(name, rows[name][0]) for name in same]
     shared = ", ".join(filter(None, texts))
     if not varying:
         return rows.with_columns(pl.lit("").alias("panel")), shared
@@ -238,6 +254,10 @@ def with_panels(rows: pl.DataFrame) -> tuple[pl.DataFrame, str]:
         names[name if name not in names else f"{name} ({len(names) + 1})"] = None
     panels = different.with_columns(pl.Series("panel", list(names), dtype=pl.String))
     return rows.join(panels, on=varying, how="left", nulls_equal=True, maintain_order="left"), shared
+
+
+def _differs_at_one_x(rows: pl.DataFrame, name: str, x: str) -> bool:
+    return name != x and len(rows.select(pl.struct(name, x).unique())) > rows[x].n_unique()
 
 
 def _panel_text(name: str, value: Any) -> str:
@@ -266,5 +286,9 @@ def select_rows(points: PlotPoints, by: Sequence[str], most: int = MAX_CHART_ROW
 
 def row_name_column(by: Sequence[str]) -> pl.Expr:
     """``row``: ``ddp, 4 devices``."""
+    return pl.format("{}, {}", "series" if by else "label", _device_count()).alias("row")
+
+
+def _device_count() -> pl.Expr:
     unit = pl.when(pl.col("devices") == 1).then(pl.lit("device")).otherwise(pl.lit("devices"))
-    return pl.format("{}, {} {}", "series" if by else "label", "devices", unit).alias("row")
+    return pl.format("{} {}", "devices", unit)

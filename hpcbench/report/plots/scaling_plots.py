@@ -1,12 +1,13 @@
-"""Plots over the number of devices: throughput, efficiency, energy per sample, step time and its crossovers;
-and measured over predicted step times.
+"""Plots over the number of devices or another parameter: throughput, efficiency, energy per sample, step time and its
+crossovers; and measured over predicted step times.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise
 from typing import NamedTuple
 
@@ -14,10 +15,27 @@ import polars as pl
 
 from hpcbench.report.configurations import HIGH, LOW, STEP_TIME, THROUGHPUT
 from hpcbench.report.plots import plot_model
-from hpcbench.report.plots.charts import BAND, CROSSOVER, IDEAL, MEASURED, PREDICTED, LineChart, line_rows
-from hpcbench.report.plots.plot_model import NothingToDraw, Plot, PlotRequest, legend_title, whisker_notes
-from hpcbench.report.plots.point_data import PlotPoints, plot_points, printable_name, with_printable_names
-from hpcbench.report.plots.theme import PlotAxis, device_axis, make_axis
+from hpcbench.report.plots.charts import (
+    BAND,
+    CROSSOVER,
+    IDEAL,
+    MEASURED,
+    PREDICTED,
+    BarChart,
+    LineChart,
+    line_rows,
+    unit_values,
+)
+from hpcbench.report.plots.plot_model import DEVICES, NothingToDraw, Plot, PlotRequest, legend_title, whisker_notes
+from hpcbench.report.plots.point_data import (
+    PlotPoints,
+    has_numeric_axis,
+    plot_points,
+    printable_name,
+    with_printable_names,
+)
+from hpcbench.report.plots.theme import PlotAxis, make_axis, parameter_axis
+from hpcbench.report.table_model import short_name
 from hpcbench.units import format_seconds, pluralize
 
 TOKEN_RATE, MFU, HFU = "metrics.tokens_per_s", "metrics.mfu", "metrics.hfu"
@@ -66,21 +84,21 @@ def _log_height(line: LinePoints, x: float) -> float:
     return math.log(line[0][1] if x <= line[0][0] else line[-1][1])
 
 
-def throughput_plot(frame: pl.DataFrame, request: plot_model.PlotRequest) -> plot_model.Plot:
+def throughput_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
     """Samples/s of all ranks, or tokens/s where all are of tokens, the median of launches.
 
     The ideal is a baseline's rate times its devices' number.
     """
-    points = plot_points(frame, request.by)
+    points = plot_points(frame, request.by, x=request.x)
     unit, measured = "samples/s", points.frame
     if measured[TOKEN_RATE].null_count() == 0:
         unit, measured = "tokens/s", _as_tokens(measured)
-    rows = _measured_rows(measured, THROUGHPUT)
-    ideal = _ideal_throughput(measured)
-    y = make_axis(f"{{}}{unit}", "/s", rows["y"], log=bool(device_axis(rows["x"]).log))
-    alt = plot_model.lines_alt_text(rows, "throughput", lambda value: f"{value:.4g} {unit}", most=True)
+    rows = _measured_rows(measured, THROUGHPUT, request)
+    ideal = _ideal_throughput(measured) if request.x == DEVICES else rows.clear()
+    y = make_axis(f"{{}}{unit}", "/s", unit_values(rows), log=_is_log(rows))
     notes = ["ideal: as many times one device's rate as there are devices"] if len(ideal) else []
-    return _plot_over_devices(rows, ideal, y, alt, points, request, [*plot_model.whisker_notes(rows), *notes])
+    alt = _Alt("throughput", lambda value: f"{value:.4g} {unit}")
+    return _plot_over_x(rows, ideal, y, alt, points, request, [*plot_model.whisker_notes(rows), *notes])
 
 
 def _as_tokens(rows: pl.DataFrame) -> pl.DataFrame:
@@ -90,26 +108,47 @@ def _as_tokens(rows: pl.DataFrame) -> pl.DataFrame:
     return rows.with_columns((pl.col(name) * tokens).alias(name) for name in names)
 
 
-def utilisation_plot(frame: pl.DataFrame, request: plot_model.PlotRequest) -> plot_model.Plot:
+def utilisation_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
     """MFU, and HFU as a line of its own where a forward pass is computed again."""
-    points = plot_points(frame, request.by, MFU)
+    points = plot_points(frame, request.by, MFU, request.x)
     is_repeated = pl.col(HFU) > pl.col(MFU)
     bounds = {f"{MFU}:{side}": pl.lit(None, pl.Float64) for side in (LOW, HIGH)}
     names = [(pl.col(name) + " HFU").alias(name) for name in ("series", "label")]
     hardware = points.frame.filter(is_repeated).with_columns(pl.col(HFU).alias(MFU), *names, **bounds)
-    rows = pl.concat([_measured_rows(points.frame, MFU), _measured_rows(hardware, MFU)])
-    alt = plot_model.lines_alt_text(rows, "MFU", lambda value: f"{value:.1%}", most=True)
+    rows = pl.concat([_measured_rows(points.frame, MFU, request), _measured_rows(hardware, MFU, request)])
+    alt = _Alt("MFU", lambda value: f"{value:.1%}")
     notes = [*plot_model.whisker_notes(rows), "MFU: the model's own FLOPs over the devices' peak"]
     notes += ["HFU: with the forward passes that activation checkpointing repeats"] if len(hardware) else []
-    return _plot_over_devices(rows, rows.clear(), make_axis("MFU", "%", rows["y"]), alt, points, request, notes)
+    return _plot_over_x(rows, rows.clear(), make_axis("MFU", "%", rows["y"]), alt, points, request, notes)
 
 
-def _plot_over_devices(
-    rows: pl.DataFrame, ideal: pl.DataFrame, y: PlotAxis, alt: str, points: PlotPoints, request: plot_model.PlotRequest,
-    notes: list[str],
-) -> plot_model.Plot:  # fmt: skip
-    chart = LineChart(device_axis(rows["x"]), y, legend=plot_model.legend_title(request.by))
-    return plot_model.Plot("", "", points.shared, alt, chart, pl.concat([rows, ideal]), [*notes, *points.notes])
+class _Alt(NamedTuple):
+    """Name of the plotted quantity, how its figures are formatted, and whether the highest leads."""
+
+    what: str
+    shown: Callable[[float], str]
+    most: bool = True
+
+
+def _plot_over_x(
+    rows: pl.DataFrame, more: pl.DataFrame, y: PlotAxis, alt: _Alt, points: PlotPoints, request: PlotRequest,
+    notes: Sequence[str], *, from_zero: bool = True,
+) -> Plot:  # fmt: skip
+    """Lines over the values of ``request.x``, or bars where ``rows`` have none; ``more`` are ideals and crossovers."""
+    legend = legend_title(request.by)
+    chart: LineChart | BarChart = BarChart(y._replace(log=0), legend)
+    title = ""
+    if rows["x"].null_count() < len(rows):
+        title = short_name(request.x).replace("_", " ")
+        chart = LineChart(parameter_axis(title, rows["x"]), y, from_zero=from_zero, legend=legend)
+    names = "series" if title else "label"
+    text = plot_model.lines_alt_text(rows, title, alt.what, alt.shown, most=alt.most, names=names)
+    return Plot("", "", points.shared, text, chart, pl.concat([rows, more]), [*notes, *points.notes])
+
+
+def _is_log(rows: pl.DataFrame) -> bool:
+    """Whether the x axis of ``rows`` is logarithmic."""
+    return bool(parameter_axis("", rows["x"].drop_nulls()).log)
 
 
 def _ideal_throughput(rows: pl.DataFrame) -> pl.DataFrame:
@@ -128,23 +167,23 @@ def _ends_of_panels(rows: pl.DataFrame, *values: pl.Expr) -> pl.DataFrame:
     return rows.group_by("panel", maintain_order=True).agg(*values, ends).explode("x").unique(maintain_order=True)
 
 
-def efficiency_plot(frame: pl.DataFrame, request: plot_model.PlotRequest) -> plot_model.Plot:
+def efficiency_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
     """The speed-up over one device with the same workload, per device, as tables compute it; 100 % is the ideal."""
-    points = plot_points(frame, request.by, "efficiency")
+    points = plot_points(frame, request.by, "efficiency", request.x)
     per_speedup = pl.col("efficiency") / pl.col("speedup")
     bounds = {f"efficiency:{side}": pl.col(f"speedup:{side}") * per_speedup for side in (LOW, HIGH)}
-    rows = _measured_rows(points.frame.with_columns(**bounds), "efficiency")
+    rows = _measured_rows(points.frame.with_columns(**bounds), "efficiency", request)
     ideal = line_rows(_ends_of_panels(rows).with_columns(y=pl.lit(1.0)), IDEAL)
-    alt = plot_model.lines_alt_text(rows, "efficiency", lambda value: f"{value:.0%}", most=True)
     notes = plot_model.whisker_notes(rows, "the baseline's own is in them")
     notes.append("ideal: the baseline's rate from each of its devices")
-    return _plot_over_devices(rows, ideal, make_axis("efficiency", "%", rows["y"]), alt, points, request, notes)
+    alt = _Alt("efficiency", lambda value: f"{value:.0%}")
+    return _plot_over_x(rows, ideal, make_axis("efficiency", "%", rows["y"]), alt, points, request, notes)
 
 
 _ENERGY_PER_SAMPLE = "metrics.energy_per_sample_j"
 
 
-def energy_plot(frame: pl.DataFrame, request: plot_model.PlotRequest) -> plot_model.Plot:
+def energy_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
     """Return the devices' energy over the timed steps per sample: samples are mean step time x steps x samples/s.
 
     Raises:
@@ -154,30 +193,32 @@ def energy_plot(frame: pl.DataFrame, request: plot_model.PlotRequest) -> plot_mo
     # Of every launch by itself: a slow one may well have drawn less power.
     frame = frame.with_columns((pl.col("metrics.energy_j") / samples).alias(_ENERGY_PER_SAMPLE))
     try:
-        points = plot_points(frame, request.by, _ENERGY_PER_SAMPLE)
+        points = plot_points(frame, request.by, _ENERGY_PER_SAMPLE, request.x)
     except plot_model.NothingToDraw as empty:
         raise plot_model.NothingToDraw(str(empty).replace("energy_per_sample_j", "energy"), empty.notes) from None
-    rows = _measured_rows(points.frame, _ENERGY_PER_SAMPLE)
+    rows = _measured_rows(points.frame, _ENERGY_PER_SAMPLE, request)
     sources = map(printable_name, points.frame["metrics.energy_source"].drop_nulls().unique().sort())
     source_text = "; ".join(sources)
-    y = make_axis("energy per sample", "J", rows["y"])
-    alt = plot_model.lines_alt_text(rows, "energy per sample", lambda value: f"{y.shown(value)} {y.unit}", most=False)
+    y = make_axis("energy per sample", "J", unit_values(rows))
+    alt = _Alt("energy per sample", lambda value: f"{y.shown(value)} {y.unit}", most=False)
     notes = [*plot_model.whisker_notes(rows), *([f"read from: {source_text}"] if source_text else [])]
-    return _plot_over_devices(rows, rows.clear(), y, alt, points, request, notes)
+    return _plot_over_x(rows, rows.clear(), y, alt, points, request, notes)
 
 
 _MAX_CROSSOVERS_NAMED = 5
 
 
-def scaling_plot(frame: pl.DataFrame, request: plot_model.PlotRequest) -> plot_model.Plot:
+def scaling_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
     """The median step time; points over predicted lines where ``request.predicted`` has some.
 
     Its columns: ``strategy, devices, step_time_s, step_time_low_s, step_time_high_s``, and ``panel`` (as the measured
     rows have it) where there are several. Without measurements it is drawn alone.
     """
     try:
-        points = plot_points(frame, request.by, STEP_TIME)
-        rows = _measured_rows(points.frame, STEP_TIME)
+        points = plot_points(frame, request.by, STEP_TIME, request.x)
+        # Predicted lines continue to more devices than were measured.
+        has_lines = request.predicted is not None and request.predicted["devices"].n_unique() > 1
+        rows = _measured_rows(points.frame, STEP_TIME, request, has_axis=has_lines)
     except plot_model.NothingToDraw as empty:
         if request.predicted is None or request.predicted.is_empty():
             raise
@@ -185,25 +226,33 @@ def scaling_plot(frame: pl.DataFrame, request: plot_model.PlotRequest) -> plot_m
     predicted, notes = _predicted_rows(request.predicted, rows)
     drawn = pl.concat([rows, predicted])
     crossed = _crossover_rows(drawn if predicted.is_empty() else predicted)
-    x = device_axis(drawn["x"])
-    y = make_axis("step time", "s", drawn["y"], log=bool(x.log))
-    alt = plot_model.lines_alt_text(drawn, "step time", format_seconds, most=False)
+    y = make_axis("step time", "s", unit_values(drawn), log=_is_log(drawn))
     if len(rows):
-        notes = [*plot_model.whisker_notes(rows), *notes, *_unequal_batch_notes(points.frame)]
+        notes = [*plot_model.whisker_notes(rows), *notes, *_unequal_batch_notes(points.frame, request.x)]
     if len(predicted):
         notes.insert(0, "lines: predicted, with their interval; points: measured")
-    crossings = "; ".join(map(_crossover_text, crossed.head(_MAX_CROSSOVERS_NAMED).to_dicts()))
+    crossings = "; ".join(_crossover_text(row, request.x) for row in crossed.head(_MAX_CROSSOVERS_NAMED).to_dicts())
     if crossings:
-        alt += f" Lines cross: {crossings}."
         notes.append(f"lines cross ({'predicted' if len(predicted) else 'between medians'}): {crossings}")
-    chart = LineChart(x, y, from_zero=False, legend=plot_model.legend_title(request.by))
-    return plot_model.Plot("", "", points.shared, alt, chart, pl.concat([drawn, crossed]), [*notes, *points.notes])
+    alt = _Alt("step time", format_seconds, most=False)
+    plot = _plot_over_x(drawn, crossed, y, alt, points, request, notes, from_zero=False)
+    return replace(plot, alt=f"{plot.alt} Lines cross: {crossings}.") if crossings else plot
 
 
-def _measured_rows(points: pl.DataFrame, metric: str) -> pl.DataFrame:
-    """Rows of ``metric`` over devices, with the ends of its interval."""
+def _measured_rows(points: pl.DataFrame, metric: str, request: PlotRequest, *, has_axis: bool = False) -> pl.DataFrame:
+    """Rows of ``metric`` over ``request.x``, with the ends of its interval.
+
+    Without an axis of numbers, or ``has_axis``, they are bars: they have no x, and ``label`` is the name of the bar.
+    """
     ends = {"low": f"{metric}:{LOW}", "high": f"{metric}:{HIGH}"}
-    return line_rows(points.select("panel", "series", "label", "launches", x="devices", y=metric, **ends), MEASURED)
+    x, label = pl.col(request.x), pl.col("label")
+    if not (has_axis or has_numeric_axis(points, request.x)):
+        names = [pl.col("series" if request.by else "label")]
+        if points[request.x].n_unique() > 1 and request.x not in (request.by or ("spec.strategy",)):
+            names.append(x.cast(pl.String).fill_null("default"))
+        x, label = pl.lit(None), pl.concat_str(names, separator=", ")
+    rows = points.select("panel", "series", label.alias("label"), "launches", x=x, y=metric, **ends)
+    return line_rows(with_printable_names(rows, "label"), MEASURED)
 
 
 _NO_ROWS = pl.DataFrame(schema=["panel", "series", "label", "x", "y"])
@@ -228,7 +277,7 @@ def _predicted_rows(predicted: pl.DataFrame | None, measured: pl.DataFrame) -> t
 def _crossover_rows(rows: pl.DataFrame) -> pl.DataFrame:
     """A row for each intersection of lines: ``series`` overtakes ``label``."""
     crossovers = []
-    for (panel,), inside in rows.group_by(["panel"], maintain_order=True):
+    for (panel,), inside in rows.filter(rows["x"] > 0).group_by(["panel"], maintain_order=True):
         series = inside.group_by(["series"], maintain_order=True)
         lines = {str(name): part.select("x", "y").rows() for (name,), part in series}
         crossovers += [(panel, *crossover) for crossover in find_crossovers(lines)]
@@ -236,17 +285,23 @@ def _crossover_rows(rows: pl.DataFrame) -> pl.DataFrame:
     return line_rows(pl.DataFrame(crossovers, schema=columns, orient="row"), CROSSOVER)
 
 
-def _crossover_text(row: dict[str, object]) -> str:
-    where = f" ({row['panel']})" if row["panel"] else ""
-    return f"{row['series']} is below {row['label']} from {row['x']:.3g} devices on{where}"
+def _crossover_text(row: dict[str, object], x: str) -> str:
+    panel = f" ({row['panel']})" if row["panel"] else ""
+    place = f"{row['x']:.3g} devices" if x == DEVICES else f"{short_name(x).replace('_', ' ')} {row['x']:.3g}"
+    return f"{row['series']} is below {row['label']} from {place} on{panel}"
 
 
-def _unequal_batch_notes(rows: pl.DataFrame) -> list[str]:
+def _unequal_batch_notes(rows: pl.DataFrame, x: str) -> list[str]:
     """Lines whose steps take different batches are no race."""
-    batches = rows.group_by("panel", "devices").agg(pl.col("global_batch_size").n_unique().alias("count"))
+    has_axis = has_numeric_axis(rows, x)
+    batches = rows.group_by(["panel", x] if has_axis else ["panel"]).agg(
+        pl.col("global_batch_size").n_unique().alias("count")
+    )
     if not (batches["count"] > 1).any():
         return []
-    return ["lines differ in their global batch on as many devices: throughput compares them"]
+    return [
+        f"{'lines' if has_axis else 'bars'} differ in their global batch on as many devices: throughput compares them"
+    ]
 
 
 _TOLERANCE = 0.1
@@ -288,9 +343,10 @@ def measured_over_predicted_plot(frame: pl.DataFrame, request: PlotRequest) -> P
     )
     return Plot(
         subtitle=shared, alt=f"Measured over predicted step times: {summary}.",
-        drawing=LineChart(x, y, joined=False, from_zero=False, ideal="equal", legend=legend_title(request.by)),
+        drawing=LineChart(x, y, joined=False, from_zero=False, ideal="equal", band=f"within {_TOLERANCE:.0%}",
+                          legend=legend_title(request.by)),
         frame=pl.concat([rows, *_equality_rows(rows)]),
-        notes=[f"dotted: equal; grey (of files): within {_TOLERANCE:.0%}", summary, *whisker_notes(rows), *notes],
+        notes=[summary, *whisker_notes(rows), *notes],
     )  # fmt: skip
 
 

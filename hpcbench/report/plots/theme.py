@@ -163,11 +163,11 @@ def make_axis(title: str, kind: str, values: Iterable[float | None], *, log: boo
     return PlotAxis(title, factor, unit, base)
 
 
-def device_axis(counts: Iterable[float]) -> PlotAxis:
-    """An axis of numbers of devices: logarithmic where they double."""
-    distinct = sorted(set(counts))
+def parameter_axis(title: str, values: Iterable[float]) -> PlotAxis:
+    """An axis of a parameter, such as the number of devices: logarithmic where its values double."""
+    distinct = sorted(set(values))
     doubles = len(distinct) > 1 and distinct[0] > 0 and distinct[-1] / distinct[0] >= 4
-    return PlotAxis("devices", log=2 if doubles else 0)
+    return PlotAxis(title, log=2 if doubles else 0)
 
 
 def linear_ticks(low: float, high: float, most: int = 6) -> list[float]:

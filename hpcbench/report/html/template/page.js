@@ -77,7 +77,7 @@
     const controls = element("div", { className: "controls" });
     if (holder.dataset.filters !== undefined) {
       const input = element("input", { type: "search", autocomplete: "off" });
-      controls.append(element("label", {}, ["filter", input]));
+      controls.append(element("label", {}, ["Filter", input]));
       input.addEventListener("input", () => {
         words = input.value.toLowerCase().split(/\s+/).filter(Boolean);
         show();
@@ -104,7 +104,7 @@
   const makeFigure = (figure) => {
     const held = figure.querySelector("script[data-specification]");
     if (held === null || typeof vegaEmbed !== "function") return;
-    const image = figure.querySelector("img");
+    const picture = figure.querySelector(".picture");
     const place = element("div", { className: "explored", hidden: true });
     const title = figure.querySelector("strong").textContent;
     // It may be wider than the window: whoever has no pointer scrolls it by keys.
@@ -114,7 +114,7 @@
     const button = element("button", { type: "button", className: "explore", textContent: "Explore this plot" });
     button.setAttribute("aria-pressed", "false");
     button.setAttribute("aria-label", `Explore this plot: ${title}`);
-    image.after(place, button);
+    picture.after(place, button);
     let begun = false;
     button.addEventListener("click", async () => {
       const pressed = button.getAttribute("aria-pressed") !== "true";
@@ -134,7 +134,7 @@
         }
       }
       place.hidden = !pressed;
-      image.hidden = pressed;
+      picture.hidden = pressed;
     });
   };
 
