@@ -125,7 +125,7 @@ def compare_sources(
     data_view = comparison_data_view(rows, title, notes)
     if junit is not None:
         write_atomic(junit, junit_xml(rows, title))
-        print_message(f"{len(rows)} tests written to {junit}")
+        print_message(f"{pluralize(len(rows), 'test')} written to {junit}")
     if out is not None:
         write_view(text_view if out.suffix in (".md", ".tex") else data_view, out)
         print_message(f"{pluralize(len(rows), 'row')} written to {out}")

@@ -79,7 +79,7 @@ def load_plan(sweep: str | Sweep, cluster_name: str, results: ResultsTree, overr
 
 
 def one_off_path(tree: ClusterTree, name: str) -> Path | None:
-    """The file in the results that keeps a sweep from the command line; ``None`` if ``name`` is no sweep's name."""
+    """The file in the results that keeps a sweep from the command line; ``None`` if ``name`` is not a sweep's name."""
     return tree.sweep_path(name).with_suffix(".toml") if re.fullmatch(NAME_PATTERN, name) else None
 
 

@@ -45,6 +45,7 @@ from hpcbench.report.table_model import View
 from hpcbench.report.table_output import render_view
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.strategies.check_names import custom_model_folder
+from hpcbench.units import pluralize
 from hpcbench.workloads.datasets import DATASETS
 from hpcbench.workloads.models import MODELS
 
@@ -71,7 +72,7 @@ def predict_sweep(
     if as_json:
         print_json(predictions_json(predictions, forecast.machines()))
         return
-    title = f"{plan.sweep.name} on {plan.profile.name}: {len(predictions)} configurations, predicted"
+    title = f"{plan.sweep.name} on {plan.profile.name}: {pluralize(len(predictions), 'configuration')}, predicted"
     show_view(predictions_view(predictions, title), machine_notes(forecast.machines()))
 
 
@@ -136,7 +137,7 @@ def rank_strategies(
         _show_layouts(recommendation, request, cluster_name, top, out, trainer, as_json=as_json)
         return
     if trainer_name or measured:
-        reason = "; ".join(recommendation) or f"{request.model} is no decoder of published runs"
+        reason = "; ".join(recommendation) or f"{request.model} is not a decoder of published runs"
         raise ConfigError(f"there are no layouts to rank: {reason}", where="--as" if trainer_name else "--measured")
     for note in recommendation:
         print_message(note)

@@ -153,7 +153,7 @@ def show_table(
     if out is not None:
         make_view = results_text_view if out.suffix in (".md", ".tex") else results_data_view
         write_view(make_view(rows, title), out)
-        print_message(f"{len(rows)} rows written to {out}")
+        print_message(f"{pluralize(len(rows), 'row')} written to {out}")
     if as_json or out is not None:
         return
     if not rows:

@@ -25,6 +25,7 @@ from hpcbench.report.validation import (
 )
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import STATUS_OK
+from hpcbench.units import pluralize
 
 
 @click.command("validate")
@@ -57,7 +58,7 @@ def validate_predictions(
             write_atomic(out, encode_indented_json(validation_json(validation)))
         else:
             write_view(cases_view(validation.cases), out)
-        print_message(f"{len(validation.cases)} configurations written to {out}")
+        print_message(f"{pluralize(len(validation.cases), 'configuration')} written to {out}")
     if as_json:
         print_json(validation_json(validation))
     elif not validation.cases:

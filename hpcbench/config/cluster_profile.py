@@ -53,7 +53,7 @@ class LoginNodeMatch(TomlTable):
             try:
                 re.compile(host)
             except re.error as error:
-                raise ValueError(f"{host!r} is no regular expression: {error}") from None
+                raise ValueError(f"{host!r} is not a regular expression: {error}") from None
         return hosts
 
 
@@ -85,7 +85,7 @@ class ClusterProfile(TomlTable):
     account: SingleLineText | None = None
     """Keep yours out of profiles that are shared: `[accounts]` in `~/.config/hpcbench/config.toml` is the place."""
     account_required: bool = False
-    """The site takes no job without an account."""
+    """Whether the site refuses jobs that name no account."""
     default_partition: str | None = None
     """A key of `partitions`; without one the scheduler's own default is used."""
     partitions: dict[Annotated[str, Field(pattern=NAME_PATTERN)], tables.PartitionConfig] = {}

@@ -29,7 +29,7 @@ from hpcbench.strategies.pipeline.schedules import (
     schedule_actions,
 )
 from hpcbench.submit.plan import JobGroup, SweepPlan
-from hpcbench.units import pluralize
+from hpcbench.units import format_percent, pluralize
 
 ACTION_UNITS = {FORWARD: 1, BACKWARD: 2, BACKWARD_INPUT: 1, BACKWARD_WEIGHT: 1}
 """A backward pass as long as two forward passes, its halves as one each."""
@@ -56,7 +56,7 @@ def schedule_diagram(schedule: str, layout: PipelineLayout, micro_batches: int) 
     fold = max((DIAGRAM_WIDTH - start - 1) // cell, 1) * cell
     total = int(timeline.end) * cell
     count = pluralize(micro_batches, "micro-batch", "micro-batches")
-    lines = [f"{schedule}, {count}: bubble {timeline.bubble_fraction:.1%} of equal stages"]
+    lines = [f"{schedule}, {count}: bubble {format_percent(timeline.bubble_fraction, 1)} of equal stages"]
     for first in range(0, total, fold):
         parts = [row[first : first + fold].rstrip() for row in rows]
         lines += [f"{name:<{start}}|{part}" for name, part in zip(names, parts, strict=True)]

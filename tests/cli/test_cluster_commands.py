@@ -31,7 +31,7 @@ def hpcbench(tmp_path: Path) -> Any:
 def test_a_rendered_pbs_script_is_complete_with_its_qsub_command(hpcbench: Any, tmp_path: Path) -> None:
     done = hpcbench("render", "s.toml", "--cluster", "abci-3", "--out", "out")
     assert done.returncode == 0, done.stderr
-    assert "takes no job without an account" in done.stderr
+    assert "needs an account, and none is set" in done.stderr
     assert "next: qsub out/0.sh" in done.stderr
     script = (tmp_path / "out" / "0.sh").read_text()
     assert f"\ntask_file={tmp_path}/out/0.jsonl\n" in script
@@ -53,7 +53,7 @@ def test_submit_refuses_a_cluster_that_is_only_predicted_for(hpcbench: Any, tmp_
 def test_a_missing_account_is_named_before_anything_is_written(hpcbench: Any, tmp_path: Path) -> None:
     done = hpcbench("submit", "s.toml", "--cluster", "lumi-g")
     assert done.returncode == 2
-    assert "cluster lumi-g takes no job without an account" in done.stderr
+    assert "cluster lumi-g needs an account, and none is set" in done.stderr
     assert 'below [accounts]: lumi-g = "..."' in done.stderr
     assert not (tmp_path / "results").exists()
 

@@ -338,7 +338,7 @@ def test_validation_counts_disturbed_runs_and_refuses_if_all_are(tmp_path: Path)
     paths = sorted(tree.rglob("result.json"))
     for number, path in enumerate(paths, 1):
         document = json.loads(path.read_text())
-        path.write_text(json.dumps(document | {"warnings": ["other processes used the cores: 9% of the 2 cores"]}))
+        path.write_text(json.dumps(document | {"warnings": ["other processes used the cores: 9 % of the 2 cores"]}))
         if number == 1:
             notes = said(tmp_path, "validate")["notes"]
             assert f"1 of {len(paths)} runs are marked as disturbed" in notes
@@ -419,8 +419,8 @@ def test_the_tables_of_a_validation_fit_80_columns(tmp_path: Path) -> None:
     assert max(map(len, text.splitlines())) <= 80
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line and line[0] != " "}
     # Each of the two moves the other one's prediction, in the wrong direction.
-    assert rows["all"][:2] == ["2", "36.5%"]
-    assert "always ddp in 1 groups" in text
+    assert rows["all"][:3] == ["2", "36.5", "%"]
+    assert "always ddp in 1 group:" in text
     done = call(tmp_path, "validate", "--out", tmp_path / "cases.csv")
     assert (done.stdout, done.stderr) == ("", f"2 configurations written to {tmp_path / 'cases.csv'}\n")
     assert (tmp_path / "cases.csv").read_text().startswith("strategy,model,devices,batch_size,measured_s,")

@@ -137,7 +137,7 @@ def test_the_longest_job_time_follows_nodes_steps_and_node_hours(
             {"partitions": {"a": {"max_time_min": 60}, "b": {"max_time_min": 90}}, "time_limit_min": 100},
             "time_limit_min = 100 is longer than any partition allows: the largest max_time_min is 90",
         ),
-        ({"match": {"hosts": ["("]}}, "no regular expression"),
+        ({"match": {"hosts": ["("]}}, "not a regular expression"),
         ({"environments": {"e": {"container": {}}}}, "either `command` or `kind`"),
         ({"environments": {"e": {"container": {"kind": "pyxis"}}}}, "needs an `image`"),
         (

@@ -18,7 +18,7 @@ from hpcbench.report.plots.charts import BAND, CROSSOVER, IDEAL, MEASURED, PREDI
 from hpcbench.report.plots.plot_model import NothingToDraw, Plot, PlotRequest, legend_title, whisker_notes
 from hpcbench.report.plots.point_data import PlotPoints, plot_points, printable_name, with_printable_names
 from hpcbench.report.plots.theme import PlotAxis, device_axis, make_axis
-from hpcbench.units import format_seconds, pluralize
+from hpcbench.units import format_percent, format_seconds, pluralize
 
 TOKEN_RATE, MFU, HFU = "metrics.tokens_per_s", "metrics.mfu", "metrics.hfu"
 
@@ -98,7 +98,7 @@ def utilisation_plot(frame: pl.DataFrame, request: plot_model.PlotRequest) -> pl
     names = [(pl.col(name) + " HFU").alias(name) for name in ("series", "label")]
     hardware = points.frame.filter(is_repeated).with_columns(pl.col(HFU).alias(MFU), *names, **bounds)
     rows = pl.concat([_measured_rows(points.frame, MFU), _measured_rows(hardware, MFU)])
-    alt = plot_model.lines_alt_text(rows, "MFU", lambda value: f"{value:.1%}", most=True)
+    alt = plot_model.lines_alt_text(rows, "MFU", lambda value: format_percent(value, 1), most=True)
     notes = [*plot_model.whisker_notes(rows), "MFU: the model's own FLOPs over the devices' peak"]
     notes += ["HFU: with the forward passes that activation checkpointing repeats"] if len(hardware) else []
     return _plot_over_devices(rows, rows.clear(), make_axis("MFU", "%", rows["y"]), alt, points, request, notes)
@@ -135,7 +135,7 @@ def efficiency_plot(frame: pl.DataFrame, request: plot_model.PlotRequest) -> plo
     bounds = {f"efficiency:{side}": pl.col(f"speedup:{side}") * per_speedup for side in (LOW, HIGH)}
     rows = _measured_rows(points.frame.with_columns(**bounds), "efficiency")
     ideal = line_rows(_ends_of_panels(rows).with_columns(y=pl.lit(1.0)), IDEAL)
-    alt = plot_model.lines_alt_text(rows, "efficiency", lambda value: f"{value:.0%}", most=True)
+    alt = plot_model.lines_alt_text(rows, "efficiency", format_percent, most=True)
     notes = plot_model.whisker_notes(rows, "the baseline's own is in them")
     notes.append("ideal: the baseline's rate from each of its devices")
     return _plot_over_devices(rows, ideal, make_axis("efficiency", "%", rows["y"]), alt, points, request, notes)
@@ -282,15 +282,16 @@ def measured_over_predicted_plot(frame: pl.DataFrame, request: PlotRequest) -> P
     x = PlotAxis("predicted step time", y.factor, y.unit, y.log)
     off = [abs(predicted / measured - 1) for predicted, measured in zip(rows["x"], rows["y"], strict=True)]
     inside = sum(error <= _TOLERANCE for error in off)
+    tolerance = format_percent(_TOLERANCE)
     summary = (
-        f"{inside} of {pluralize(len(off), 'configuration')} predicted within {_TOLERANCE:.0%}; the median is off by "
-        f"{statistics.median(off):.1%}, the worst by {max(off):.1%}"
+        f"{inside} of {pluralize(len(off), 'configuration')} predicted within {tolerance}; the median is off by "
+        f"{format_percent(statistics.median(off), 1)}, the worst by {format_percent(max(off), 1)}"
     )
     return Plot(
         subtitle=shared, alt=f"Measured over predicted step times: {summary}.",
         drawing=LineChart(x, y, joined=False, from_zero=False, ideal="equal", legend=legend_title(request.by)),
         frame=pl.concat([rows, *_equality_rows(rows)]),
-        notes=[f"dotted: equal; grey (of files): within {_TOLERANCE:.0%}", summary, *whisker_notes(rows), *notes],
+        notes=[f"dotted: equal; grey (of files): within {tolerance}", summary, *whisker_notes(rows), *notes],
     )  # fmt: skip
 
 
