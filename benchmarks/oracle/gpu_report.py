@@ -175,10 +175,9 @@ def _print_ablation(rows: Sequence[PublishedRow], held: Array) -> None:
         ("fit without physics", _regression(rows)),
         ("both", held),
     ):
-        loss = np.mean(list(choice_losses(rows, predicted).values()))
-        print(
-            f"| {name} | {format_percent(float(abs(predicted / measured - 1).mean()), 1)} | {format_percent(float(loss), 1)} |"
-        )
+        loss = float(np.mean(list(choice_losses(rows, predicted).values())))
+        error = float(abs(predicted / measured - 1).mean())
+        print(f"| {name} | {format_percent(error, 1)} | {format_percent(loss, 1)} |")
 
 
 def _print_memory(rows: Sequence[PublishedRow]) -> None:

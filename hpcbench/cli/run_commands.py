@@ -122,6 +122,10 @@ def run_sweep(
     """Submit SWEEP, wait with a live screen, print the table. Ctrl-C ends the screen, not the runs.
 
     `run --model M --strategy S` runs one configuration without a sweep's file; --set sets its other parameters.
+
+    \b
+    hpcbench run quickstart
+    hpcbench run --model resnet18 --strategy ddp --tasks-per-node 2 --set steps=50
     """
     # Imported here: `submit` and `retry` need no polars.
     from hpcbench.cli.results_commands import show_table

@@ -325,9 +325,11 @@ def _find_base_profile(name: str, path: Path, chain: Sequence[Path], source: Tom
     others = [other for other in candidates if other.is_file() and other.resolve() not in chain]
     base = next((other for other in others if other.stem == name), None)
     if base is None:
-        problem = f"extends = {name!r}: the profile extends itself, and no other profile has that name"
-        if name not in (above.stem for above in chain):
-            problem = f"extends = {name!r}: there is no such profile"
+        stems = [above.stem for above in chain]
+        if name in stems:
+            circle = " -> ".join([*stems[stems.index(name) :], name])
+            raise source.error(f"extends = {name!r}: profiles extend each other in a circle: {circle}", "extends")
+        problem = f"extends = {name!r}: there is no such profile"
         raise source.error(problem, "extends", hint=did_you_mean(name, {other.stem for other in others}))
     return base
 

@@ -190,5 +190,7 @@ def _schedule_lines(plan: SweepPlan) -> Iterator[str]:
     for schedule, layout, micro_batches in drawn:
         yield ""
         yield from schedule_diagram(schedule, layout, micro_batches)
+    if any(micro_batches == 1 for _, _, micro_batches in schedules):
+        yield "with one micro-batch the stages of a pipeline work one after another: set micro_batches, such as 8"
     if len(schedules) > len(drawn):
         yield f"{len(schedules) - len(drawn)} more schedules are not drawn"

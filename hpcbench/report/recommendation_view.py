@@ -257,6 +257,11 @@ def _view_notes(recommendation: LayoutRecommendation, ranking: LayoutRanking, mo
         f"{ranking.examined:,} layouts examined, {ranking.priced:,} priced; memory up to "
         f"{recommendation.machine.fits_below_gib:.0f} GiB of {recommendation.machine.device.memory_gib:.0f}"
     )
+    yield (
+        "to best: ratio to the fastest with its 90 % interval; dp tp pp cp: degrees of data, tensor, pipeline and "
+        "context parallelism; 8x5: 8 stages of 5 parts each; zero1: sharded optimizer; mb: samples of a micro-batch; "
+        "in n: n micro-batches a step"
+    )
     if equivalent := _count_equivalent(ranking.layouts):
         yield f"~: not significantly slower than the first ({pluralize(equivalent, 'layout')}); measure them"
     if ranking.tight:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -257,8 +258,7 @@ def test_recommend_without_a_feasible_strategy_prints_the_reasons(tmp_path: Path
         ([*WISH, "--precision", "fp8"], "unknown precision 'fp8'"),
         ([*WISH, "--dataset", "tokens"], "resnet18 takes images; tokens holds tokens"),
         ([*WISH, "--model", "resnet19"], "did you mean 'resnet18'?"),
-        (["validate", "nothing"], "sweep 'nothing' has nothing in"),
-        (["validate", "--where", "nods == 2"], "did you mean 'nodes'?"),
+        (["validate", "nothing"], "there is no folder"),
     ],
 )
 def test_wrong_oracle_arguments_exit_with_code_2_and_write_nothing(
@@ -269,6 +269,16 @@ def test_wrong_oracle_arguments_exit_with_code_2_and_write_nothing(
     assert message in str(caught.value)
     assert caught.value.exit_code == 2
     assert not (tmp_path / "results").exists()
+
+
+def test_validate_names_a_wrong_sweep_and_a_wrong_parameter(tmp_path: Path) -> None:
+    planted(tmp_path / "results", "ddp", 1.0)
+    for arguments, message in (
+        (["nothing"], "sweep 'nothing' has nothing in"),
+        (["--where", "nods == 2"], "mean 'nodes'?"),
+    ):
+        with pytest.raises(HpcbenchError, match=re.escape(message)):
+            call(tmp_path, "validate", *arguments)
 
 
 def planted(tree: Path, strategy: str, factor: float, launches: int = 3, status: str = "ok", **more: Any) -> None:

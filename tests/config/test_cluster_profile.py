@@ -51,10 +51,13 @@ def test_a_profile_extends_the_shipped_one_of_its_name(project: Path) -> None:
     ("files", "message"),
     [
         ({"a": 'name = "a"\nextends = "bb"\n', "b": 'name = "b"\n'}, r"a.toml:2: extends = 'bb': there is no such"),
-        ({"a": 'name = "a"\nextends = "a"\n'}, r"a.toml:2: extends = 'a': the profile extends itself"),
+        (
+            {"a": 'name = "a"\nextends = "a"\n'},
+            r"a.toml:2: extends = 'a': profiles extend each other in a circle: a -> a",
+        ),
         (
             {"a": 'name = "a"\nextends = "b"\n', "b": 'name = "b"\nextends = "a"\n'},
-            r"b.toml:2: extends = 'a': the profile extends itself",
+            r"b.toml:2: extends = 'a': profiles extend each other in a circle: a -> b -> a",
         ),
         ({"a": 'name = "a"\nextends = "b"\n[node]\ncore = 3\n', "b": 'name = "b"\n'}, r"a.toml:4: unknown key 'core'"),
     ],

@@ -113,7 +113,7 @@ WRONG: dict[str, tuple[str, str, str]] = {
     "strategy": ("[grid]", '[fixed]\nstrategy = "ddp"\n[grid]', "sweep.toml:14: strategy belongs to trainings of hpcbench"),
     "launch's option": ("nodes = [1, 2]", 'options.launch = ["job"]', "options.launch belongs to trainings of hpcbench"),
     "training": ("nodes = [1, 2]", "batch_size = [8]", "sweep.toml:15: batch_size belongs to trainings of hpcbench"),
-    "empty": ('argv = ["python", "train.py", "--lr={lr}", "--dp", "{dp}", "{{x}}", "$(id) `id`"]', "argv = []", "command.argv: "),
+    "empty": ('argv = ["python", "train.py", "--lr={lr}", "--dp", "{dp}", "{{x}}", "$(id) `id`"]', "argv = []", "command.argv is empty: at least one value is needed"),
     "folder": ("[[command", 'folder = "here"\n[[command', "folder: 'here' is not an absolute path"),
     "folder's word": ("[[command", 'folder = "/a/{b}"\n[[command', "folder: no parameter 'b' for the placeholder"),
     "outputs": ("[[command", 'outputs = ["../*"]\n[[command', "outputs: '../*' leads out of the run's folder"),
