@@ -36,19 +36,27 @@ $(VENV)/.worker: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) --editable '.[test]'
-	@touch $@ $(VENV)/.worker
+	@touch $@ $(VENV)/.worker $(VENV)/.report
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) --editable '.[dev]'
-	@touch $@ $(VENV)/.test $(VENV)/.worker
+	@touch $@ $(VENV)/.test $(VENV)/.worker $(VENV)/.report
 
 # Horovod belongs to one torch: another one in .venv needs another wheel.
 $(VENV)/.horovod: $(VENV)/.worker hpcbench/tools/build_horovod.py hpcbench/tools/horovod-0.28.1.patch
 	$(BIN)/python -m hpcbench.tools.build_horovod --jobs $(JOBS)
 	@touch $@
 
-quickstart: $(VENV)/.worker ## install into .venv and run the quickstart sweep on this machine
+$(VENV)/.report: $(VENV)/.worker
+	$(PIP) --editable '.[report]'
+	@touch $@
+
+quickstart: $(VENV)/.report ## install into .venv and run the quickstart sweep on this machine
 	$(BIN)/hpcbench run quickstart
+	@echo
+	@echo "next: $(BIN)/hpcbench plot throughput quickstart"
+	@echo "      $(BIN)/hpcbench report quickstart --out report.html"
+	@echo "      $(BIN)/hpcbench init my-project"
 
 horovod: $(VENV)/.horovod ## build Horovod for .venv's torch, or take it from the cache (JOBS)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 SECTIONS = {
-    "Begin": ["index", "tour", "tutorial", "glossary"],
+    "Begin": ["index", "tutorial", "recipes", "tour", "glossary"],
     "Use": ["sweeps", "your-own-command", "collectives", "life", "data", "results", "plots", "report", "cli"],
     "Choose": ["strategies", "pipelines", "horovod", "models", "catalog"],
     "Predict": ["oracle", "oracle-gpu", "calibration", "dry-run", "formulas"],

@@ -51,7 +51,7 @@ class ConfigErrors(HpcbenchError):
     """All errors of an input together, so that a user can correct them at once."""
 
     def __init__(self, problems: Sequence[HpcbenchError]) -> None:
-        assert problems, "an empty list of problems is no error"
+        assert problems, "an empty list of problems is not an error"
         super().__init__("\n".join(str(problem) for problem in problems))
         self.problems = list(problems)
 

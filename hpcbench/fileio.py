@@ -282,12 +282,12 @@ def _open_regular(path: Path | str) -> tuple[int, os.stat_result]:
         if error.errno == errno.ELOOP:
             raise UnsafeFileError(errno.ELOOP, "it is a link, which is not followed", path) from None
         if error.errno == errno.ENXIO:
-            raise UnsafeFileError(errno.ENXIO, "it is no plain file", path) from None
+            raise UnsafeFileError(errno.ENXIO, "it is not a plain file", path) from None
         raise
     state = os.fstat(descriptor)
     if not stat.S_ISREG(state.st_mode):
         os.close(descriptor)
-        raise UnsafeFileError(errno.EINVAL, "it is no plain file", path)
+        raise UnsafeFileError(errno.EINVAL, "it is not a plain file", path)
     return descriptor, state
 
 
@@ -299,7 +299,7 @@ def join_without_links(root: Path, *parts: str) -> Path:
     path = root
     for part in parts:
         if part in ("", ".", "..") or "/" in part:
-            raise StorageError(f"{part!r} is no name of a file in {path}")
+            raise StorageError(f"{part!r} is not a name of a file in {path}")
         path = path / part
         try:
             mode = os.lstat(path).st_mode

@@ -61,7 +61,7 @@ def plugin_table(group: str, module: str, name: str, kind: type[EntryT]) -> dict
     if isinstance(table, dict) and all(isinstance(value, kind) for value in table.values()):
         return table
     raise ConfigError(
-        f"the plug-in {module} of {group}: {name} is no dictionary of {kind.__name__} by name",
+        f"the plug-in {module} of {group}: {name} is not a dictionary of {kind.__name__} by name",
         hint="update it, or uninstall its package",
     )
 

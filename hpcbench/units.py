@@ -50,15 +50,17 @@ _WRONG_UNITS = {
 
 
 def check_unit(text: str) -> None:
-    """Raise ``ValueError`` if ``text`` is no unit: known ones, counts of plural nouns (tokens), and quotients of both.
+    """Raise ``ValueError`` unless ``text`` is a unit: a known one, a plural noun (tokens), or a quotient of both.
 
     >>> check_unit("tokens/s")
     """
     for part in [] if text in _OTHER_UNITS else text.split("/"):
         if part in _WRONG_UNITS:
-            raise ValueError(f"{part!r} is no unit: write {_WRONG_UNITS[part]!r}")
+            raise ValueError(f"{part!r} is not a unit: write {_WRONG_UNITS[part]!r}")
         if part not in _OTHER_UNITS - {""} and not re.fullmatch("[a-z]{3,}s", part):
-            raise ValueError(f"{part!r} is no unit: for instance s, ms, bytes, GB/s, J, %, or a count such as tokens/s")
+            raise ValueError(
+                f"{part!r} is not a unit: for instance s, ms, bytes, GB/s, J, %, or a count such as tokens/s"
+            )
 
 
 def time_unit_s(unit: str) -> float | None:
@@ -81,7 +83,8 @@ def parse_quantity(text: str, kind: str) -> float:
     units = _FACTORS_BY_KIND[kind]
     match = _QUANTITY_PATTERN.fullmatch(text)
     advice = f"write a number and a unit, for instance {_EXAMPLES[kind]!r}"
-    problem = f"{text!r} is no {kind}: {advice}"
+    noun = "duration" if kind == "time" else kind
+    problem = f"{text!r} is not a {noun}: {advice}"
     if match is None or match["unit"] not in units:
         raise ValueError(problem)
     try:
@@ -89,7 +92,7 @@ def parse_quantity(text: str, kind: str) -> float:
     except ValueError:
         raise ValueError(problem) from None
     if value > MAX_NUMBER:
-        raise ValueError(f"{text!r} is no {kind} of at most {MAX_NUMBER:.3g} {_SI_UNITS[kind]}: {advice}")
+        raise ValueError(f"{text!r} is not a {noun} of at most {MAX_NUMBER:.3g} {_SI_UNITS[kind]}: {advice}")
     return value
 
 
@@ -131,6 +134,11 @@ def format_count(count: float) -> str:
         if count >= factor * 0.9995:
             return f"{three_digits(count / factor)} {unit}"
     return f"{count:.0f}"
+
+
+def format_percent(share: float | None, digits: int = 0, sign: str = "") -> str:
+    """``(0.123, 1) -> '12.3 %'``; an empty text for ``None``; with ``sign="+"`` positive values have a sign."""
+    return "" if share is None else f"{share * 100:{sign}.{digits}f} %"
 
 
 def format_figure(value: float, unit: str) -> str:

@@ -19,7 +19,7 @@ from benchmarks.gpu_day.status import status_lines
 from hpcbench.config.run_spec import config_id, run_label
 from hpcbench.fileio import printable_text, write_atomic
 from hpcbench.results.schema import STATUS_OK, RunResult
-from hpcbench.units import format_bytes, format_seconds
+from hpcbench.units import format_bytes, format_percent, format_seconds
 
 MAX_LOOP_RATIO = 1.01
 """Goal of the ratio of hpcbench's step to that of a plain loop."""
@@ -131,7 +131,7 @@ def _step_lines(day: DayFiles, expected: dict[str, Expectation]) -> list[str]:
             _pair(entry.dry_run_operators if entry else None, syncs.get("launches"), str),
             str(syncs.get("per_step", "-")),
             prediction.bound_by if prediction is not None else "-",
-            f"{metrics.mfu:.1%}" if metrics.mfu is not None else "-",
+            format_percent(metrics.mfu, 1) if metrics.mfu is not None else "-",
         ])  # fmt: skip
     headings = (
         "configuration", "step predicted [90 %]", "measured", "compute: predicted, measured",
@@ -140,7 +140,10 @@ def _step_lines(day: DayFiles, expected: dict[str, Expectation]) -> list[str]:
     )  # fmt: skip
     lines = table(headings, rows)
     if errors:
-        lines += ["", f"Median error of the step {median(errors):.0%}; {held} of {len(errors)} intervals held."]
+        lines += [
+            "",
+            f"Median error of the step {format_percent(median(errors))}; {held} of {len(errors)} intervals held.",
+        ]
     return lines
 
 

@@ -28,6 +28,7 @@ from hpcbench.predict.stream_simulator import CommCall, StreamEvent, StreamTimes
 from hpcbench.strategies.horovod.cost import NEGOTIATION_BYTES
 from hpcbench.strategies.layer_table import LayerRow, LayerTable, read_shipped_table
 from hpcbench.strategies.mesh import MESH_AXES
+from hpcbench.units import format_percent
 
 FOLDER = Path(__file__).parent
 PREDICTIONS = FOLDER / "abci_predictions.csv"
@@ -240,14 +241,22 @@ def _found(machine: FittedMachine) -> list[str]:
     lines = ["| number | found / profile | 68 % | learned |", "|---|---|---|---|"]
     for one in machine.parameters:
         low, high = exp(one.log_factor - one.spread), exp(one.log_factor + one.spread)
-        lines.append(f"| {one.name} | {exp(one.log_factor):.3g} | {low:.3g} to {high:.3g} | {one.learned:.0%} |")
+        lines.append(
+            f"| {one.name} | {exp(one.log_factor):.3g} | {low:.3g} to {high:.3g} | {format_percent(one.learned)} |"
+        )
     lines += ["", "| run | measured | fitted | off | weight |", "|---|---|---|---|---|"]
     for run in machine.residuals:
         off = run.predicted_s / run.measured_s - 1
-        cells = (run.run, f"{run.measured_s:.4f}", f"{run.predicted_s:.4f}", f"{off:+.1%}", f"{run.weight:.2f}")
+        cells = (
+            run.run,
+            f"{run.measured_s:.4f}",
+            f"{run.predicted_s:.4f}",
+            format_percent(off, 1, sign="+"),
+            f"{run.weight:.2f}",
+        )
         lines.append(f"| {' | '.join(cells)} |")
     delay_ms, scatter = machine.delay_s * 1e3, machine.run_spread
-    return [*lines, "", f"Delay of a node {delay_ms:.1f} ms, scatter of runs {scatter:.1%}."]
+    return [*lines, "", f"Delay of a node {delay_ms:.1f} ms, scatter of runs {format_percent(scatter, 1)}."]
 
 
 def _table(text: str) -> list[str]:

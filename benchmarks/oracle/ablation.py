@@ -18,6 +18,7 @@ from benchmarks.oracle.neighbours import regret_text
 from benchmarks.oracle.registered import DATA_PARALLEL, Score
 from benchmarks.oracle.scoring import ORACLE_NAME, ScoredCase, score_predictor
 from hpcbench.predict.calibration import calibration_store
+from hpcbench.units import format_percent
 
 
 def _without(part: str, field: str) -> Callable[[], Callable[..., Any]]:
@@ -57,8 +58,9 @@ def rows(score: Score) -> dict[str, list[str]]:
         assert data.total is not None
         assert plain.total is not None
         cells[variant] = [
-            f"{whole.total.mean:.1%}", f"{data.total.mean:.1%}", f"{whole.total.signed or 0.0:+.1%}",
-            regret_text(whole), f"{plain.total.mean:.1%}", regret_text(plain),
+            format_percent(whole.total.mean, 1), format_percent(data.total.mean, 1),
+            format_percent(whole.total.signed or 0.0, 1, sign='+'),
+            regret_text(whole), format_percent(plain.total.mean, 1), regret_text(plain),
         ]  # fmt: skip
     return cells
 

@@ -23,6 +23,7 @@ from benchmarks.oracle.gpu_fit import (
 from benchmarks.oracle.gpu_tables import EXAM, FIT, FITS_FIT, PublishedRow, read_outcomes, read_rows
 from hpcbench.predict.decoder.layout import Layout
 from hpcbench.predict.decoder.machines import interval_class
+from hpcbench.units import format_percent
 
 PLAYBOOK = "nanotron_playbook"
 COLUMNS = ("gpus", "tensor", "pipeline", "micro_batch", "zero")
@@ -56,7 +57,8 @@ def _print_groups(
     print(f"\n| {title} | runs | mean error | signed |\n|---|---|---|---|")
     for name, values in sorted(groups.items(), key=lambda item: (not isinstance(item[0], int), item[0])):
         errors = np.array(values) - 1
-        print(f"| {name} | {len(values)} | {abs(errors).mean():.1%} | {np.log(values).mean():+.1%} |")
+        signed = format_percent(np.log(values).mean(), 1, sign="+")
+        print(f"| {name} | {len(values)} | {format_percent(abs(errors).mean(), 1)} | {signed} |")
 
 
 def _without_source(rows: Sequence[PublishedRow]) -> Array:
@@ -83,8 +85,9 @@ def _print_choices(rows: Sequence[PublishedRow], predicted: Array) -> None:
     print("\n| model, GPUs | chosen over best | most data parallelism |\n|---|---|---|")
     losses, habits = choice_losses(rows, predicted), choice_losses(rows, habit)
     for key, loss in sorted(losses.items()):
-        print(f"| {key[0]}, {key[1]} | {loss:.1%} | {habits[key]:.1%} |")
-    print(f"| mean | {np.mean(list(losses.values())):.1%} | {np.mean(list(habits.values())):.1%} |")
+        print(f"| {key[0]}, {key[1]} | {format_percent(loss, 1)} | {format_percent(habits[key], 1)} |")
+    mean_loss, mean_habit = (np.mean(list(each.values())) for each in (losses, habits))
+    print(f"| mean | {format_percent(float(mean_loss), 1)} | {format_percent(float(mean_habit), 1)} |")
 
 
 def print_exam_choices() -> None:
@@ -109,7 +112,7 @@ def print_exam_choices() -> None:
         low, high = (float(predictions[chosen.id][f"step_time_{end}_s"]) for end in ("low", "high"))
         print(
             f"| {model}, {gpus} | {len(rows)} | {_layout_text(chosen.layout)} | {seconds[chosen.id]:.3g} s "
-            f"({low:.3g} to {high:.3g}) | {seconds[habit.id] / seconds[chosen.id] - 1:.0%} |"
+            f"({low:.3g} to {high:.3g}) | {format_percent(seconds[habit.id] / seconds[chosen.id] - 1)} |"
         )
 
 
@@ -132,7 +135,7 @@ def _print_coverage(rows: Sequence[PublishedRow], predicted: Array) -> None:
                 inside[row.source].append(low[kind] <= error <= high[kind])
     print("\n| source | 90 % intervals that hold |\n|---|---|")
     for source, values in sorted(inside.items()):
-        print(f"| {source} | {np.mean(values):.0%} of {len(values)} |")
+        print(f"| {source} | {format_percent(float(np.mean(values)))} of {len(values)} |")
 
 
 def _regression(rows: Sequence[PublishedRow]) -> Array:
@@ -172,8 +175,9 @@ def _print_ablation(rows: Sequence[PublishedRow], held: Array) -> None:
         ("fit without physics", _regression(rows)),
         ("both", held),
     ):
-        loss = np.mean(list(choice_losses(rows, predicted).values()))
-        print(f"| {name} | {abs(predicted / measured - 1).mean():.1%} | {loss:.1%} |")
+        loss = float(np.mean(list(choice_losses(rows, predicted).values())))
+        error = float(abs(predicted / measured - 1).mean())
+        print(f"| {name} | {format_percent(error, 1)} | {format_percent(loss, 1)} |")
 
 
 def _print_memory(rows: Sequence[PublishedRow]) -> None:
@@ -190,4 +194,5 @@ def _print_memory(rows: Sequence[PublishedRow]) -> None:
         said = np.array([fullest_gib(row, factors) <= threshold for row in candidates])
         fits = np.array([outcomes[row.id] for row in candidates])
         balanced = (said[fits].mean() + (~said[~fits]).mean()) / 2
-        print(f"| {name} | {error:.1%} | {balanced:.1%} | {(~fits[said]).mean():.1%} |")
+        wrong = format_percent((~fits[said]).mean(), 1)
+        print(f"| {name} | {format_percent(error, 1)} | {format_percent(balanced, 1)} | {wrong} |")

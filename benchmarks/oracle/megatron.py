@@ -19,6 +19,7 @@ from benchmarks.oracle.megatron_runs import Published, Recompute, held, machine,
 from benchmarks.oracle.megatron_table import Gpt, kept_in_block
 from hpcbench.predict.cost_model import StepBreakdown
 from hpcbench.predict.prediction import bottleneck
+from hpcbench.units import format_percent
 
 _GIB = 2**30
 GOAL_MEAN, GOAL_WORST = 0.05, 0.10
@@ -112,12 +113,19 @@ def main() -> int:
     for row in found:
         table.add_row(
             row.run.name, row.run.source, str(row.run.devices), row.recompute, f"{row.published_s:.2f}",
-            f"{row.step.step_time_s:.2f}", f"{row.error:+.1%}", bottleneck(row.step),
+            f"{row.step.step_time_s:.2f}", format_percent(row.error, 1, sign='+'), bottleneck(row.step),
         )  # fmt: skip
     console.print(table)
     table = Table("run", "memory", "case", "published", "predicted", "error")
     for one in memory:
-        table.add_row(one.run, one.kind, one.case, f"{one.published:.2f}", f"{one.predicted:.2f}", f"{one.error:+.2%}")
+        table.add_row(
+            one.run,
+            one.kind,
+            one.case,
+            f"{one.published:.2f}",
+            f"{one.predicted:.2f}",
+            format_percent(one.error, 2, sign="+"),
+        )
     console.print(table)
     print(json.dumps([*_time_figures(found), *_memory_figures(memory)]))
     return 0
@@ -134,8 +142,8 @@ def _time_figures(found: Sequence[Row]) -> Iterator[dict[str, Any]]:
         mean, worst = summary(errors)
         yield {
             "figure": f"error of an iteration's time, {name} ({len(errors)} rows)",
-            "measured": f"mean {mean:.1%}, worst {worst:.1%}",
-            "goal": f"mean {GOAL_MEAN:.0%}, worst {GOAL_WORST:.0%}",
+            "measured": f"mean {format_percent(mean, 1)}, worst {format_percent(worst, 1)}",
+            "goal": f"mean {format_percent(GOAL_MEAN)}, worst {format_percent(GOAL_WORST)}",
             "met": mean <= GOAL_MEAN and worst <= GOAL_WORST,
         }
 
@@ -146,7 +154,7 @@ def _memory_figures(found: Sequence[Amount]) -> Iterator[dict[str, Any]]:
         mean, worst = summary(errors)
         yield {
             "figure": f"error of memory, {kind} ({len(errors)} rows)",
-            "measured": f"mean {mean:.2%}, worst {worst:.2%}",
+            "measured": f"mean {format_percent(mean, 2)}, worst {format_percent(worst, 2)}",
             "goal": "",
             "met": None,
         }

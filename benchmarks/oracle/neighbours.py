@@ -23,6 +23,7 @@ from benchmarks.oracle.scoring import (
 from hpcbench.predict.measured_factors import LearnedFactor, MeasuredFactors, MeasuredRatio, model_key, strategy_key
 from hpcbench.predict.prediction import PredictionInterval, correct_interval, neighbour_basis
 from hpcbench.results.schema import STATUS_OK
+from hpcbench.units import format_percent
 
 _NORMAL_90 = 1.645
 SMALL = 2
@@ -123,9 +124,9 @@ def _cells(cases: Sequence[ScoredCase], predictor: str) -> list[str]:
     assert score.total is not None
     results = (case.said[predictor] for case in cases if case.measured.step_time_s is not None)
     widths = [sqrt(result.high_s / result.low_s) for result in results if result.low_s and result.high_s]
-    holds = f"{score.total.covered:.0%}, x {median(widths):.2f}"
+    holds = f"{format_percent(score.total.covered)}, x {median(widths):.2f}"
     return [
-        f"{score.total.mean:.1%}",
+        format_percent(score.total.mean, 1),
         regret_text(score),
         holds,
         _ratio_cell(cases) if predictor == ORACLE_NAME else "",
@@ -145,7 +146,7 @@ def _ratio_cell(cases: Sequence[ScoredCase]) -> str:
             error, spread = _log_error(left) - _log_error(right), hypot(_distinct_spread(left), _distinct_spread(right))
             holds.append(abs(error) <= _NORMAL_90 * spread)
             widths.append(exp(_NORMAL_90 * spread))
-    return f"{sum(holds) / len(holds):.0%}, x {median(widths):.2f}" if holds else ""
+    return f"{format_percent(sum(holds) / len(holds))}, x {median(widths):.2f}" if holds else ""
 
 
 def _log_error(case: ScoredCase) -> float:
@@ -164,7 +165,7 @@ def _distinct_spread(case: ScoredCase) -> float:
 def regret_text(score: PredictorScore) -> str:
     """``14.4 % (worst 82 %)``, mean and worst regret."""
     regret, worst = score.ranking.regret, score.ranking.worst_regret
-    return "" if regret is None or worst is None else f"{regret:.1%} (worst {worst:.0%})"
+    return "" if regret is None or worst is None else f"{format_percent(regret, 1)} (worst {format_percent(worst)})"
 
 
 def regret_rows(held_out: Sequence[ScoredCase]) -> dict[str, list[str]]:
@@ -186,7 +187,7 @@ def regret_rows(held_out: Sequence[ScoredCase]) -> dict[str, list[str]]:
     for words, name in {**kinds, **names}.items():
         score = score_predictor(held_out, name, None if name in (ORACLE_NAME, *CHOICE_BASELINES) else ORACLE_NAME)
         ranking = score.ranking
-        total = "" if score.total is None else f"{score.total.mean:.1%} of {score.total.count}"
-        every = "" if ranking.median_regret is None else f"{ranking.median_regret:.1%}"
+        total = "" if score.total is None else f"{format_percent(score.total.mean, 1)} of {score.total.count}"
+        every = "" if ranking.median_regret is None else format_percent(ranking.median_regret, 1)
         rows[words] = [total, f"{regret_text(score)} of {ranking.groups}", every]
     return rows

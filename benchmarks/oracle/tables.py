@@ -31,7 +31,7 @@ from hpcbench.predict.cluster_forecasts import ClusterForecasts
 from hpcbench.report.table_model import Column, View, text_column
 from hpcbench.report.table_output import render_view
 from hpcbench.results.results_tree import ResultsTree
-from hpcbench.units import format_seconds
+from hpcbench.units import format_percent, format_seconds
 
 if TYPE_CHECKING:
     import polars
@@ -79,7 +79,7 @@ def interval_rows(cases_by_score: Mapping[str, Sequence[ScoredCase]]) -> dict[st
         results = [case.said[ORACLE_NAME] for case in own if case.measured.step_time_s]
         widths = [sqrt(result.high_s / result.low_s) for result in results if result.low_s and result.high_s]
         assert score.total is not None
-        rows[name] = [str(len(widths)), f"{score.total.covered or 0.0:.0%}", f"x {median(widths):.2f}"]
+        rows[name] = [str(len(widths)), format_percent(score.total.covered or 0.0), f"x {median(widths):.2f}"]
     return rows
 
 
@@ -105,16 +105,19 @@ def box_rows(cases: Sequence[ScoredCase], present: Sequence[ScoredCase]) -> dict
     rows["all"] = [_accuracy_text(score.total) for score in scores]
     # Where each model and strategy has one configuration, pilots leave none.
     means = [[one.mean for one in score.strategies.values() if one.mean is not None] for score in scores]
-    rows["mean over strategies"] = [f"{fmean(own):.1%}" if own else "" for own in means]
+    rows["mean over strategies"] = [format_percent(fmean(own), 1) if own else "" for own in means]
     for strategy in scores[0].strategies:
         rows[f"`{strategy}`"] = [_accuracy_text(score.strategies.get(strategy)) for score in scores]
     noise = {f"`{name}`": summary.noise for name, summary in scores[0].strategies.items()}
     noise |= {"all": scores[0].total.noise if scores[0].total else None}
-    return {name: [*cells, "" if noise.get(name) is None else f"{noise[name]:.1%}"] for name, cells in rows.items()}
+    return {
+        name: [*cells, "" if noise.get(name) is None else format_percent(noise[name], 1)]
+        for name, cells in rows.items()
+    }
 
 
 def _accuracy_text(summary: AccuracySummary | None) -> str:
-    return "" if summary is None or summary.mean is None else f"{summary.mean:.1%} of {summary.count}"
+    return "" if summary is None or summary.mean is None else f"{format_percent(summary.mean, 1)} of {summary.count}"
 
 
 def _head(
@@ -164,7 +167,11 @@ def _goals(cases: Sequence[ScoredCase], ours: PredictorScore) -> View:
 def _row(view: View, what: str, reached: float, asked: float, noise: float, as_count: bool = False) -> None:
     met = "met" if reached <= asked else "missed"
     view.raw.append([what, reached, asked, noise, met])
-    shown = (f"{reached:.0f}", f"{asked:.0f}", "") if as_count else tuple(f"{v:.1%}" for v in (reached, asked, noise))
+    shown = (
+        (f"{reached:.0f}", f"{asked:.0f}", "")
+        if as_count
+        else tuple(format_percent(v, 1) for v in (reached, asked, noise))
+    )
     view.cells.append([what, *shown, met])
 
 
@@ -190,14 +197,16 @@ def _parts(ours: PredictorScore) -> View:
         _percent_column("signed", "signed", lambda row: row[1].signed, sign="+"),
         _percent_column("noise", "noise", lambda row: row[1].noise),
     ]
-    note = f"configurations where the part was measured; times of at least {MIN_STEP_FRACTION:.0%} of the step"
+    note = (
+        f"configurations where the part was measured; times of at least {format_percent(MIN_STEP_FRACTION)} of the step"
+    )
     return View.from_rows("parts of the step, each on its own", columns, ours.parts.items(), [note])
 
 
 def _percent_column(name: str, heading: str, value: Callable[[Any], float | None], sign: str = "") -> Column:
     def text(row: Any) -> str:
         share = value(row)
-        return "" if share is None else f"{share:{sign}.1%}"
+        return "" if share is None else format_percent(share, 1, sign=sign)
 
     return Column(name, heading, value, text)
 
@@ -257,7 +266,7 @@ def _terms(cases: Sequence[ScoredCase]) -> View:
         view.raw.append([*key, *times, wrong])
         view.cells.append([
             *map(str, key), *map(format_seconds, times),
-            f"{wrong} {off[wrong] / there:+.0%}",
+            f"{wrong} {format_percent(off[wrong] / there, sign='+')}",
         ])  # fmt: skip
     view.notes = [
         "computes, sends: of profiled steps, the rank that computes longest; rest: bubbles and waits for others, less "

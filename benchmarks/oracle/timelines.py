@@ -37,6 +37,7 @@ from hpcbench.strategies.pipeline.rank_cost import PipelineRank
 from hpcbench.strategies.pipeline.schedule_simulator import simulate_schedule
 from hpcbench.strategies.pipeline.schedules import schedule_actions
 from hpcbench.strategies.pipeline.step_cost import PipelineStep
+from hpcbench.units import format_percent
 
 
 class RankParts(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -181,4 +182,6 @@ def rows(score: Score) -> dict[str, list[str]]:
 
 def _error_text(errors: Sequence[float]) -> str:
     """``4% (-2%)``: mean absolute and mean signed difference."""
-    return f"{fmean(map(abs, errors)):.0%} ({fmean(errors):+.0%})" if any(errors) else ""
+    return (
+        f"{format_percent(fmean(map(abs, errors)))} ({format_percent(fmean(errors), sign='+')})" if any(errors) else ""
+    )

@@ -18,6 +18,7 @@ from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import STATUS_OK, RunResult
 from hpcbench.submit.plan import SweepPlan, make_plan
+from hpcbench.units import format_percent
 
 SWEEPS = Path(__file__).resolve().parents[2] / "sweeps"
 _LEAST_OK = 0.95
@@ -66,7 +67,8 @@ def faults(found: Iterable[Cell]) -> Iterator[str]:
         return
     share = sum(cell.is_ok for cell in every) / len(every)
     if share < _LEAST_OK:
-        yield f"{share:.1%} of {len(every)} cells are ok, at least {_LEAST_OK:.0%} are asked for"
+        least = format_percent(_LEAST_OK)
+        yield f"{format_percent(share, 1)} of {len(every)} cells are ok, at least {least} are required"
     for strategy, own in _grouped(every).items():
         known = [cell.learned for cell in own if cell.is_ok and cell.learned is not None]
         if not any(cell.is_ok for cell in own):

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from hpcbench.units import format_percent
+
 FAMILIES = {
     "data": ("ddp", "horovod"),
     "`model`": ("model",),
@@ -158,12 +160,16 @@ def _whole(document: Any, name: str) -> str:
     score = _score(document, name)
     if score is None or not score["total"] or not score["total"]["count"]:
         return ""
-    ours = "" if score["other"] is None else f" ({score['other']:.1%})"
+    ours = "" if score["other"] is None else f" ({format_percent(score['other'], 1)})"
     return f"{_scored(score['total'])}{ours} of {score['total']['count']}"
 
 
 def _scored(summary: Any) -> str:
-    return "" if not summary or not summary["count"] else f"{summary['mean']:.1%}, {summary['signed']:+.1%}"
+    return (
+        ""
+        if not summary or not summary["count"]
+        else f"{format_percent(summary['mean'], 1)}, {format_percent(summary['signed'], 1, sign='+')}"
+    )
 
 
 def choices(documents: Mapping[str, Any]) -> str:
@@ -181,7 +187,7 @@ def _chosen(document: Any, name: str) -> str:
     every = [one for one in document["choices"] if one.get(name)]
     right, ranking = sum(one[name] == one["best"] for one in every), score["ranking"]
     share = f"{right} of {len(every)}; " if every else ""
-    return f"{share}{ranking['regret']:.1%}, worst {ranking['worst_regret']:.0%}"
+    return f"{share}{format_percent(ranking['regret'], 1)}, worst {format_percent(ranking['worst_regret'])}"
 
 
 def _models(rows: Iterable[Row]) -> list[str]:

@@ -71,7 +71,8 @@ def list_clusters(only_here: bool, as_json: bool) -> None:
     if as_json:
         print_json({"clusters": entries})
     elif entries:
-        headings = ("name", "here", "verified", "description", "file")
+        # The path is in --json and in `cluster show`: it would leave no room for the description.
+        headings = ("name", *(["here"] if any(entry["here"] for entry in entries) else []), "verified", "description")
         rows = [{**entry, "here": "here" if entry["here"] else ""} for entry in entries]
         make_console().print(plain_table(headings, [[row[heading] for heading in headings] for row in rows]))
 
@@ -81,7 +82,7 @@ def _profile_entry(name: str, path: Path) -> dict[str, Any]:
     try:
         profile, _ = load_cluster_file(path)
     except HpcbenchError as error:
-        return {**entry, "description": f"broken: {error}"}
+        return {**entry, "description": f"broken: {str(error).splitlines()[0]}"}
     here = is_login_node(profile.match)
     return {**entry, "description": profile.description, "verified": profile.verified, "here": here}
 

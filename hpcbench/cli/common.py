@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hpcbench.errors import ConfigError
 from hpcbench.fileio import escape_control_characters, printable_text
 from hpcbench.paths import project_folder, results_folder, search_folders
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
@@ -127,6 +128,22 @@ results_option = click.option(
     callback=lambda context, _parameter, folder: folder if context.resilient_parsing else open_results(folder),
 )  # fmt: skip
 """The parameter ``results`` is the ``ResultsTree``."""
+
+
+def _open_existing(context: click.Context, _parameter: click.Parameter, folder: str | None) -> Any:
+    if context.resilient_parsing:
+        return folder
+    tree = open_results(folder)
+    if folder is not None and not tree.root.is_dir():
+        raise ConfigError(f"there is no folder {tree.root}{_near_folder(tree.root)}", where="--results")
+    return tree
+
+
+read_results_option = click.option(
+    "--results", metavar="DIR", help="The results tree (default: $HPCBENCH_RESULTS or results).",
+    callback=_open_existing,
+)  # fmt: skip
+"""Like ``results_option``, for commands that only read: a folder that is absent is a mistake in its name."""
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="One JSON document on standard output, nothing else."
 )
@@ -188,6 +205,7 @@ overrides_option = click.option(
 plan_options = all_of(sweep_argument, cluster_option(), overrides_option)
 """The parameters ``sweep``, ``cluster_name`` and ``overrides`` of ``load_plan``."""
 output_options = all_of(results_option, json_option)
+read_options = all_of(read_results_option, json_option)
 filter_options = all_of(cluster_filter_option, where_option)
 
 
@@ -204,10 +222,15 @@ def why_nothing(tree: ResultsTree, sources: Sequence[str], runs: int, where: str
     if where is not None and runs:
         return f"none of the {runs} runs in {title} satisfies --where {where!r}"
     if not tree.root.is_dir() and tree.root != project_folder() / "results":
-        near = difflib.get_close_matches(tree.root.name, [path.name for path in tree.root.parent.glob("*/")], n=1)
-        hint = f"; did you mean {tree.root.parent / near[0]}?" if near else ""
-        return f"no results in {title}: there is no folder {tree.root} (--results, HPCBENCH_RESULTS){hint}"
+        near = _near_folder(tree.root)
+        return f"no results in {title}: there is no folder {tree.root} (--results, HPCBENCH_RESULTS){near}"
     return f"no results yet in {title}"
+
+
+def _near_folder(folder: Path) -> str:
+    """The question whether a folder of a similar name is meant; empty without one."""
+    near = difflib.get_close_matches(folder.name, [path.name for path in folder.parent.glob("*/")], n=1)
+    return f"; did you mean {folder.parent / near[0]}?" if near else ""
 
 
 def print_json(document: Any) -> None:

@@ -13,9 +13,9 @@ from hpcbench.cli.common import (
     complete_columns,
     complete_sweeps,
     out_option,
-    output_options,
     print_json,
     print_message,
+    read_options,
     where_option,
     why_nothing,
 )
@@ -77,7 +77,7 @@ from hpcbench.units import pluralize
 @out_option(".md .csv .json .tex .xlsx or .parquet")
 @click.option("--junit", metavar="FILE", type=click.Path(path_type=Path), help="JUnit XML for a CI server.")
 @click.option("--allow-empty", is_flag=True, help="Exit code 0 if no configuration is on both sides.")
-@output_options
+@read_options
 def compare_sources(
     *,
     sources: tuple[str, ...],
@@ -125,7 +125,7 @@ def compare_sources(
     data_view = comparison_data_view(rows, title, notes)
     if junit is not None:
         write_atomic(junit, junit_xml(rows, title))
-        print_message(f"{len(rows)} tests written to {junit}")
+        print_message(f"{pluralize(len(rows), 'test')} written to {junit}")
     if out is not None:
         write_view(text_view if out.suffix in (".md", ".tex") else data_view, out)
         print_message(f"{pluralize(len(rows), 'row')} written to {out}")

@@ -40,6 +40,8 @@ def find_sweep_file(name: str) -> Path:
     """
     path = Path(name)
     if path.suffix == ".toml" or is_visible(path):
+        if path.is_dir():
+            raise ConfigError(f"{name} is a folder", hint=f"name a file in it, such as {path / 'quickstart.toml'}")
         if not path.is_file():
             near = sorted(str(other) for other in path.parent.glob("*.toml")) if path.parent.is_dir() else []
             raise ConfigError(f"no sweep file {name!r}", hint=did_you_mean(name, near))
@@ -79,7 +81,7 @@ def load_plan(sweep: str | Sweep, cluster_name: str, results: ResultsTree, overr
 
 
 def one_off_path(tree: ClusterTree, name: str) -> Path | None:
-    """The file in the results that keeps a sweep from the command line; ``None`` if ``name`` is no sweep's name."""
+    """The file in the results that keeps a sweep from the command line; ``None`` if ``name`` is not a sweep's name."""
     return tree.sweep_path(name).with_suffix(".toml") if re.fullmatch(NAME_PATTERN, name) else None
 
 

@@ -15,9 +15,9 @@ import click
 from hpcbench.cli.common import (
     cluster_filter_option,
     complete_runs,
-    output_options,
     print_json,
     print_message,
+    read_options,
     where_option,
 )
 from hpcbench.config.cluster_profile import load_cluster
@@ -42,7 +42,7 @@ _FOLLOW_PAUSE_S = 0.5
 @click.option("--failed", is_flag=True, help="Of a sweep: only runs that failed, timed out, were stopped or lost.")
 @where_option
 @click.option("--follow", is_flag=True, help="Print new lines until the runs have ended.")
-@output_options
+@read_options
 def logs(
     *, run_id: str, cluster_name: str | None, attempt: int | None, failed: bool, where: str | None, follow: bool,
     results: ResultsTree, as_json: bool,

@@ -122,6 +122,9 @@ def entry_point() -> NoReturn:
         sys.stdout.flush()
     except click.exceptions.Exit as leave:
         code = leave.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        code = error.exit_code
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         if context is not None:

@@ -45,6 +45,7 @@ from hpcbench.report.table_model import View
 from hpcbench.report.table_output import render_view
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.strategies.check_names import custom_model_folder
+from hpcbench.units import pluralize
 from hpcbench.workloads.datasets import DATASETS
 from hpcbench.workloads.models import MODELS
 
@@ -71,7 +72,7 @@ def predict_sweep(
     if as_json:
         print_json(predictions_json(predictions, forecast.machines()))
         return
-    title = f"{plan.sweep.name} on {plan.profile.name}: {len(predictions)} configurations, predicted"
+    title = f"{plan.sweep.name} on {plan.profile.name}: {pluralize(len(predictions), 'configuration')}, predicted"
     show_view(predictions_view(predictions, title), machine_notes(forecast.machines()))
 
 
@@ -129,6 +130,7 @@ def rank_strategies(
     request = RecommendRequest(nodes=nodes or (1,), objective=objective, **options)
     trainer = TRAINERS[trainer_name] if trainer_name else None
     recommendation = recommend_layouts(request, cluster_name, model_folder, results, trainer)
+    _warn_of_nodes(request, cluster_name)
     if isinstance(recommendation, LayoutRecommendation):
         if measured is not None:
             found = measured_layouts(results.cluster(load_cluster(cluster_name)[0].name), measured)
@@ -136,7 +138,7 @@ def rank_strategies(
         _show_layouts(recommendation, request, cluster_name, top, out, trainer, as_json=as_json)
         return
     if trainer_name or measured:
-        reason = "; ".join(recommendation) or f"{request.model} is no decoder of published runs"
+        reason = "; ".join(recommendation) or f"{request.model} is not a decoder of published runs"
         raise ConfigError(f"there are no layouts to rank: {reason}", where="--as" if trainer_name else "--measured")
     for note in recommendation:
         print_message(note)
@@ -152,6 +154,15 @@ def rank_strategies(
     _show_recommendations(recommendations, forecast, top)
     if text and out is None:
         print_text(f"\n# a sweep that measures the best (--out FILE writes it)\n{text}")
+
+
+def _warn_of_nodes(request: RecommendRequest, cluster_name: str) -> None:
+    """State where more nodes are asked for than the partition has."""
+    profile, most = load_cluster(cluster_name)[0], max(request.nodes)
+    partition = profile.partitions.get(request.partition or profile.default_partition or "")
+    limits = [limit for limit in (partition.nodes, partition.max_nodes) if limit is not None] if partition else []
+    if limits and most > min(limits):
+        print_message(f"warning: {most} nodes, but a job in this partition of {profile.name} has at most {min(limits)}")
 
 
 def _write_sweep(text: str, out: Path | None, cluster_name: str) -> None:

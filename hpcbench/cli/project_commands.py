@@ -119,7 +119,7 @@ _data_folder_option = click.option(
 @click.argument("datasets", nargs=-1, required=True, metavar="DATASET...", shell_complete=complete_choices)
 @click.option("--size", type=click.IntRange(min=1), metavar="N", help="Edge length or tokens (default: the set's own).")
 @click.option("--samples", type=click.IntRange(min=1), metavar="N",
-              help="Number of different samples (default: as many as take minutes to make).")  # fmt: skip
+              help="Number of distinct samples (default: a few minutes' worth).")  # fmt: skip
 @_data_folder_option
 @cluster_option("local")
 @click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes (default: one per core).")

@@ -8,7 +8,7 @@ import time
 
 import click
 
-from hpcbench.cli.common import cluster_filter_option, output_options, print_json, print_message, sweep_argument
+from hpcbench.cli.common import cluster_filter_option, print_json, print_message, read_options, sweep_argument
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.fileio import write_error
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
@@ -31,7 +31,7 @@ def results_group() -> None:
 @cluster_filter_option
 @click.option("--where", metavar="EXPR", help="Only runs whose parameters satisfy the expression.")
 @click.option("--yes", "removes", is_flag=True, help="Remove them. Without this option nothing is changed.")
-@output_options
+@read_options
 def remove_results(
     *, sweep: str, cluster_name: str | None, where: str | None, removes: bool, results: ResultsTree, as_json: bool
 ) -> None:

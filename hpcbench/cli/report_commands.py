@@ -15,9 +15,9 @@ from hpcbench.cli.common import (
     filter_options,
     make_console,
     out_option,
-    output_options,
     print_json,
     print_message,
+    read_options,
     sources_argument,
     sweep_argument,
     why_nothing,
@@ -69,7 +69,7 @@ _PLOTS_WITH_PREDICTIONS = ("scaling", "predicted")
     "--exclude-slow", metavar="CLUSTER.toml", type=click.Path(dir_okay=False, path_type=Path),
     help="Write a profile of the cluster that excludes the nodes that are named as slow.",
 )  # fmt: skip
-@output_options
+@read_options
 def report_findings(
     *,
     sources: tuple[str, ...],
@@ -143,7 +143,7 @@ def report_findings(
     "--metric", metavar="M", shell_complete=complete_columns, help="Metric of history. (default: step_time_s)"
 )
 @out_option(".png .svg .pdf .html or .json")
-@output_options
+@read_options
 def draw_plot(
     *,
     kind: str | None,
@@ -161,6 +161,11 @@ def draw_plot(
     """Draw the results of sweeps, trees or bundles, or of the whole tree.
 
     Without KIND all kinds are listed with what each shows.
+
+    \b
+    hpcbench plot throughput quickstart
+    hpcbench plot scaling quickstart --by strategy --where 'batch_size == 32' --out scaling.svg
+    hpcbench plot history quickstart --metric peak_memory_bytes
     """
     if kind is None:
         if as_json:
@@ -200,7 +205,7 @@ def _plot_json(drawn: Plot) -> dict[str, Any]:
 @cluster_filter_option
 @out_option("A .tar.gz (default: SWEEP.hpcbench.tar.gz).")
 @click.option("--logs", is_flag=True, help="Include the logs of ranks and jobs: the last 16 MiB of each.")
-@output_options
+@read_options
 def pack_sweep(
     *, sweep: str, cluster_name: str | None, out: Path | None, logs: bool, results: ResultsTree, as_json: bool,
 ) -> None:  # fmt: skip

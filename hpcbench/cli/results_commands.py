@@ -16,14 +16,15 @@ from hpcbench.cli.common import (
     complete_columns,
     make_console,
     out_option,
-    output_options,
     print_json,
     print_message,
     print_text,
+    read_options,
     sources_argument,
     where_option,
     why_nothing,
 )
+from hpcbench.errors import ConfigError
 from hpcbench.report.column_names import own_units
 from hpcbench.report.configurations import ROW_ORDER, filter_launches, rows_from_frame, sort_rows
 from hpcbench.report.findings.problem_findings import UnfinishedSweep
@@ -56,7 +57,8 @@ from hpcbench.units import pluralize
     "metrics",
     metavar="M",
     shell_complete=complete_columns,
-    help="Metrics to show (comma-separated): samples_per_s, speedup, ...",
+    help="Metrics to show (comma-separated): samples_per_s, step_time_s, speedup, efficiency, "
+    "peak_memory_bytes, tokens_per_s, mfu, ...; --list-metrics lists all.",
 )
 @where_option
 @click.option("--baseline", metavar="EXPR", help="Baseline of speed-ups (default: one device).")
@@ -74,7 +76,7 @@ from hpcbench.units import pluralize
 @click.option("--layout", metavar="NAME", help="Layout of a paper's table: ddlbench, paradl.")
 @click.option("--list-metrics", "lists_metrics", is_flag=True, help="List the metrics that --metric takes.")
 @out_option(".csv .json .md .tex .xlsx or .parquet")
-@output_options
+@read_options
 def show_results(
     sources: tuple[str, ...],
     cluster_name: str | None,
@@ -87,6 +89,11 @@ def show_results(
     """Print the results of sweeps, trees or bundles, or of the whole tree, as a table.
 
     Without --by, --pivot, --metric, --best, --scaling or --layout every configuration is a row.
+
+    \b
+    hpcbench table quickstart --by strategy --metric samples_per_s,mfu
+    hpcbench table quickstart --scaling weak
+    hpcbench table quickstart --where 'nodes == 2' --out table.xlsx
     """
     if lists_metrics:
         frame = load_frame(results, sources, [cluster_name] if cluster_name else None, ["units"])
@@ -153,7 +160,7 @@ def show_table(
     if out is not None:
         make_view = results_text_view if out.suffix in (".md", ".tex") else results_data_view
         write_view(make_view(rows, title), out)
-        print_message(f"{len(rows)} rows written to {out}")
+        print_message(f"{pluralize(len(rows), 'row')} written to {out}")
     if as_json or out is not None:
         return
     if not rows:
@@ -210,7 +217,7 @@ def print_view(view: View) -> None:
 @sources_argument
 @cluster_filter_option
 @out_option(".json .csv .parquet .xlsx .md or .tex")
-@output_options
+@read_options
 def collect_sources(
     sources: tuple[str, ...], cluster_name: str | None, out: Path | None, results: ResultsTree, as_json: bool
 ) -> None:
@@ -218,6 +225,9 @@ def collect_sources(
 
     A run that is in several of them is taken from the first.
     """
+    if out is None and not as_json and sys.stdout.isatty():
+        hint = "hpcbench collect --out results.csv, or --json; hpcbench table shows results on a terminal"
+        raise ConfigError("whole results are too long for a terminal", hint=hint)
     clusters = [cluster_name] if cluster_name else None
     if out is not None:
         count = _write_collected(results, sources, clusters, out)

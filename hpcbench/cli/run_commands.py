@@ -122,6 +122,10 @@ def run_sweep(
     """Submit SWEEP, wait with a live screen, print the table. Ctrl-C ends the screen, not the runs.
 
     `run --model M --strategy S` runs one configuration without a sweep's file; --set sets its other parameters.
+
+    \b
+    hpcbench run quickstart
+    hpcbench run --model resnet18 --strategy ddp --tasks-per-node 2 --set steps=50
     """
     # Imported here: `submit` and `retry` need no polars.
     from hpcbench.cli.results_commands import show_table
@@ -171,10 +175,9 @@ def _submit_and_print(plan: SweepPlan, *, over_budget: bool, remeasure: bool) ->
     hidden = set(earlier.run_ids) - plan.runs.keys() if earlier else ()
     if hidden:
         print_message(
-            f"{plan.sweep.name}: {pluralize(len(hidden), 'earlier run')} of that name "
-            f"{'is' if len(hidden) == 1 else 'are'} not in this sweep and no longer shown under it; "
-            f"hpcbench table without a sweep shows every result, "
-            f"another name keeps both apart"
+            f"{pluralize(len(hidden), 'earlier run')} of {plan.sweep.name!r} "
+            f"{'is' if len(hidden) == 1 else 'are'} not part of this sweep and no longer listed under its name; "
+            f"to keep both, give this sweep another name (hpcbench table without a sweep lists every result)"
         )
     if text := suspect_nodes_text((head.failed_on for head in plan.heads.values()), plan.profile_name):
         print_message(text)

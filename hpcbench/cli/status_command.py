@@ -23,10 +23,10 @@ from hpcbench.cli.common import (
     complete_choices,
     complete_sweeps,
     make_console,
-    output_options,
     print_json,
     print_message,
     progress_bar,
+    read_options,
     where_option,
     why_nothing,
 )
@@ -125,7 +125,7 @@ def runs_exit_code(states: Mapping[str, RunState]) -> int:
     "--audit", "audits", is_flag=True,
     help="Compare the scheduler's whole queue with the tree: jobs sent twice, held or empty, and what frees them.",
 )  # fmt: skip
-@output_options
+@read_options
 def status(
     *, sweeps: tuple[str, ...], cluster_name: str | None, watch: bool, where: str | None, wanted: tuple[str, ...],
     lists_all: bool, audits: bool, results: ResultsTree, as_json: bool,

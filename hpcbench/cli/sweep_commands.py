@@ -37,6 +37,7 @@ from hpcbench.site.profile_check import check_against_scheduler
 from hpcbench.strategies.check_names import check_names
 from hpcbench.submit.batches import planned_calls
 from hpcbench.submit.plan import SweepPlan
+from hpcbench.submit.scheduler import account_error
 from hpcbench.submit.submission_record import next_submission_folder
 from hpcbench.submit.submit import render_submission, write_sweep_record
 from hpcbench.units import pluralize
@@ -85,6 +86,8 @@ def _find_file(name: str) -> Path:
 
 def _check_file(path: Path, overrides: Sequence[str]) -> str:
     data, _ = read_toml(path)
+    if not data:
+        raise ConfigError("the file is empty", where=str(path))
     if not is_profile(data) or path.resolve().parent.name == "sweeps":
         sweep = load_sweep(path, overrides)
         check_names(sweep)
@@ -94,6 +97,8 @@ def _check_file(path: Path, overrides: Sequence[str]) -> str:
         return f"a sweep of {pluralize(count_points(sweep), 'point')}, valid"
     profile, source = load_cluster_file(path)
     checked = check_against_scheduler(profile, source)
+    if not checked and (missing_account := account_error(profile)):
+        print_message(str(missing_account))
     return "a cluster profile, valid" + (", and the scheduler agrees" if checked else "; no scheduler here to compare")
 
 
@@ -114,6 +119,8 @@ def show_plan(sweep: str, cluster_name: str, overrides: tuple[str, ...], results
     screen = make_console()
     for part in plan_renderables(sweep_plan, forecast):
         screen.print(part)
+    if missing_account := account_error(sweep_plan.profile):
+        print_message(str(missing_account))
 
 
 def _plan_json(plan: SweepPlan, forecast: PlanForecast) -> dict[str, Any]:
@@ -187,8 +194,8 @@ def render_sweep(
         print_message(f"nothing to submit: all {len(sweep_plan.runs)} runs of {sweep_plan.sweep.name} have results")
         return
     tree = sweep_plan.tree
-    if profile.account_required and profile.account is None:
-        print_message(f"cluster {profile.name} takes no job without an account, and none is set")
+    if missing_account := account_error(profile):
+        print_message(str(missing_account))
     submit_command = profile.scheduler.traits.submit_command
     runs_from_here = out is not None and submit_command is not None
     folder = out.absolute() if out and runs_from_here else next_submission_folder(tree, sweep_plan.sweep.name)

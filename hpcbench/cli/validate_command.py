@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from hpcbench.cli.common import filter_options, out_option, output_options, print_json, print_message, sources_argument
+from hpcbench.cli.common import filter_options, out_option, print_json, print_message, read_options, sources_argument
 from hpcbench.cli.oracle_commands import show_view
 from hpcbench.fileio import encode_indented_json, write_atomic
 from hpcbench.predict.calibration.calibration_store import check_disturbed
@@ -25,6 +25,7 @@ from hpcbench.report.validation import (
 )
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import STATUS_OK
+from hpcbench.units import pluralize
 
 
 @click.command("validate")
@@ -33,7 +34,7 @@ from hpcbench.results.schema import STATUS_OK
 @click.option("--cases", "every", is_flag=True, help="Also list every configuration.")
 @click.option("--busy", "takes_disturbed", is_flag=True, help="Compare even if others disturbed every run.")
 @out_option(".json: everything; .csv .md .tex .xlsx .parquet: every configuration.")
-@output_options
+@read_options
 def validate_predictions(
     sources: tuple[str, ...], cluster_name: str | None, where: str | None, every: bool,
     takes_disturbed: bool, out: Path | None, results: ResultsTree, as_json: bool,
@@ -57,7 +58,7 @@ def validate_predictions(
             write_atomic(out, encode_indented_json(validation_json(validation)))
         else:
             write_view(cases_view(validation.cases), out)
-        print_message(f"{len(validation.cases)} configurations written to {out}")
+        print_message(f"{pluralize(len(validation.cases), 'configuration')} written to {out}")
     if as_json:
         print_json(validation_json(validation))
     elif not validation.cases:

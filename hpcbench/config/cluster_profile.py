@@ -53,7 +53,7 @@ class LoginNodeMatch(TomlTable):
             try:
                 re.compile(host)
             except re.error as error:
-                raise ValueError(f"{host!r} is no regular expression: {error}") from None
+                raise ValueError(f"{host!r} is not a regular expression: {error}") from None
         return hosts
 
 
@@ -85,7 +85,7 @@ class ClusterProfile(TomlTable):
     account: SingleLineText | None = None
     """Keep yours out of profiles that are shared: `[accounts]` in `~/.config/hpcbench/config.toml` is the place."""
     account_required: bool = False
-    """The site takes no job without an account."""
+    """Whether the site refuses jobs that name no account."""
     default_partition: str | None = None
     """A key of `partitions`; without one the scheduler's own default is used."""
     partitions: dict[Annotated[str, Field(pattern=NAME_PATTERN)], tables.PartitionConfig] = {}
@@ -325,9 +325,11 @@ def _find_base_profile(name: str, path: Path, chain: Sequence[Path], source: Tom
     others = [other for other in candidates if other.is_file() and other.resolve() not in chain]
     base = next((other for other in others if other.stem == name), None)
     if base is None:
-        problem = f"extends = {name!r}: the profile extends itself, and no other profile has that name"
-        if name not in (above.stem for above in chain):
-            problem = f"extends = {name!r}: there is no such profile"
+        stems = [above.stem for above in chain]
+        if name in stems:
+            circle = " -> ".join([*stems[stems.index(name) :], name])
+            raise source.error(f"extends = {name!r}: profiles extend each other in a circle: {circle}", "extends")
+        problem = f"extends = {name!r}: there is no such profile"
         raise source.error(problem, "extends", hint=did_you_mean(name, {other.stem for other in others}))
     return base
 

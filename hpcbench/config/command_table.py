@@ -213,7 +213,9 @@ def _expression_problems(
 def _folder_problems(table: CommandTable, source: TomlSource) -> Iterator[HpcbenchError]:
     yield from _word_problems(table.folder, table.parameters, source, "folder")
     if table.folder != "run" and not table.folder.startswith("/"):
-        yield source.error(f"folder: {table.folder!r:.80} is no absolute path", "command", "folder", hint='or "run"')
+        yield source.error(
+            f"folder: {table.folder!r:.80} is not an absolute path", "command", "folder", hint='or "run"'
+        )
     if "{HPCBENCH_RUN_FOLDER}" in table.folder:
         yield source.error("folder: it cannot contain itself", "command", "folder")
     for pattern in table.outputs:
@@ -240,7 +242,7 @@ def _pattern_problems(patterns: list[str], groups: int, source: TomlSource, *key
         try:
             compiled = re.compile(pattern)
         except re.error as error:
-            yield source.error(f"{key[-1]}: {pattern!r:.80} is no regular expression: {error}", *key)
+            yield source.error(f"{key[-1]}: {pattern!r:.80} is not a regular expression: {error}", *key)
             continue
         if compiled.groups < groups:
             message, hint = f"pattern: {pattern!r:.80} has no group", "put the number in brackets: 'elapsed ([0-9.]+)'"

@@ -58,7 +58,7 @@ class Expression:
     """A parsed expression. ``names`` are the parameters it reads, with dots for those in tables (``options.x``)."""
 
     def __init__(self, text: str, allowed_names: Collection[str] | None = None, where: str | None = None) -> None:
-        """Parse ``text``. Raises ``ConfigError`` if it is no expression, and for names outside ``allowed_names``."""
+        """Parse ``text``. Raises ``ConfigError`` if it is invalid, and for names outside ``allowed_names``."""
         self.text = text
         self.where = where
         self._allowed_names = allowed_names

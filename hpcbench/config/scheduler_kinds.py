@@ -56,7 +56,7 @@ def scheduler_kind(kind: str) -> SchedulerKind:
         return SHIPPED_KINDS[kind]
     properties = getattr(load_scheduler_plugin(kind), "KIND", None)
     if not isinstance(properties, SchedulerKind):
-        reason = f"the plug-in {plugin_modules(GROUP).get(kind)} of {GROUP}: KIND is no SchedulerKind"
+        reason = f"the plug-in {plugin_modules(GROUP).get(kind)} of {GROUP}: KIND is not a SchedulerKind"
         raise ConfigError(reason, hint="update it, or uninstall its package")
     return properties
 

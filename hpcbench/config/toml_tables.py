@@ -269,6 +269,8 @@ def _describe_problem(model: type[BaseModel], key_path: KeyPath, detail: Any, so
     if not key_path and (found := re.match(r"([a-z_]+(?:\.[a-z_]+)*) = ", text)):
         # A rule about several keys begins with the first of them.
         return source.error(text, *found[1].split("."))
+    if detail["type"] == "too_short" and not detail["input"]:
+        return source.error(f"{name} is empty: at least one value is needed", *key_path)
     value = "" if detail["type"] == "value_error" else f", not {detail['input']!r:.80}"
     return source.error(f"{name}: {text[:1].lower()}{text[1:]}{value}", *key_path)
 

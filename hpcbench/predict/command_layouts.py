@@ -112,7 +112,7 @@ def measured_layouts(tree: ClusterTree, sweep: str) -> dict[Layout, list[float]]
     """
     record = read_sweep_record(tree, sweep)
     if record is None or record.layout is None:
-        raise ConfigError(f"{sweep!r} is no sweep with a [command.layout] in {tree.root}", where="--measured")
+        raise ConfigError(f"{sweep!r} is not a sweep with a [command.layout] in {tree.root}", where="--measured")
     times: dict[Layout, list[float]] = {}
     for run_id in record.run_ids:
         result = tree.read_result(run_id)

@@ -102,7 +102,7 @@ def recommend(
         infeasible points, counted by strategy and kind of limit. ``candidates`` is empty if nothing fits.
 
     Raises:
-        KeyError: ``objective`` is no key of ``OBJECTIVES``.
+        KeyError: ``objective`` is not a key of ``OBJECTIVES``.
         ConfigError: ``base`` names an unknown model.
 
     Example:

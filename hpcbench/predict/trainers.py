@@ -69,7 +69,7 @@ def _megatron_can_run(shape: DecoderShape, layout: Layout) -> bool:
 
 def _megatron_model(shape: DecoderShape) -> dict[str, Any]:
     if not shape.gated or shape.biases or shape.learned_positions or shape.norm_vectors != 1:
-        raise ConfigError(f"{shape.name} is no Llama: its flags are not known", where="--as megatron")
+        raise ConfigError(f"{shape.name} is not a Llama: its flags are not known", where="--as megatron")
     untied = "" if shape.tied else '"--untie-embeddings-and-output-weights",'
     # NullTokenizer adds a token.
     return {**asdict(shape), "untied": untied, "vocabulary": shape.vocabulary - 1}

@@ -86,7 +86,7 @@ def _quote_directive(value: Any) -> Markup:
 def _check_variable_name(value: Any) -> Markup:
     """The name of an environment variable."""
     if not _VARIABLE_NAME.fullmatch(str(value)):
-        raise ValueError(f"{printable_text(str(value))!r} is no name of an environment variable")
+        raise ValueError(f"{printable_text(str(value))!r} is not a name of an environment variable")
     return Markup(str(value))  # noqa: S704
 
 

@@ -125,7 +125,7 @@ def with_option_column(frame: pl.DataFrame, column: str) -> pl.DataFrame:
     An option that is a number in one run and a word in another is text in all.
     """
     option = split_option_column(column)
-    assert option is not None, f"{column} is no option"
+    assert option is not None, f"{column} is not an option"
     table, key = option
     texts = frame[table].unique().drop_nulls().to_list()
     values = [msgspec.json.decode(text).get(key) for text in texts]
@@ -151,7 +151,7 @@ class Condition:
     """An expression over the columns of a frame, in the language of sweeps."""
 
     def __init__(self, text: str, where: str) -> None:
-        """Raise ``ConfigError`` if ``text`` is no expression, or names no column or a computed one."""
+        """Raise ``ConfigError`` if ``text`` is not an expression, or names no column or a computed one."""
         self.expression = Expression(text, where=where)
         self._columns = {name: self._column(name) for name in sorted(self.expression.names)}
 

@@ -24,7 +24,7 @@ from hpcbench.report.configurations import aggregate_launches, filter_launches, 
 from hpcbench.report.hypothesis_tests import INCONCLUSIVE, SIGNIFICANCE_LEVEL
 from hpcbench.report.results_table import data_column, identity_columns, parameter_column, split_parameters
 from hpcbench.report.table_model import View, format_value, short_name, text_column
-from hpcbench.units import pluralize
+from hpcbench.units import format_percent, pluralize
 
 WITHIN_BAND, OUTSIDE_BAND, NO_MATCHING_RUN = "within", "outside", "nothing fits"
 BAND_VERDICTS = (OUTSIDE_BAND, NO_MATCHING_RUN, WITHIN_BAND)
@@ -91,7 +91,7 @@ def rows_from_bands(
     A band without any matching run is a row too: a check of nothing must not pass.
 
     Raises:
-        ConfigError: a band's metric is no column, or its condition is invalid; with file and line of ``source``.
+        ConfigError: a band's metric is not a column, or its condition is invalid; with file and line of ``source``.
     """
     rows = []
     for number, band in enumerate(bands):
@@ -117,7 +117,7 @@ def _row_from_band(row: dict[str, Any], column: str, band: comparison.Band, unit
     ratio = row[column] / band.si_value
     low, high = band.low, band.high
     below, above = low is not None and ratio < 1 + low, high is not None and ratio > 1 + high
-    allowed = f"[{'' if low is None else f'{low:+.0%}'} {'' if high is None else f'{high:+.0%}'}]"
+    allowed = f"[{format_percent(low, sign='+')} {format_percent(high, sign='+')}]"
     return ComparisonRow(
         column, row["cluster"], row["config_id"], run_spec_of(row), OUTSIDE_BAND if below or above else WITHIN_BAND,
         f"{'below' if below else 'above'} the band {allowed}" if below or above else "",
@@ -172,9 +172,11 @@ def comparison_text_view(rows: Sequence[ComparisonRow], title: str, notes: Seque
                     optional=True),
     ]  # fmt: skip
     subject = short_name(next(iter(metrics))) if len(metrics) == 1 else "metrics"
+    least = format_percent(threshold, 1)
     legend = (
-        f"{verdict_word('worse', rows)}, {verdict_word('better', rows)}: change of at least {threshold:.1%}, "
-        f"family-wise significance {SIGNIFICANCE_LEVEL:.0%}; equivalent: the 95 % interval is within {threshold:.1%}"
+        f"{verdict_word('worse', rows)}, {verdict_word('better', rows)}: change of at least {least}, "
+        f"family-wise significance {format_percent(SIGNIFICANCE_LEVEL)}; "
+        f"equivalent: the 95 % interval is within {least}"
     )
     has_comparisons = any(row.verdict not in BAND_VERDICTS for row in rows)
     leading_notes = [*([f"all: {shared}"] if shared else []), *([legend] if has_comparisons else [])]
@@ -198,8 +200,9 @@ def _change_text(row: ComparisonRow) -> str:
     if row.ratio is None:
         return ""
     if row.ratio_low is None or row.ratio_high is None:
-        return f"{row.ratio - 1:+.1%}"
-    return f"{row.ratio - 1:+.1%} [{(row.ratio_low - 1) * 100:+.1f} {(row.ratio_high - 1) * 100:+.1f}]"
+        return format_percent(row.ratio - 1, 1, sign="+")
+    change = format_percent(row.ratio - 1, 1, sign="+")
+    return f"{change} [{(row.ratio_low - 1) * 100:+.1f} {(row.ratio_high - 1) * 100:+.1f}]"
 
 
 def _row_name(row: ComparisonRow) -> str:

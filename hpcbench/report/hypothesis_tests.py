@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 
 import scipy
 
-from hpcbench.units import pluralize
+from hpcbench.units import format_percent, pluralize
 
 SIGNIFICANT: Literal["significant"] = "significant"
 EQUIVALENT: Literal["equivalent"] = "equivalent"
@@ -257,11 +257,11 @@ def _winner_verdict(test: WinnerTest, shift: LogRatioEstimate, p_value: float, t
         p_text = f"p = {p_value:.2g}" if p_value >= 1e-4 else "p < 0.0001"
         return WinnerVerdict(SIGNIFICANT, f"{counts}, {names}, {p_text}", "", ratio, low, high)
     if verdict == EQUIVALENT and threshold:
-        why = f"{counts}, the 95 % interval is within {threshold:.0%}"
+        why = f"{counts}, the 95 % interval is within {format_percent(threshold)}"
         return WinnerVerdict(EQUIVALENT, why, "", ratio, low, high)
     why = "the difference may be chance"
     if p_value <= SIGNIFICANCE_LEVEL:
-        why = f"the difference may be below {threshold:.0%}"
+        why = f"the difference may be below {format_percent(threshold)}"
     return WinnerVerdict(INCONCLUSIVE, f"{counts}, {why}", _launches_suggestion(test), ratio, low, high)
 
 

@@ -116,7 +116,7 @@ def parse_table_request(**options: Any) -> TableRequest:
             ``sort``, and ``layout``, which sets those that are absent.
 
     Raises:
-        ConfigError: a name is no column, a metric no figure, or the layout unknown.
+        ConfigError: a name is not a column, a metric no figure, or the layout unknown.
     """
     selected = {name: value for name, value in options.items() if value}
     layout = selected.pop("layout", None)
@@ -179,7 +179,7 @@ def pivot_view(
         add_predictions: adds the oracle's figures to rows of configurations; needed if the request contains some.
 
     Raises:
-        ConfigError: a pivot has too many values to be columns, or ``request.sort`` is no column.
+        ConfigError: a pivot has too many values to be columns, or ``request.sort`` is not a column.
     """
     frame = configurations.filter_launches(column_names.with_own_metrics(frame, request.metrics), request.where)
     rows = [*_aggregate_cells(frame, request, add_predictions).iter_rows(named=True)]

@@ -29,7 +29,7 @@ from hpcbench.strategies.pipeline.schedules import (
     schedule_actions,
 )
 from hpcbench.submit.plan import MAX_JOBS, JobGroup, SweepPlan
-from hpcbench.units import pluralize
+from hpcbench.units import format_percent, pluralize
 
 ACTION_UNITS = {FORWARD: 1, BACKWARD: 2, BACKWARD_INPUT: 1, BACKWARD_WEIGHT: 1}
 """A backward pass as long as two forward passes, its halves as one each."""
@@ -56,7 +56,7 @@ def schedule_diagram(schedule: str, layout: PipelineLayout, micro_batches: int) 
     fold = max((DIAGRAM_WIDTH - start - 1) // cell, 1) * cell
     total = int(timeline.end) * cell
     count = pluralize(micro_batches, "micro-batch", "micro-batches")
-    lines = [f"{schedule}, {count}: bubble {timeline.bubble_fraction:.1%} of equal stages"]
+    lines = [f"{schedule}, {count}: bubble {format_percent(timeline.bubble_fraction, 1)} of equal stages"]
     for first in range(0, total, fold):
         parts = [row[first : first + fold].rstrip() for row in rows]
         lines += [f"{name:<{start}}|{part}" for name, part in zip(names, parts, strict=True)]
@@ -192,5 +192,7 @@ def _schedule_lines(plan: SweepPlan) -> Iterator[str]:
     for schedule, layout, micro_batches in drawn:
         yield ""
         yield from schedule_diagram(schedule, layout, micro_batches)
+    if any(micro_batches == 1 for _, _, micro_batches in schedules):
+        yield "with one micro-batch the stages of a pipeline work one after another: set micro_batches, such as 8"
     if len(schedules) > len(drawn):
         yield f"{len(schedules) - len(drawn)} more schedules are not drawn"

@@ -23,7 +23,7 @@ from hpcbench.predict.prediction import MEASURED_FOR_SWEEP, NotPredicted, Predic
 from hpcbench.report.results_table import identity_columns, split_parameters
 from hpcbench.report.table_model import Column, View, text_column
 from hpcbench.report.table_output import PrintedView
-from hpcbench.units import format_bytes, format_rate, format_seconds, join_words
+from hpcbench.units import format_bytes, format_percent, format_rate, format_seconds, join_words
 
 PREDICTION_FIGURES = (
     "step_time_s", "compute_s", "comm_s", "exposed_comm_s", "bubble_fraction", "straggler_s", "samples_per_s",
@@ -240,7 +240,7 @@ def fitted_parameters(machine: Machine) -> Iterator[tuple[str, str]]:
 
 
 def _format_percent(share: float) -> str:
-    return f"{share:.1%}".replace(".0%", "%")
+    return format_percent(share, 1).replace(".0 %", " %")
 
 
 def calibration_view(calibration: Calibration) -> RenderableType:

@@ -20,7 +20,7 @@ from hpcbench.predict.recommend import OBJECTIVES, Candidate, Recommendation, ca
 from hpcbench.report.prediction_view import basis_columns, basis_notes, interval_text, memory_text, time_split_text
 from hpcbench.report.table_model import Column, View, text_column
 from hpcbench.report.table_output import PrintedView
-from hpcbench.units import format_bytes, format_rate, format_seconds, or_empty, pluralize
+from hpcbench.units import format_bytes, format_percent, format_rate, format_seconds, or_empty, pluralize
 
 MEASURED_PER_SCALE = 3
 """The sweep contains so many of the best candidates per number of nodes."""
@@ -211,7 +211,7 @@ def layouts_view(recommendation: LayoutRecommendation, nodes: int, most: int) ->
         Column("tokens_per_s_per_device", "tokens/s /device", lambda row: row[1].tokens_per_s_per_gpu,
                lambda row: format_rate(row[1].tokens_per_s_per_gpu)),
         Column("mfu", "MFU", lambda row: model_flops_utilisation(recommendation, row[1]),
-               lambda row: f"{model_flops_utilisation(recommendation, row[1]):.1%}"),
+               lambda row: format_percent(model_flops_utilisation(recommendation, row[1]), 1)),
         Column("memory", "memory", lambda row: row[1].peak_memory_gib,
                lambda row: format_bytes(int(row[1].peak_memory_gib * _GIB))),
         text_column("runs", lambda row: "" if row[1].priced_only else "yes"),
@@ -256,6 +256,11 @@ def _view_notes(recommendation: LayoutRecommendation, ranking: LayoutRanking, mo
     yield (
         f"{ranking.examined:,} layouts examined, {ranking.priced:,} priced; memory up to "
         f"{recommendation.machine.fits_below_gib:.0f} GiB of {recommendation.machine.device.memory_gib:.0f}"
+    )
+    yield (
+        "to best: ratio to the fastest with its 90 % interval; dp tp pp cp: degrees of data, tensor, pipeline and "
+        "context parallelism; 8x5: 8 stages of 5 parts each; zero1: sharded optimizer; mb: samples of a micro-batch; "
+        "in n: n micro-batches a step"
     )
     if equivalent := _count_equivalent(ranking.layouts):
         yield f"~: not significantly slower than the first ({pluralize(equivalent, 'layout')}); measure them"

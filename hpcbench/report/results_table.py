@@ -11,7 +11,7 @@ from hpcbench.config.run_spec import PARAMETER_DEFAULTS, RunSpec, run_label, sor
 from hpcbench.fileio import printable_excerpt
 from hpcbench.report.table_model import Column, View, WarningFootnotes, text_column
 from hpcbench.results.schema import STATUS_OK
-from hpcbench.units import count_span, format_bytes, format_figure, format_rate, or_empty, three_digits
+from hpcbench.units import count_span, format_bytes, format_figure, format_percent, format_rate, or_empty, three_digits
 
 
 @dataclass
@@ -216,11 +216,11 @@ def _metric_columns(rows: list[ResultRow]) -> list[Column]:
         columns.append(_figure_column("/device", "tokens_per_s_per_device", format_rate))
     if any(row.speedup for row in rows):
         columns.append(_figure_column("speed-up", "speedup", "{:.2f}".format, "speed-\nup"))
-        columns.append(_figure_column("eff.", "efficiency", "{:.0%}".format, optional=4))
+        columns.append(_figure_column("eff.", "efficiency", format_percent, optional=4))
     if any(row.mfu is not None for row in rows):
-        columns.append(text_column("MFU", lambda row: f"{row.mfu:.1%}" if row.mfu is not None else ""))
+        columns.append(text_column("MFU", lambda row: format_percent(row.mfu, 1)))
     if _has_recomputation(rows):
-        columns.append(text_column("HFU", lambda row: f"{row.hfu:.1%}" if row.hfu is not None else ""))
+        columns.append(text_column("HFU", lambda row: format_percent(row.hfu, 1)))
     columns += [text_column(name, _own_metric_cell(name)) for name in _own_metrics(rows)]
     columns.append(_figure_column("memory", "peak_memory_bytes", format_bytes, optional=2))
     if is_training:

@@ -12,7 +12,7 @@ from string import ascii_lowercase
 from typing import Any
 
 from hpcbench.fileio import printable_excerpt
-from hpcbench.units import format_bytes, format_count, format_figure, format_rate, format_seconds
+from hpcbench.units import format_bytes, format_count, format_figure, format_percent, format_rate, format_seconds
 
 
 def short_name(column: str) -> str:
@@ -175,9 +175,9 @@ def format_value(column: str, value: Any, unit: str | None = None) -> str:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or column.startswith("spec."):
         return str(value)
     if column in _PERCENT_COLUMNS:
-        return f"{value:.1%}" if column in ("metrics.mfu", "metrics.hfu") else f"{value:.0%}"
+        return format_percent(value, 1) if column in ("metrics.mfu", "metrics.hfu") else format_percent(value)
     if column == "prediction_error":
-        return f"{value:+.1%}"
+        return format_percent(value, 1, sign="+")
     if column == "speedup":
         return f"{value:.2f}"
     # The ends of an interval have the unit of the figure.

@@ -26,7 +26,7 @@ from hpcbench.report.table_model import Column, View, text_column
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import STATUS_OK
 from hpcbench.strategies.catalog import representative
-from hpcbench.units import format_seconds
+from hpcbench.units import format_percent, format_seconds, pluralize
 
 
 def errors_view(cases: Sequence[ValidationCase]) -> View:
@@ -52,7 +52,7 @@ def errors_view(cases: Sequence[ValidationCase]) -> View:
 
 
 def _percent_column(name: str, heading: str, value: Callable[[Any], float | None], sign: str = "") -> Column:
-    return Column(name, heading, value, lambda row: "" if value(row) is None else f"{value(row):{sign}.1%}")
+    return Column(name, heading, value, lambda row: format_percent(value(row), 1, sign=sign))
 
 
 def choices_view(choices: Sequence[GroupChoice]) -> View:
@@ -71,7 +71,8 @@ def choices_view(choices: Sequence[GroupChoice]) -> View:
     for words, name in (("the predicted best", "regret"), (always, "constant_regret")):
         regrets = [regret for choice in choices if (regret := getattr(choice, name)) is not None]
         if regrets:
-            notes.append(f"{words} in {len(regrets)} groups: mean {fmean(regrets):.1%}, worst {max(regrets):.1%}")
+            mean, worst = format_percent(fmean(regrets), 1), format_percent(max(regrets), 1)
+            notes.append(f"{words} in {pluralize(len(regrets), 'group')}: mean {mean}, worst {worst}")
     failed = sum(choice.predicted_best is not None and choice.regret is None for choice in choices)
     if failed:
         notes.append(f"in {failed} groups the predicted best did not run")

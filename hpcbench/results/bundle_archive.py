@@ -114,7 +114,7 @@ class BundleWriter:
 class BundleReader:
     """The members of a bundle in their order, each read once; what is no file of ours is a problem with its reason.
 
-    Raises ``ConfigError`` where the file is no bundle, or one that is not to be read: a member larger than
+    Raises ``ConfigError`` where the file is not a bundle, or one that is not to be read: a member larger than
     ``MAX_FILE_BYTES``, more than ``MAX_MEMBERS`` members, an archive that is cut short.
     """
 
@@ -182,12 +182,14 @@ class BundleReader:
                     f"at most {MAX_FILE_BYTES} are read"
                 )
             if count == 1 and member.name.removeprefix("./") not in (HEADER_NAME, "", "."):
-                raise ConfigError(f"{self.path} is no bundle: it does not begin with {HEADER_NAME}", hint=_BUNDLE_HINT)
+                raise ConfigError(
+                    f"{self.path} is not a bundle: it does not begin with {HEADER_NAME}", hint=_BUNDLE_HINT
+                )
             yield member
 
     def _reason_against(self, member: tarfile.TarInfo, name: str) -> str:
         if member.type not in _PLAIN_TYPES:
-            return f"it is no plain file (type {member.type!r})"
+            return f"it is not a plain file (type {member.type!r})"
         if not _SAFE_NAME_PATTERN.fullmatch(name):
             return "its name is none of a file in a tree"
         return "its name is there twice: neither is believed" if name in self._digests else ""
@@ -242,7 +244,7 @@ _MAX_PROBLEMS_LISTED = 20
 def collect_bundle_results(path: Path, clusters: Sequence[str] | None = None) -> list[CollectedResult]:
     """The results in a bundle, in the order of its sweeps; of some clusters, or of all.
 
-    What is broken, or was passed over, is an entry with its reason. Raises ``ConfigError`` where the file is no bundle.
+    What is broken, or was passed over, is an entry with its reason. Raises ``ConfigError`` for another file.
     """
     reader = BundleReader(path)
     header: BundleHeader | None = None

@@ -86,7 +86,7 @@ def read_sample_manifest(folder: Path) -> SampleManifest | None:
         raise read_error(error, folder / MANIFEST_NAME) from error
     except msgspec.MsgspecError as error:
         raise StorageError(
-            f"{folder / MANIFEST_NAME} is no manifest of samples: {error}", hint=f"remove {folder}"
+            f"{folder / MANIFEST_NAME} is not a manifest of samples: {error}", hint=f"remove {folder}"
         ) from error
 
 

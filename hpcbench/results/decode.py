@@ -92,7 +92,7 @@ def _decode_guarded(decoder: msgspec.json.Decoder[_T], data: bytes) -> _T:
     except RecursionError:
         raise BrokenFileError("it is nested too deeply") from None
     except UnicodeDecodeError as error:
-        raise BrokenFileError(f"it is no UTF-8: {error.reason} at byte {error.start}") from None
+        raise BrokenFileError(f"it is not UTF-8: {error.reason} at byte {error.start}") from None
 
 
 _NEVER_NEGATIVE = (

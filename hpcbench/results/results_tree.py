@@ -64,7 +64,7 @@ class ClusterTree:
             StorageError: ``run_id`` is not 16 hexadecimal digits, or a part of the path is a link.
         """
         if not RUN_ID_PATTERN.fullmatch(run_id):
-            raise StorageError(f"{run_id!r} is no run_id: 16 hexadecimal digits are")
+            raise StorageError(f"{run_id!r} is not a run_id, which has 16 hexadecimal digits")
         return self.path("runs", run_id[:2], run_id)
 
     def result_path(self, run_id: str) -> Path:
@@ -74,7 +74,7 @@ class ClusterTree:
     def sweep_path(self, name: str) -> Path:
         """Return the path of the record that lists the runs of a sweep; ``StorageError`` if ``name`` is not valid."""
         if not _NAME_PATTERN.fullmatch(name):
-            raise StorageError(f"{name!r} is no sweep's name: letters, digits, '.', '_' and '-' are, 64 at most")
+            raise StorageError(f"{name!r} is not a name of a sweep: use letters, digits, '.', '_' and '-', 64 at most")
         return self.path("sweeps", f"{name}.json")
 
     @property
@@ -163,7 +163,7 @@ class ClusterTree:
             StorageError: ``key`` cannot be the name of a folder, or ``run_id`` is not 16 hexadecimal digits.
         """
         if not key or key in (".", "..") or "/" in key or "\0" in key:
-            raise StorageError(f"{key!r} is no key of an environment: it cannot name a folder")
+            raise StorageError(f"{key!r} is not a key of an environment: it cannot name a folder")
         return self.path("archive", key, run_id[:2], f"{self.run_folder(run_id).name}.json")
 
     def write_result(self, result: RunResult, supersedes: str | None = None) -> bool:
@@ -322,7 +322,7 @@ class ResultsTree:
             StorageError: the cluster's folder is a link.
         """
         if not _NAME_PATTERN.fullmatch(name):
-            raise ConfigError(f"{name!r} is no cluster's name: letters, digits, '.', '_' and '-' are, 64 at most")
+            raise ConfigError(f"{name!r} is not a name of a cluster: use letters, digits, '.', '_' and '-', 64 at most")
         return ClusterTree(join_without_links(self.root, name))
 
     def clusters(self) -> list[str]:

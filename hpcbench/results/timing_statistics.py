@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hpcbench.results.schema import RankResult, StepTimeStatistics
+from hpcbench.units import format_percent
 
 LAUNCH_S = 5e-6
 """Host time that a kernel takes until it is enqueued on cuda. A typical time, not a measured one."""
@@ -252,13 +253,15 @@ def make_steadiness_warnings(times_s: Sequence[float], spread: StepTimeStatistic
     warnings = []
     if change is not None and abs(change) > MAX_DRIFT_FRACTION and mann_kendall_p_value(times_s) < DRIFT_SIGNIFICANCE:
         way = "slower" if change > 0 else "faster"
-        warnings.append(f"drift above {MAX_DRIFT_FRACTION:.0%}: steps became {way} during the run")
+        warnings.append(f"drift above {format_percent(MAX_DRIFT_FRACTION)}: steps became {way} during the run")
     if count > MAX_OUTLIER_FRACTION * len(times_s):
-        warnings.append(f"more than {MAX_OUTLIER_FRACTION:.0%} of the steps are outliers: far slower than the median")
+        warnings.append(
+            f"more than {format_percent(MAX_OUTLIER_FRACTION)} of the steps are outliers: far slower than the median"
+        )
     if spread.ci95_high - spread.ci95_low > MAX_INTERVAL_FRACTION * spread.median:
         warnings.append(
-            f"noise above {MAX_INTERVAL_FRACTION:.0%}: the interval of the median step time is wider than that "
-            f"share of it"
+            f"noise above {format_percent(MAX_INTERVAL_FRACTION)}: the interval of the median step time is wider than "
+            "that share of it"
         )
     return warnings
 

@@ -28,11 +28,16 @@ from hpcbench.workloads.models import CUSTOM_MODEL_PATTERN, MODELS
 _PROJECT_README = """# An hpcbench project
 
     hpcbench run quickstart                        # six short trainings on this machine
-    hpcbench plan quickstart --cluster my-cluster  # what they would be on a cluster
-    hpcbench submit quickstart --cluster my-cluster
     hpcbench table quickstart
+    hpcbench plot throughput quickstart
 
-Copy `clusters/generic-slurm.toml` to `clusters/my-cluster.toml`, set its `name`, and go through its keys.
+For a cluster, copy `clusters/generic-slurm.toml` to `clusters/my-cluster.toml`, set its `name`, and go through its
+keys:
+
+    hpcbench check clusters/my-cluster.toml
+    hpcbench plan quickstart --cluster my-cluster  # its jobs and node-hours there
+    hpcbench submit quickstart --cluster my-cluster
+
 Sweeps are in `sweeps/`, results land in `results/`. Templates in `templates/` override the shipped ones by name.
 """
 

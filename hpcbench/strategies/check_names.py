@@ -64,7 +64,7 @@ def _collectives_problems(sweep: Sweep) -> list[HpcbenchError]:
             where = sweep.source.where((*place, *parameter))
             name = ".".join(parameter)
             if parameter[0] == "workload" and place[0] not in ("fixed", "include"):
-                message = "workload is no axis"
+                message = "workload is not an axis"
                 problems.append(ConfigError(message, where=where, hint="set it in [fixed] or in an [[include]]"))
             elif is_collectives and parameter[0] not in COLLECTIVES_PARAMETERS:
                 message = f"{name} belongs to trainings of hpcbench, and these runs have workload = {COLLECTIVES!r}"

@@ -92,7 +92,9 @@ def resolve_point(point: dict[str, Any], limits: PartitionLimits) -> RunSpec | I
         # ``batch_size`` is per replica.
         total, replicas = values.pop("global_batch_size"), values.get("dp_degree", 1)
         if total % replicas:
-            return InfeasiblePoint(point, f"global_batch_size {total} cannot be shared evenly by {replicas} replicas")
+            nearest = max(round(total / replicas), 1) * replicas
+            reason = f"global_batch_size {total} cannot be shared evenly by {replicas} replicas: {nearest} can"
+            return InfeasiblePoint(point, reason)
         values["batch_size"] = total // replicas
     model = get_model(values["model"])
     # Data of another kind is refused below for its kind, not for this length.

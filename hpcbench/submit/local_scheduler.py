@@ -84,9 +84,9 @@ def _job_status(run: SubmittedRun, is_alive: bool | None, holder: MachineHolder 
     if is_alive:
         return JobStatus("running", "") if run.job_id else JobStatus("pending", _pending_reason(run, holder))
     return (
-        JobStatus("lost", "its queue has ended")
+        JobStatus("lost", "the local runner exited")
         if run.job_id
-        else JobStatus("planned", "its queue ended before it began")
+        else JobStatus("planned", "the local runner exited before this run began")
     )
 
 

@@ -237,7 +237,7 @@ class Scheduler(abc.ABC):
 
 
 NO_ARRAY_TASK = "4294967294"
-"""The value of %a in the name of a log of a job that is no array."""
+"""The value of %a in the name of a log of a job that is not an array."""
 
 
 def account_error(profile: ClusterProfile) -> ConfigError | None:
@@ -245,8 +245,8 @@ def account_error(profile: ClusterProfile) -> ConfigError | None:
     if not profile.account_required or profile.account is not None:
         return None
     return ConfigError(
-        f"cluster {profile.name} takes no job without an account",
-        hint=f'put it into {user_folder() / "config.toml"}, below [accounts]: {profile.name} = "..."',
+        f"cluster {profile.name} needs an account, and none is set",
+        hint=f'set it in {user_folder() / "config.toml"}, below [accounts]: {profile.name} = "..."',
     )
 
 

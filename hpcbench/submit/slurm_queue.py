@@ -249,7 +249,7 @@ def _collect_job_states(
 
 def _describe_no_answer(output: str) -> str:
     first = next((line.strip() for line in output.splitlines() if line.strip()), "")
-    return f"its answer is no table: {printable_text(first)[:80]!r}" if first else "it printed nothing"
+    return f"its answer is not a table: {printable_text(first)[:80]!r}" if first else "it printed nothing"
 
 
 def parse_job_states(text: str, *, are_queued: bool = False) -> dict[str, JobStatus]:

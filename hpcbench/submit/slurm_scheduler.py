@@ -173,7 +173,7 @@ class SlurmScheduler(Scheduler):
 def job_expressions(runs: Iterable[SubmittedRun]) -> list[str]:
     """The jobs of ``runs`` as scancel takes them, one for each array: scancel sends one request for each.
 
-    ``4711`` is a whole array or a job that is no array, ``4711_3`` one task, ``4711_[0-9,12]`` several.
+    ``4711`` is a whole array or a job that is not an array, ``4711_3`` one task, ``4711_[0-9,12]`` several.
     """
     tasks: dict[str, set[int]] = {}
     sizes: dict[str, int] = {}

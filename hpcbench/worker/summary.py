@@ -18,7 +18,7 @@ from hpcbench.strategies.pipeline.entry import pipeline_layout
 from hpcbench.strategies.pipeline.schedule_simulator import ActionSpan, measured_bubble_fraction, planned_timeline
 from hpcbench.strategies.pipeline.schedules import Action
 from hpcbench.strategies.traffic import total_payload_bytes
-from hpcbench.units import format_seconds
+from hpcbench.units import format_percent, format_seconds
 from hpcbench.worker.command.metrics import command_metrics
 from hpcbench.worker.failure import join_numbers
 from hpcbench.worker.measure.interference import interference_warnings
@@ -165,7 +165,7 @@ def samples_per_epoch(spec: RunSpec, samples: int | None = None) -> int:
 
 
 def pipeline_timeline(spec: RunSpec, ranks: Mapping[int, schema.RankResult]) -> schema.PipelineTimeline | None:
-    """The first replica's ranks; ``None`` where the run is no pipeline of one step, or a rank recorded nothing."""
+    """The first replica's ranks; ``None`` where the run is not a pipeline of one step, or a rank recorded nothing."""
     group = RankMesh.of(spec).group(0, "pp")
     has_timelines = all(rank in ranks and ranks[rank].timeline for rank in group)
     if not has_timelines or not get_strategy(spec.strategy).pipeline.records_timeline:
@@ -330,7 +330,7 @@ def _energy_warnings(ranks: Mapping[int, schema.RankResult]) -> list[str]:
         return []
     return [
         f"the energy is coarse: GPUs update its counter about every {_NVML_UPDATE_S:g} s, and the timed steps took "
-        f"{wall_s:.2f} s, so it may be off by {error:.0%}"
+        f"{wall_s:.2f} s, so it may be off by {format_percent(error)}"
     ]
 
 

@@ -34,7 +34,7 @@ def check_custom_model(model: str, folder: Path | None, where: str) -> ConfigErr
     """
     if not re.match(CUSTOM_MODEL_PATTERN, model):
         return ConfigError(
-            f"{model!r} is no model of your own",
+            f"{model!r} is not a model of your own",
             where=where,
             hint="write it as 'module:function' or 'package.module:function'",
         )

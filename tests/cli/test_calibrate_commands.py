@@ -146,7 +146,7 @@ def test_disturbed_runs_are_refused_or_widen_the_intervals(calibrate: Callable[.
     tree = written(tmp_path)
     assert calibrate("slurmbox", "--from", "results").exit_code == 0
     quiet = machine_for(load_cluster("slurmbox")[0], tree)
-    mark = "other processes used the cores during the timed steps: 50% of the 2 cores of rank 0 on n"
+    mark = "other processes used the cores during the timed steps: 50 % of the 2 cores of rank 0 on n"
     for run in everything():
         run.result.warnings.append(mark)
         ClusterTree(tmp_path / "marked" / "slurmbox").write_result(run.result)
@@ -175,7 +175,7 @@ def test_a_refused_calibration_is_measured_anew(tmp_path: Path) -> None:
     assert set(first.missing) == set(first.runs)
     for key, spec in first.runs.items():
         result = run_of(spec_of("single"), 0.1).result
-        result.run_id, result.spec, result.warnings = key, spec, ["other processes used the cores: 9% of the 2 cores"]
+        result.run_id, result.spec, result.warnings = key, spec, ["other processes used the cores: 9 % of the 2 cores"]
         tree.write_result(result)
     anew = plan(takes_disturbed=False)
     assert not set(anew.runs) & set(first.runs)

@@ -97,7 +97,7 @@ def test_render_writes_what_it_prints(sweep: Path, tmp_path: Path) -> None:
             2,
             "tiny.toml:5: fixed.batch_size: input should be a valid integer, not 'four'",
         ),
-        (GOOD.replace("[1, 2]", "[]"), ["submit", "{}", "--cluster", "local"], 2, "at least 1 item"),
+        (GOOD.replace("[1, 2]", "[]"), ["submit", "{}", "--cluster", "local"], 2, "at least one value"),
         (
             GOOD.replace("resnet18", "resnet81"),
             ["run", "{}"],

@@ -31,7 +31,7 @@ def hpcbench(tmp_path: Path) -> Any:
 def test_a_rendered_pbs_script_is_complete_with_its_qsub_command(hpcbench: Any, tmp_path: Path) -> None:
     done = hpcbench("render", "s.toml", "--cluster", "abci-3", "--out", "out")
     assert done.returncode == 0, done.stderr
-    assert "takes no job without an account" in done.stderr
+    assert "needs an account, and none is set" in done.stderr
     assert "next: qsub out/0.sh" in done.stderr
     script = (tmp_path / "out" / "0.sh").read_text()
     assert f"\ntask_file={tmp_path}/out/0.jsonl\n" in script
@@ -53,7 +53,7 @@ def test_submit_refuses_a_cluster_that_is_only_predicted_for(hpcbench: Any, tmp_
 def test_a_missing_account_is_named_before_anything_is_written(hpcbench: Any, tmp_path: Path) -> None:
     done = hpcbench("submit", "s.toml", "--cluster", "lumi-g")
     assert done.returncode == 2
-    assert "cluster lumi-g takes no job without an account" in done.stderr
+    assert "cluster lumi-g needs an account, and none is set" in done.stderr
     assert 'below [accounts]: lumi-g = "..."' in done.stderr
     assert not (tmp_path / "results").exists()
 
@@ -83,3 +83,51 @@ def test_no_scheduler_to_write_a_profile_from(hpcbench: Any, tmp_path: Path) -> 
     wrong = hpcbench("cluster", "init", "../mine")
     assert wrong.returncode == 2
     assert "Traceback" not in wrong.stderr
+
+
+def test_a_list_of_profiles_has_readable_descriptions_in_40_columns(hpcbench: Any, tmp_path: Path) -> None:
+    (tmp_path / "clusters" / "bad.toml").write_text('name = "bad"\nnodes = 3\n')
+    done = hpcbench("cluster", "list", COLUMNS="40")
+    assert max(map(len, done.stdout.splitlines())) <= 40
+    assert {"Frontier:", "broken:"} <= set(done.stdout.split())
+
+
+def test_recommend_states_that_a_partition_has_fewer_nodes(hpcbench: Any) -> None:
+    wish = ("--model", "resnet18", "--dataset", "digits", "--batch-size", "8", "--cluster", "perlmutter")
+    assert "warning" not in hpcbench("recommend", *wish).stderr
+    done = hpcbench("recommend", *wish, "--nodes", "9999")
+    assert "warning: 9999 nodes, but a job in this partition of perlmutter has at most 1792" in done.stderr
+
+
+def test_a_command_line_without_a_command_prints_its_usage_once(hpcbench: Any) -> None:
+    done = hpcbench()
+    assert (done.returncode, done.stderr.count("Usage:"), "error:" in done.stderr) == (2, 1, False)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "problem"),
+    [
+        ("s.toml", "", "s.toml: the file is empty"),
+        ("s.toml", SWEEP.replace("[2, 3]", "[]"), "s.toml:8: grid.steps is empty: at least one value is needed"),
+        ("clusters/a.toml", 'name = "a"\nextends = "b"\n', "profiles extend each other in a circle: a -> b -> a"),
+        ("s.toml", None, "clusters is a folder"),
+    ],
+)
+def test_wrong_files_are_named_with_the_fault(
+    hpcbench: Any, tmp_path: Path, file: str, text: str | None, problem: str
+) -> None:
+    (tmp_path / "clusters" / "b.toml").write_text('name = "b"\nextends = "a"\n')
+    if text is not None:
+        (tmp_path / file).write_text(text)
+    done = hpcbench("check", file if text is not None else "clusters")
+    assert done.returncode == 2
+    assert problem in done.stderr
+
+
+def test_plan_advises_more_micro_batches_where_a_pipeline_has_one(hpcbench: Any, tmp_path: Path) -> None:
+    for micro_batches, advised in ((1, True), (4, False)):
+        text = SWEEP.replace('"ddp"', '"1f1b"')
+        text = text.replace("[grid]", f"tasks_per_node = 2\nmicro_batches = {micro_batches}\n[grid]")
+        (tmp_path / "s.toml").write_text(text)
+        printed = " ".join(hpcbench("plan", "s.toml", "--cluster", "local").stdout.split())
+        assert ("set micro_batches" in printed) == advised

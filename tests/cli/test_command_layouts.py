@@ -86,4 +86,4 @@ def test_recommend_shows_the_measured_winner(project: Path) -> None:
     assert "measured the fastest of 3 layouts: dp=4 pp=2x2 cp=2" in " ".join(text.split())
     failed = hpcbench(*words, "--measured", "megatron-llama_9b", cwd=project)
     assert failed.returncode == 2
-    assert "is no sweep with a [command.layout]" in failed.stderr
+    assert "is not a sweep with a [command.layout]" in failed.stderr

@@ -46,7 +46,7 @@ def test_a_run_without_a_sweep_file_can_be_retried(project: Path) -> None:
     assert again.stderr.rstrip().endswith(": 1 ok")
     # The same name for other runs hides the first, and states so.
     more = hpcbench("run", *arguments, "--dataset", "digits", "--batch-size", "3", "--name", "mine", cwd=project)
-    assert "mine: 1 earlier run of that name is not in this sweep and no longer shown under it" in more.stderr
+    assert "1 earlier run of 'mine' is not part of this sweep and no longer listed under its name" in more.stderr
 
 
 def test_missing_options_of_a_run_without_a_file_are_named(project: Path) -> None:

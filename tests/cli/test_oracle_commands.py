@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -257,8 +258,7 @@ def test_recommend_without_a_feasible_strategy_prints_the_reasons(tmp_path: Path
         ([*WISH, "--precision", "fp8"], "unknown precision 'fp8'"),
         ([*WISH, "--dataset", "tokens"], "resnet18 takes images; tokens holds tokens"),
         ([*WISH, "--model", "resnet19"], "did you mean 'resnet18'?"),
-        (["validate", "nothing"], "sweep 'nothing' has nothing in"),
-        (["validate", "--where", "nods == 2"], "did you mean 'nodes'?"),
+        (["validate", "nothing"], "there is no folder"),
     ],
 )
 def test_wrong_oracle_arguments_exit_with_code_2_and_write_nothing(
@@ -269,6 +269,16 @@ def test_wrong_oracle_arguments_exit_with_code_2_and_write_nothing(
     assert message in str(caught.value)
     assert caught.value.exit_code == 2
     assert not (tmp_path / "results").exists()
+
+
+def test_validate_names_a_wrong_sweep_and_a_wrong_parameter(tmp_path: Path) -> None:
+    planted(tmp_path / "results", "ddp", 1.0)
+    for arguments, message in (
+        (["nothing"], "sweep 'nothing' has nothing in"),
+        (["--where", "nods == 2"], "mean 'nodes'?"),
+    ):
+        with pytest.raises(HpcbenchError, match=re.escape(message)):
+            call(tmp_path, "validate", *arguments)
 
 
 def planted(tree: Path, strategy: str, factor: float, launches: int = 3, status: str = "ok", **more: Any) -> None:
@@ -338,7 +348,7 @@ def test_validation_counts_disturbed_runs_and_refuses_if_all_are(tmp_path: Path)
     paths = sorted(tree.rglob("result.json"))
     for number, path in enumerate(paths, 1):
         document = json.loads(path.read_text())
-        path.write_text(json.dumps(document | {"warnings": ["other processes used the cores: 9% of the 2 cores"]}))
+        path.write_text(json.dumps(document | {"warnings": ["other processes used the cores: 9 % of the 2 cores"]}))
         if number == 1:
             notes = said(tmp_path, "validate")["notes"]
             assert f"1 of {len(paths)} runs are marked as disturbed" in notes
@@ -419,8 +429,8 @@ def test_the_tables_of_a_validation_fit_80_columns(tmp_path: Path) -> None:
     assert max(map(len, text.splitlines())) <= 80
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line and line[0] != " "}
     # Each of the two moves the other one's prediction, in the wrong direction.
-    assert rows["all"][:2] == ["2", "36.5%"]
-    assert "always ddp in 1 groups" in text
+    assert rows["all"][:3] == ["2", "36.5", "%"]
+    assert "always ddp in 1 group:" in text
     done = call(tmp_path, "validate", "--out", tmp_path / "cases.csv")
     assert (done.stdout, done.stderr) == ("", f"2 configurations written to {tmp_path / 'cases.csv'}\n")
     assert (tmp_path / "cases.csv").read_text().startswith("strategy,model,devices,batch_size,measured_s,")

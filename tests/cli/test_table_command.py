@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import polars
@@ -110,10 +113,24 @@ def test_nothing_to_show_has_its_reason(tree: Path, tmp_path: Path) -> None:
         done = call(tree, "table", "--where", 'strategy == "pipedream"', *options)
         assert done.stderr.startswith("none of the 200 runs in ")
         assert "satisfies --where 'strategy == \"pipedream\"'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "command", ["table", "status", "report", "collect", "plot throughput", "validate", "logs s", "results rm s"]
+)
+def test_a_mistyped_folder_of_results_is_an_error(tmp_path: Path, command: str) -> None:
     (tmp_path / "results").mkdir()
-    done = call(tmp_path / "reslts", "table")
-    assert "there is no folder" in done.stderr
-    assert f"did you mean {tmp_path}/results?" in done.stderr
+    with pytest.raises(ConfigError, match=f"there is no folder .*did you mean {tmp_path}/results"):
+        call(tmp_path / "reslts", *command.split())
+
+
+def test_collect_prints_no_whole_results_on_a_terminal(tree: Path) -> None:
+    command = [sys.executable, "-m", "hpcbench", "collect", "--results", str(tree)]
+    ours, theirs = os.openpty()
+    done = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(theirs)
+    os.close(ours)
+    assert (done.returncode, "too long for a terminal" in done.stderr) == (2, True)
 
 
 def test_a_spreadsheet_takes_no_cell_for_a_formula() -> None:

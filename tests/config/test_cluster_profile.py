@@ -51,10 +51,13 @@ def test_a_profile_extends_the_shipped_one_of_its_name(project: Path) -> None:
     ("files", "message"),
     [
         ({"a": 'name = "a"\nextends = "bb"\n', "b": 'name = "b"\n'}, r"a.toml:2: extends = 'bb': there is no such"),
-        ({"a": 'name = "a"\nextends = "a"\n'}, r"a.toml:2: extends = 'a': the profile extends itself"),
+        (
+            {"a": 'name = "a"\nextends = "a"\n'},
+            r"a.toml:2: extends = 'a': profiles extend each other in a circle: a -> a",
+        ),
         (
             {"a": 'name = "a"\nextends = "b"\n', "b": 'name = "b"\nextends = "a"\n'},
-            r"b.toml:2: extends = 'a': the profile extends itself",
+            r"b.toml:2: extends = 'a': profiles extend each other in a circle: a -> b -> a",
         ),
         ({"a": 'name = "a"\nextends = "b"\n[node]\ncore = 3\n', "b": 'name = "b"\n'}, r"a.toml:4: unknown key 'core'"),
     ],
@@ -137,7 +140,7 @@ def test_the_longest_job_time_follows_nodes_steps_and_node_hours(
             {"partitions": {"a": {"max_time_min": 60}, "b": {"max_time_min": 90}}, "time_limit_min": 100},
             "time_limit_min = 100 is longer than any partition allows: the largest max_time_min is 90",
         ),
-        ({"match": {"hosts": ["("]}}, "no regular expression"),
+        ({"match": {"hosts": ["("]}}, "not a regular expression"),
         ({"environments": {"e": {"container": {}}}}, "either `command` or `kind`"),
         ({"environments": {"e": {"container": {"kind": "pyxis"}}}}, "needs an `image`"),
         (

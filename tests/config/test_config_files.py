@@ -151,7 +151,7 @@ def test_units_in_profiles_are_converted_to_base_units(tmp_path: Path) -> None:
         ('name = "mine"\ndefault_partition = "gpu"', "default_partition = 'gpu' is not among the partitions: none"),
         (
             'name = "mine"\n[links.intra_node]\nlatency_s = "10 parsecs"\nbandwidth_bytes_per_s=1',
-            r"mine.toml:3: .*is no time",
+            r"mine.toml:3: .*is not a duration",
         ),
         ('name = "mine"\n[env]\n"A B" = "x"', r"mine.toml:3: env"),
         ('name = "mine"\naccount = "a\\nb"', r"mine.toml:2: account"),

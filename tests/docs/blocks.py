@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _COMMAND = re.compile(
     r"(?:hpcbench|make|pip|python3?|\.venv/bin/\S+|sudo|cd|cp|mkdir|echo|export|git|s?bash|srun|sbatch|qsub)\s"
 )
-_EXCUSE = re.compile(r"Not run by the tests: (.+)", re.DOTALL)
+_EXCUSE = re.compile(r"<!-- Not run by the tests: (.+?) -->", re.DOTALL)
 
 
 class Block(NamedTuple):
@@ -24,7 +24,7 @@ class Block(NamedTuple):
     fence: str
     text: str
     excuse: str
-    """Why the tests do not run it, as the paragraph before it says; empty where they do."""
+    """Why the tests do not run it, as the comment before it says; empty where they do."""
 
     @property
     def kind(self) -> str:

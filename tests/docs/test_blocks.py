@@ -54,7 +54,7 @@ SMALLER = {
     "compare": ["--allow-empty"],
 }
 """Options added to commands that would write gigabytes, wait for a node, or compare results of today with older ones."""
-DONE = (("quickstart", "local"), ("quickstart", "my-cluster"), ("spread", "local"))
+DONE = (("quickstart", "local"), ("quickstart", "my-cluster"), ("spread", "local"), ("nccl", "my-cluster"))
 """Sweeps and clusters whose runs have all ended."""
 ALSO_CALLED = ("scaling", "pipelines", "collectives")
 """Other names that pages have for a sweep whose runs have ended."""
@@ -124,6 +124,8 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for block in of_kind("toml"):
         if block.page == "docs/measurement.md":
             (folder / "spread.toml").write_text(block.text)
+        if block.text.startswith('name = "nccl"'):
+            (folder / "nccl.toml").write_text(block.text)
         if "[[band]]" in block.text:
             (folder / "bands.toml").write_text(block.text)
     (wide,) = (block for block in ALL if block.page == "docs/add-a-model.md" and "width=256" in block.text)

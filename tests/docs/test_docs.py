@@ -80,7 +80,9 @@ def test_the_sample_of_report_in_the_readme_is_printed_for_planted_results(tmp_p
 
 def test_the_commands_of_the_readme_work_in_a_new_project(tmp_path: Path) -> None:
     """Those before anything is submitted, as they stand, with the profile's name set as the README says."""
-    block = next(block for block in (ROOT / "README.md").read_text().split("\n\n") if "hpcbench init" in block)
+    block = next(
+        block for block in (ROOT / "README.md").read_text().split("\n\n") if "hpcbench init my-project && cd" in block
+    )
     commands = [line.split("#")[0].strip() for line in block.splitlines()]
     commands = [
         line

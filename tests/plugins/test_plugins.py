@@ -42,7 +42,7 @@ def test_entries_of_a_plugin_are_added(plugged: ModuleType) -> None:
 def test_a_module_without_the_table_is_refused(plugged: ModuleType, table: Any) -> None:
     vars(plugged)["DATASETS"] = table
     with pytest.raises(
-        ConfigError, match="the plug-in plugged of hpcbench.datasets: DATASETS is no dictionary of Dataset"
+        ConfigError, match="the plug-in plugged of hpcbench.datasets: DATASETS is not a dictionary of Dataset"
     ):
         plugins.add_plugins(GROUP, "DATASETS", Dataset, {})
 
@@ -77,7 +77,7 @@ def test_two_packages_with_one_entry_point(
 
 def test_a_scheduler_without_its_kind_is_refused(plugged: ModuleType) -> None:
     assert check_scheduler_kind("mine") == "mine"
-    with pytest.raises(ConfigError, match="the plug-in plugged of hpcbench.schedulers: KIND is no SchedulerKind"):
+    with pytest.raises(ConfigError, match="the plug-in plugged of hpcbench.schedulers: KIND is not a SchedulerKind"):
         scheduler_kind("mine")
 
 

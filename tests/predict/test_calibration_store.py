@@ -94,8 +94,8 @@ def test_a_damaged_calibration_is_named_and_skipped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b"{", "is no calibration"),
-        (b'{"cluster": 3}', "is no calibration"),
+        (b"{", "is not a calibration"),
+        (b'{"cluster": 3}', "is not a calibration"),
         (msgspec.json.encode(calibration(calibration_version=7)), "another version"),
     ],
 )

@@ -113,7 +113,7 @@ def test_a_wrong_layout_is_an_error_with_its_line(write_sweep: WriteSweep, line:
 
 REFUSED = {
     "degrees": ("dp = 2", "the degrees multiply to 4 (shards 2 x tp 2), but the run has 8 devices"),
-    "the batch": ("mb = 3", "global batch 16 is no multiple of 4 replicas times micro-batch 3"),
+    "the batch": ("mb = 3", "global batch 16 is not a multiple of 4 replicas times micro-batch 3"),
     "no sample": ("mb = 0", "micro_batch is 0, 1 to 2147483647 can be priced"),
 }
 

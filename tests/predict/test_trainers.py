@@ -181,7 +181,7 @@ def test_layouts_that_were_measured_are_found_again(write_sweep: WriteSweep, tmp
     sweep = write_sweep(written("megatron", found))
     tree = ResultsTree(tmp_path / "results").cluster(H100)
     plan = make_plan(sweep, load_cluster(H100)[0], tree, layout_refusal(sweep.command))
-    with pytest.raises(ConfigError, match="is no sweep"):
+    with pytest.raises(ConfigError, match="is not a sweep"):
         measured_layouts(tree, sweep.name)
     write_sweep_record(plan, tree)
     with pytest.raises(ConfigError, match="no run of sweep"):

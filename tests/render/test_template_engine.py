@@ -54,7 +54,7 @@ def test_blocks_macros_and_raw_text_stay_script(tmp_path: Path) -> None:
         ("one\n{% if %}", r"a.j2:2: "),
         ("{% include 'none.j2' %}", "no template 'none.j2'"),
         ("{{ two_lines | directive }}", r"a.j2:1: .*control character"),
-        ("{{ two_lines | variable }}", r"a.j2:1: .*no name of an environment variable"),
+        ("{{ two_lines | variable }}", r"a.j2:1: .*is not a name of an environment variable"),
         ("{{ nul }}", "a.j2:1: .*NUL"),
     ],
 )

@@ -156,8 +156,8 @@ def test_the_table_has_the_worst_first() -> None:
     assert view.title == "old -> new, step_time_s: 1 fails, 1 slower, 1 inconclusive"
     assert [row[:1] + row[2:] for row in view.cells] == [
         ["fsdp", "1.00 s", "", "", "fails", "1:-"],
-        ["ddp", "102 ms", "112 ms", "+9.8% [+6.8 +12.9]", "slower", "5:5"],
-        ["<&\x1b", "1.00 s", "1.00 s", "+0.0%", "inconclusive", "1:1"],
+        ["ddp", "102 ms", "112 ms", "+9.8 % [+6.8 +12.9]", "slower", "5:5"],
+        ["<&\x1b", "1.00 s", "1.00 s", "+0.0 %", "inconclusive", "1:1"],
     ]
     assert view.notes[-1] == "inconclusive, 1 row: at least 3 launches per side are needed, better 5"
     assert view.warnings == [f"fsdp on 1 rank, resnet18, batch 8 ({'d' * 12}): fails: 1 oom"]
@@ -168,7 +168,7 @@ def test_junit_is_xml_whatever_names_are() -> None:
     assert suite.attrib == {"name": 'a "&<\ufffd -> b', "tests": "3", "failures": "2", "skipped": "1", "errors": "0"}
     cases = [(case.attrib["classname"], [child.tag for child in case]) for case in suite]
     assert cases == [("hpcbench.compare.c", [tag]) for tag in ("failure", "failure", "skipped")]
-    assert suite[1][0].attrib["message"] == "slower +9.8% [+6.8 +12.9]"
+    assert suite[1][0].attrib["message"] == "slower +9.8 % [+6.8 +12.9]"
 
 
 @pytest.fixture
@@ -190,7 +190,7 @@ def test_the_command_compare_exits_with_1_where_slower(trees: Path) -> None:
     done = call(old, new, "--out", trees / "c.md", "--junit", trees / "c.xml")
     assert done.exit_code == 1
     assert "1 slower" in " ".join(done.stdout.split())
-    assert "| ddp | 1 | 1.02 s | 1.12 s | +9.8% \\[+6.8 +12.9\\] | slower | 5:5 |" in (trees / "c.md").read_text()
+    assert "| ddp | 1 | 1.02 s | 1.12 s | +9.8 % \\[+6.8 +12.9\\] | slower | 5:5 |" in (trees / "c.md").read_text()
     assert ET.parse(trees / "c.xml").getroot()[0].attrib["failures"] == "1"
     assert call(new, old).exit_code == 0
     document = json.loads(call(old, new, "--threshold", "20", "--json").stdout)
@@ -256,7 +256,7 @@ def test_measurements_outside_a_band_fail(trees: Path, text: str, code: int, ver
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (BAND.format("1 GiB"), r"bands.toml:1: band.0: '1 GiB' is no time"),
+        (BAND.format("1 GiB"), r"bands.toml:1: band.0: '1 GiB' is not a duration"),
         (BAND.format("1 s").replace("low = -0.1\nhigh = 0.05\n", ""), "low, high or both are needed"),
         (BAND.format("1 s").replace("strategy ==", "stratgy =="), r"bands.toml:2: .*no column 'stratgy'"),
         (BAND.format("1").replace('"1"', "1") + 'metric = "fast"', r"bands.toml:6: no column 'fast'"),

@@ -45,8 +45,8 @@ def test_a_crossover_of_two_strategies_is_a_significant_finding() -> None:
     (change,) = found.of_kind("crossover")
     assert (change.text, change.sure) == ("from 2 nodes to 4 nodes the fastest changes from ddp to fsdp", SIGNIFICANT)
     assert told(found.of_kind("efficiency")) == [
-        ("vgg11 on mnist", "ddp falls below 80% at 4 nodes: 71%", SIGNIFICANT),
-        ("vgg11 on mnist", "fsdp stays at 80% or more up to 8 nodes: 82%", SIGNIFICANT),
+        ("vgg11 on mnist", "ddp falls below 80 % at 4 nodes: 71 %", SIGNIFICANT),
+        ("vgg11 on mnist", "fsdp stays at 80 % or more up to 8 nodes: 82 %", SIGNIFICANT),
     ]
     (four,) = [one for one in found.of_kind("fastest") if one.nodes == 4]
     assert four.ratio == pytest.approx(140 / 120, rel=2e-3)
@@ -91,7 +91,7 @@ STOPPED = launch(None, status="cancelled", nodes=2, strategy="fsdp")
         # The winner must beat every rival: one with few launches leaves it open.
         ([*TWO_NODES(0.10), *TWO_NODES(0.12, strategy="fsdp"), *TWO_NODES(0.121, 2, strategy="zero1")], INCONCLUSIVE, "over fsdp", "not enough repeats (5 launches against 2; at least 3 each)"),
         ([*TWO_NODES(0.10, 3), *TWO_NODES(0.11, 3, strategy="fsdp")], SIGNIFICANT, "ddp is the fastest", "3 launches each, Welch's test"),
-        ([*TWO_NODES(0.10), *TWO_NODES(0.1005, strategy="fsdp")], EQUIVALENT, "ddp and fsdp are equivalent", "within 2%"),
+        ([*TWO_NODES(0.10), *TWO_NODES(0.1005, strategy="fsdp")], EQUIVALENT, "ddp and fsdp are equivalent", "within 2 %"),
         (TWO_NODES(0.10), INCONCLUSIVE, "only ddp was measured", "5 launches"),
         ([*TWO_NODES(0.10), STOPPED], INCONCLUSIVE, "only ddp ended well", "fsdp (cancelled) did not"),
         ([*TWO_NODES(0.10), *TWO_NODES(0.12, strategy="fsdp", digest="e2")], INCONCLUSIVE, "inconclusive", "fsdp: measured in another environment"),
@@ -125,7 +125,7 @@ def test_spread_and_environments_are_doubts() -> None:
     found = findings([*launches(0.1), *launches(0.1, 1, digest="e2", optimizer="adam"), *wide])
     assert [(one.subject, one.text) for one in found.of_kind("doubt")] == [
         ("spread, 1 configuration of 3",
-         "launches of one configuration differ by more than 10%: fsdp on 1 node, 1 device by 30%"),
+         "launches of one configuration differ by more than 10 %: fsdp on 1 node, 1 device by 30 %"),
         ("environments of c",
          "software or hardware changed between runs; configurations by environment: e1 (2) and e2 (1)"),
     ]  # fmt: skip
@@ -153,7 +153,7 @@ def test_efficiency_needs_one_device_and_one_environment() -> None:
     (answer,) = findings([*launches(0.1), *launches(0.1249, noise=(0.02, -0.02, 0), nodes=2)]).of_kind("efficiency")
     assert (answer.sure, answer.text) == (
         INCONCLUSIVE,
-        "inconclusive; as measured, ddp stays at 80% or more up to 2 nodes: 80%",
+        "inconclusive; as measured, ddp stays at 80 % or more up to 2 nodes: 80 %",
     )
 
 

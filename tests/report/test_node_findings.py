@@ -108,7 +108,7 @@ def the_finding(results: list[RunResult]) -> Finding:
     ("results", "sure", "text", "slow_nodes"),
     [
         (pinned(1.0), "observed", "no node is slower than the others", ()),
-        (pinned(1.3), "significant", "slower than the other nodes: n2 (29% more time, p = ", ("n2",)),
+        (pinned(1.3), "significant", "slower than the other nodes: n2 (29 % more time, p = ", ("n2",)),
         (
             [one for one in pinned(1.3) if one.spec.repeat < 2],
             "inconclusive",

@@ -181,8 +181,8 @@ def test_a_report_compares_parameters_of_a_command_in_place_of_strategies(tmp_pa
     found = json.loads(call("report", tmp_path / "t", "--json").stdout)["findings"]
     assert [(one["kind"], one["subject"], one["text"].partition(":")[0]) for one in found] == [
         ("fastest", "the command, 4 nodes", "lr 0.1 is the fastest"),
-        ("efficiency", "the command", "lr 0.1 stays at 80% or more up to 4 nodes"),
-        ("efficiency", "the command", "lr 0.2 falls below 80% at 4 nodes"),
+        ("efficiency", "the command", "lr 0.1 stays at 80 % or more up to 4 nodes"),
+        ("efficiency", "the command", "lr 0.2 falls below 80 % at 4 nodes"),
     ]
     shown = call("plot", "throughput", tmp_path / "t").stdout
     assert "lr 0.1" in shown

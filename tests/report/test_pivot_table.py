@@ -68,11 +68,11 @@ def test_a_weak_scaling_table_shows_speedup_and_efficiency() -> None:
 strategy            devices 1  devices 2  devices 4
 ────────────────────────────────────────────────────
 ddp       speed-up       1.00       1.82       3.20
-ddp       eff.           100%        91%        80%
+ddp       eff.          100 %       91 %       80 %
 single    speed-up       1.00
-single    eff.           100%
+single    eff.          100 %
 zero1     speed-up                  1.60       2.00
-zero1     eff.                       80%        50%
+zero1     eff.                      80 %       50 %
 
 speed-up: samples/s over that of one device with the same batch per replica;
 eff.: speed-up per device
@@ -160,7 +160,7 @@ def test_a_chosen_baseline_replaces_the_default() -> None:
     view = ask(scaling="weak", where=SAME, metrics="speedup,efficiency", baseline='strategy == "zero1" and nodes == 2')
     rows = {tuple(row[:2]): row[2:] for row in view.cells}
     assert rows["ddp", "speed-up"] == ["0.62", "1.14", "2.00"]
-    assert rows["ddp", "eff."] == ["125%", "114%", "100%"]
+    assert rows["ddp", "eff."] == ["125 %", "114 %", "100 %"]
     with pytest.raises(ConfigError, match="no measured row fits the baseline"):
         ask(scaling="weak", baseline="nodes == 64")
 
@@ -218,7 +218,7 @@ def test_strategy_options_are_keys_of_a_pivot_table() -> None:
 
 
 def test_warnings_are_marked_where_they_belong() -> None:
-    noisy = "noise above 10%: 12.1% of the median; more steps narrow it"
+    noisy = "noise above 10 %: 12.1 % of the median; more steps narrow it"
     frame = collected_frame([entry(100, warnings=[noisy]), entry(200, strategy="zero1"), entry(300, nodes=2)])
     view = pivot_view(frame, parse_table_request(by="strategy", pivot="nodes", metrics="samples_per_s,compute_s"), "t")
     assert [row[2:] for row in view.cells] == [["80.0 *a", "53.3"], ["75.0 ms", "225 ms"], ["40.0", ""], ["150 ms", ""]]
@@ -289,7 +289,7 @@ def test_a_hostile_name_is_text_everywhere(tmp_path: Path) -> None:
         ("metrics.peak_memory_bytes", 2**31, "2.0 GiB"),
         ("metrics.flops_per_s", 3.2e13, "32.0 TFLOP/s"),
         ("metrics.energy_j", 1500.0, "1.50 kJ"),
-        ("metrics.mfu", 0.421, "42.1%"),
+        ("metrics.mfu", 0.421, "42.1 %"),
         ("metrics.accuracy", None, ""),
         ("spec.batch_size", 4096, "4096"),
         ("spec.compile", True, "True"),

@@ -10,7 +10,7 @@ from hpcbench.strategies.pipeline.schedules import PipelineLayout
 
 def test_the_diagram_of_1f1b_shows_its_bubbles() -> None:
     assert schedule_diagram("1f1b", PipelineLayout(2), 3) == [
-        "1f1b, 3 micro-batches: bubble 25.0% of equal stages",
+        "1f1b, 3 micro-batches: bubble 25.0 % of equal stages",
         "stage 0  |F0 F1       B0 .. F2 B1 ..    B2 ..",
         "stage 1  |   F0 B0 .. F1 B1 .. F2 B2 ..",
     ]

@@ -123,7 +123,9 @@ def test_the_parts_plot_adds_up_to_the_step_time(tree: ResultsTree) -> None:
         assert drawn[-1][2] == step_s
     # 3 of 7 units of time is what 1f1b waits for with 4 stages and 4 micro-batches.
     assert values(found, "value", part="bubble") == [(round(0.1355 * 3 / 7, 4),)]
-    assert "ddp, 4 devices: 112 ms, 67% computation, 9% computation over communication, 17% communication" in found.alt
+    assert (
+        "ddp, 4 devices: 112 ms, 67 % computation, 9 % computation over communication, 17 % communication" in found.alt
+    )
 
 
 def test_the_memory_plot_shows_ranks_and_out_of_memory(tree: ResultsTree) -> None:
@@ -162,7 +164,7 @@ def test_the_timeline_plot_shows_planned_and_measured_actions(tree: ResultsTree)
         if row["rank"] == 1
     ][:3] == [("F0", 1, 2), ("B0", 2, 4), ("F1", 4, 5)]
     assert len(found.rows) == 2 * 2 * 8
-    assert found.alt.endswith("bubble 20%.")
+    assert found.alt.endswith("bubble 20 %.")
 
 
 def test_colours_mean_the_same_in_timelines_of_other_actions() -> None:
@@ -181,12 +183,12 @@ def test_colours_mean_the_same_in_timelines_of_other_actions() -> None:
 def test_the_predicted_plot_has_points_band_and_error(tree: ResultsTree) -> None:
     found = picture(tree, "predicted")
     assert values(found, "label", "x", "y", series="1f1b")[0] == ("1f1b, 2 devices", 0.1234, 0.1285)
-    assert "3 of 6 configurations predicted within 10%; the median is off by 8.5%, the worst by 13.0%" in found.alt
+    assert "3 of 6 configurations predicted within 10 %; the median is off by 8.5 %, the worst by 13.0 %" in found.alt
     band = [row for row in found.rows if row["role"] == "band"]
     assert [(row["low"] / row["x"], row["high"] / row["x"]) for row in band] == [pytest.approx((0.9, 1.1))] * 2
     given = polars.DataFrame({"strategy": ["ddp", "ddp"], "predicted": [1.0, 2.0], "measured": [1.05, 4.0]})
     found = draw_plot("predicted", collected_frame([]), PlotRequest(predicted=given))
-    assert "1 of 2 configurations predicted within 10%" in found.alt
+    assert "1 of 2 configurations predicted within 10 %" in found.alt
     assert values(found, "x", "y", role="measured") == [(1.0, 1.05), (2.0, 4.0)]
 
 
@@ -389,7 +391,7 @@ def test_every_mark_is_in_the_legend(tree: ResultsTree) -> None:
     assert marks("distribution") == [
         "line: 10 % to 90 % of the steps", "box: middle half", "thick mark: median", "thin marks: single steps",
     ]  # fmt: skip
-    assert {"dotted line: equal", "grey band: within 10%"} <= set(marks("predicted"))
+    assert {"dotted line: equal", "grey band: within 10 %"} <= set(marks("predicted"))
 
 
 def test_a_bar_of_parts_beyond_its_mark_is_explained() -> None:

@@ -60,7 +60,7 @@ def test_a_table_shows_requested_prediction_columns(place: Path) -> None:
     row = found["ddp"]
     assert row["predicted_step_time_s"] == pytest.approx((1 + errors["ddp"]) * row["step_time_s"])
     text = call(place, "table", "--pivot", "strategy", "--metric", "prediction_error").stdout
-    assert f"{errors['ddp']:.1%}" in text
+    assert f"{errors['ddp'] * 100:.1f} %" in text
     with pytest.raises(ConfigError, match="--by and --pivot name the same: strategy"):
         call(place, "table", "--by", "strategy", "--pivot", "strategy")
 

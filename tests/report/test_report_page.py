@@ -214,7 +214,7 @@ def test_hostile_strings_of_results_stay_text(tmp_path: Path) -> None:
 
 
 def test_warnings_are_letters_that_are_explained() -> None:
-    noise = ["noise above 10%: much", "drift above 5%: more"]
+    noise = ["noise above 10 %: much", "drift above 5 %: more"]
     rows = rows_from_frame(
         planted.frame_of([*launches(0.1, 1, warnings=noise), *launches(0.1, 1, nodes=2, warnings=noise[1:])])
     )

@@ -87,7 +87,7 @@ def test_ranks_are_by_time_per_sample_within_a_group(case: Cases) -> None:
         (2, 1), (3, 1), (1, 3), (None, None), (None, None), (None, None), (1, 1),
     ]  # fmt: skip
     cells = [row[4:8] for row in cases_view(cases).cells]
-    assert cells[0] == ["1.00 s", "1.00 s", "+0.0%", "2 / 1"]
+    assert cells[0] == ["1.00 s", "1.00 s", "+0.0 %", "2 / 1"]
     assert cells[3] == ["failed", "100 ms", "", ""]
 
 
@@ -119,11 +119,11 @@ def test_regret_is_the_cost_of_the_predicted_best(case: Cases) -> None:
     ]  # fmt: skip
     view = choices_view(choices)
     assert view.cells[:2] == [
-        ["resnet18", "cifar10", "2", "ddp", "gpipe", "", "0.0%"],
-        ["vgg11", "cifar10", "2", "ddp", "zero1", "100.0%", "0.0%"],
+        ["resnet18", "cifar10", "2", "ddp", "gpipe", "", "0.0 %"],
+        ["vgg11", "cifar10", "2", "ddp", "zero1", "100.0 %", "0.0 %"],
     ]
     assert view.notes[1:] == [
-        "the predicted best in 3 groups: mean 50.0%, worst 100.0%", "always ddp in 4 groups: mean 62.5%, worst 200.0%",
+        "the predicted best in 3 groups: mean 50.0 %, worst 100.0 %", "always ddp in 4 groups: mean 62.5 %, worst 200.0 %",
         "in 1 groups the predicted best did not run",
     ]  # fmt: skip
 

@@ -150,7 +150,7 @@ def test_entries_outside_a_results_tree_are_skipped(tmp_path: Path, name: str) -
 )
 def test_a_member_that_is_no_plain_file_is_refused(tmp_path: Path, kind: bytes, values: dict[str, Any]) -> None:
     problem = only_problem(evil(tmp_path / "x.tar.gz", member(place(1), kind, **values)))
-    assert (problem.run_id, "it is no plain file" in problem.problem) == (place(1), True)
+    assert (problem.run_id, "it is not a plain file" in problem.problem) == (place(1), True)
 
 
 def test_a_result_with_a_duplicate_entry_is_not_read(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ HEAD = with_size("bundle.json", len(BODY)) + BODY + bytes(-len(BODY) % 512)
     [
         (b"", "has no manifest.json: it is cut short, or no bundle"),
         (b"no archive at all".ljust(512), "is damaged, or no .tar.gz"),
-        (with_size("x", 0), "is no bundle: it does not begin with bundle.json"),
+        (with_size("x", 0), "is not a bundle: it does not begin with bundle.json"),
         (HEAD, "has no manifest.json"),
         (HEAD + with_size("c/x", 10_000) + b"short", "is damaged, or no .tar.gz: it ends within a member"),
         (HEAD + with_size("c/x", 64 * 2**20 + 1), "has 67108865 bytes, at most 67108864 are read"),
@@ -242,7 +242,7 @@ def test_damaged_or_absent_archive_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         collect_bundle_results(path)
     os.mkfifo(path)
-    with pytest.raises(ConfigError, match="no plain file"):
+    with pytest.raises(ConfigError, match="not a plain file"):
         collect_bundle_results(path)
 
 

@@ -133,19 +133,19 @@ def test_a_cluster_behind_a_link_or_path_is_refused(tree: ClusterTree, tmp_path:
     with pytest.raises(StorageError, match="other is a link"):
         results.cluster("other")
     for name in ("..", "../c", "c/runs", ""):
-        with pytest.raises(ConfigError, match="is no cluster's name"):
+        with pytest.raises(ConfigError, match="is not a name of a cluster"):
             results.cluster(name)
 
 
 @pytest.mark.parametrize("name", ["../x", "", ".x", "a/b", "x" * 65, "a\n"])
 def test_only_names_of_sweeps_become_paths(tree: ClusterTree, name: str) -> None:
-    with pytest.raises(StorageError, match="is no sweep's name"):
+    with pytest.raises(StorageError, match="is not a name of a sweep"):
         tree.sweep_path(name)
 
 
 @pytest.mark.parametrize("part", ["..", ".", "", "a/b", "/etc"])
 def test_only_names_are_parts_of_a_path(tmp_path: Path, part: str) -> None:
-    with pytest.raises(StorageError, match="is no name of a file"):
+    with pytest.raises(StorageError, match="is not a name of a file"):
         join_without_links(tmp_path, "a", part)
 
 
@@ -156,7 +156,7 @@ def test_only_plain_files_of_a_sensible_size_are_read(tmp_path: Path) -> None:
     with pytest.raises(UnsafeFileError, match="it has 100 bytes, more than 99 are not read"):
         read_regular(path, 99)
     (tmp_path / "link").symlink_to(path)
-    others = {tmp_path / "link": "is a link", tmp_path: "no plain file", Path("/dev/zero"): "no plain"}
+    others = {tmp_path / "link": "is a link", tmp_path: "not a plain file", Path("/dev/zero"): "not a plain"}
     for other, reason in others.items():
         with pytest.raises(UnsafeFileError, match=reason):
             read_regular(other)

@@ -74,7 +74,7 @@ def test_a_lock_of_a_dead_writer_does_not_hold_up_the_next(tree: ClusterTree, mo
 
 @pytest.mark.parametrize("name", ["", "../../etc", "ABCDEF0123456789", "0" * 15, "0" * 17])
 def test_only_ids_become_paths(tree: ClusterTree, name: str) -> None:
-    with pytest.raises(StorageError, match="is no run_id"):
+    with pytest.raises(StorageError, match="is not a run_id"):
         tree.run_folder(name)
 
 

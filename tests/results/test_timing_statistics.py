@@ -102,16 +102,16 @@ def test_drift_of_a_long_run_is_that_of_its_blocks() -> None:
     [
         (FLAT, []),
         ([1.0] * 12, []),
-        ([1 + number / 150 for number in range(12)], ["drift above 5%: steps became slower during the run"]),
+        ([1 + number / 150 for number in range(12)], ["drift above 5 %: steps became slower during the run"]),
         (
             [2 - number / 75 for number in range(12)],
-            ["drift above 5%: steps became faster during the run"],
+            ["drift above 5 %: steps became faster during the run"],
         ),
         # As large, but no trend.
-        ([*FLAT, *[1.0, 1.3] * 2, *FLAT], ["more than 5% of the steps are outliers: far slower than the median"]),
+        ([*FLAT, *[1.0, 1.3] * 2, *FLAT], ["more than 5 % of the steps are outliers: far slower than the median"]),
         (
             [1.0, 1.4, 1.1, 1.5, 1.3, 1.0, 1.2, 1.4, 1.0, 1.5, 1.2, 1.3],
-            ["noise above 10%: the interval of the median step time is wider than that share of it"],
+            ["noise above 10 %: the interval of the median step time is wider than that share of it"],
         ),
         # Too few to say anything.
         ([1.0, 1.1, 2.0], []),

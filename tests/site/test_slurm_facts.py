@@ -207,7 +207,7 @@ def with_partition(facts: SiteFacts, name: str, **changes: object) -> SiteFacts:
         ({"allowed_groups": frozenset({"wheel"})}, {"partitions": {"normal": {}}}, "takes members of the groups wheel only"),
         ({}, {"request": {"gpus": "gres-typed"}, "node": {"devices": 4, "device_type": "t4"}, "partitions": {"mixed": {}}},
          "devices = 4, nodes of mixed have 2 of type t4"),
-        ({}, {"account_required": True, "partitions": {"normal": {}}}, "cluster c takes no job without an account"),
+        ({}, {"account_required": True, "partitions": {"normal": {}}}, "cluster c needs an account, and none is set"),
     ],
 )  # fmt: skip
 def test_a_profile_beyond_a_partitions_limits_is_reported(

@@ -54,9 +54,9 @@ WRONG = [
     ("nets.wide:buidl", "s.toml:4: model 'nets.wide:buidl': .*wide.py has no function 'buidl'\n.*did you mean 'build'"),
     ("nets.wade:build", "s.toml:4: .*there is no nets/wade.py in .*/mine\n.*did you mean 'nets.wide'"),
     ("elsewhere.wide:build", "there is no elsewhere/wide.py"),
-    ("nets.wide:", "s.toml:4: 'nets.wide:' is no model of your own\n.*module:function"),
-    ("../nets:build", "is no model of your own"),
-    ("nets.wide:os.system", "is no model of your own"),
+    ("nets.wide:", "s.toml:4: 'nets.wide:' is not a model of your own\n.*module:function"),
+    ("../nets:build", "is not a model of your own"),
+    ("nets.wide:os.system", "is not a model of your own"),
     ("torn:build", r"torn.py:1: model 'torn:build': not valid Python"),
 ]
 

@@ -109,7 +109,7 @@ def test_a_global_batch_is_shared_by_the_replicas() -> None:
     assert (resolved.batch_size, resolved.global_batch_size) == (16, 64)
     dropped = resolve_point({**point, "strategy": "ddp", "nodes": 3, "global_batch_size": 64}, FREE)
     assert isinstance(dropped, InfeasiblePoint)
-    assert dropped.reason == "global_batch_size 64 cannot be shared evenly by 3 replicas"
+    assert dropped.reason == "global_batch_size 64 cannot be shared evenly by 3 replicas: 63 can"
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_the_degrees_of_a_spatial_hybrid_follow_the_devices() -> None:
         ({"compile": True}, "compile = false is right"),
         ({"precision": "fp16"}, "use bf16"),
         ({"options": {"grid": "3x2"}}, "'3x2' is of 6 ranks, sp_degree is 4"),
-        ({"options": {"until": -1}}, "until -1 is no number of blocks"),
+        ({"options": {"until": -1}}, "until -1 is not a number of blocks"),
         (
             {"dataset": "digits", "tasks_per_node": 9},
             "extent of 8 in dim 0, fewer than the 9 ranks of the grid; 8 is the",

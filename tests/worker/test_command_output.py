@@ -86,7 +86,7 @@ def test_json_lines_hold_metrics(tmp_path: Path) -> None:
     file.write_text('{"loss": 2, "other": "x"}\n{"loss": 1.5}\n')
     assert read_metrics_file(COMMAND, file) == {"loss": [2.0, 1.5]}
     for line, message in (
-        ("{", "is no JSON object"),
+        ("{", "is not a JSON object"),
         ('{"loss": null}', "no finite number"),
         ('{"loss": true}', "no finite"),
     ):

@@ -29,10 +29,10 @@ def of(*ranks: dict[str, Any]) -> list[str]:
     ("cores", "busy_s", "own_s", "expected"),
     [
         (1, 10.0, 9.6, []),
-        (1, 10.0, 9.4, ["6% of the 1 core of rank 0 on n1"]),
-        (2, 20.0, 10.0, ["50% of the 2 cores of rank 0 on n1"]),
+        (1, 10.0, 9.4, ["6 % of the 1 core of rank 0 on n1"]),
+        (2, 20.0, 10.0, ["50 % of the 2 cores of rank 0 on n1"]),
         # Half a core among many is enough: a step waits for its slowest thread.
-        (64, 640.0, 634.0, ["1% of the 64 cores of rank 0 on n1"]),
+        (64, 640.0, 634.0, ["1 % of the 64 cores of rank 0 on n1"]),
         (64, 640.0, 636.0, []),
         # Interrupts are counted to the process that they hit.
         (1, 9.0, 9.9, []),
@@ -50,7 +50,7 @@ def test_ranks_that_share_cores_give_no_warning() -> None:
     shared = {"cpu_mask": [0, 1], "watched": watched(busy_s=[10.0, 10.0], own_s=9.9)}
     assert of(shared, shared) == []
     assert of(shared, {**shared, "host": "n2"})[0].startswith(
-        "other processes used the cores during the timed steps: 50% of the 2 cores of rank 0 on n1; 50%"
+        "other processes used the cores during the timed steps: 50 % of the 2 cores of rank 0 on n1; 50 %"
     )
     chained = {"cpu_mask": [1, 2], "watched": watched(busy_s=[10.0, 0.0], own_s=4.0)}
     assert of({"cpu_mask": [0, 1], "watched": watched(busy_s=[9.9, 10.0], own_s=16.0)}, chained) == []
@@ -67,7 +67,10 @@ def test_missing_observations_give_no_warning(hole: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("seen", "expected"),
     [
-        ({"stolen_s": [0.6]}, ["the hypervisor took time of the cores away (steal): 6% of the 1 core of rank 0 on n1"]),
+        (
+            {"stolen_s": [0.6]},
+            ["the hypervisor took time of the cores away (steal): 6 % of the 1 core of rank 0 on n1"],
+        ),
         ({"stolen_s": [0.4]}, []),
         (
             {"throttled_s": 2.5, "cpu_quota_cores": 0.5},
@@ -88,8 +91,8 @@ def test_missing_observations_give_no_warning(hole: dict[str, Any]) -> None:
         (
             {"gpu_reasons": ["power cap", "heat (driver)"], "gpu_held_s": {"power": 5.0, "thermal": 0.1}},
             [
-                "the GPU's clock was held down: heat (driver), thermal limit for 1% of the time, "
-                "power limit for 50% of the time on the GPU of rank 0 on n1"
+                "the GPU's clock was held down: heat (driver), thermal limit for 1 % of the time, "
+                "power limit for 50 % of the time on the GPU of rank 0 on n1"
             ],
         ),
         ({"gpu_sm_hz": [1.5e9, 1.98e9]}, []),

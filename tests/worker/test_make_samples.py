@@ -97,7 +97,7 @@ def test_samples_of_other_parameters_are_not_mixed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="would not make"):
         list(make_samples(tmp_path, "tokens", SIZE, 10, 1))
     path.write_bytes(b"{}")
-    with pytest.raises(StorageError, match="is no manifest"):
+    with pytest.raises(StorageError, match="is not a manifest"):
         list(make_samples(tmp_path, "tokens", SIZE, 10, 1))
 
 

@@ -74,8 +74,8 @@ def test_mnist_files_are_read_normalised_and_shuffled(tmp_path: Path, packed: bo
 @pytest.mark.parametrize(
     ("data", "text"),
     [
-        (b"", "is no idx file of bytes: it begins with nothing"),
-        (b"\x89PNG and so on", "is no idx file of bytes"),
+        (b"", "is not an idx file of bytes: it begins with nothing"),
+        (b"\x89PNG and so on", "is not an idx file of bytes"),
         (bytes([0, 0, 8, 3, 0, 0]), "is cut short"),
         (idx(np.zeros((3, 4, 4), np.uint8))[:-5], "has 59 bytes, but its header speaks of 64"),
         (bytes([0, 0, 8, 3]) + struct.pack(">3I", 2**32 - 1, 2**32 - 1, 2**32 - 1), "its header speaks of 79228162"),
@@ -183,7 +183,7 @@ def test_invalid_cifar_batches_are_refused(tmp_path: Path, held: Any, text: str)
 def test_a_truncated_cifar_batch_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "data_batch_1"
     path.write_bytes(PYTHON_2[:500])
-    with pytest.raises(WorkerError, match="is no batch of CIFAR-10"):
+    with pytest.raises(WorkerError, match="is not a batch of CIFAR-10"):
         read_cifar_batch(path)
 
 

@@ -105,14 +105,14 @@ def test_energy_is_that_of_all_devices_or_none() -> None:
     assert (summary(ranks).metrics.energy_j, summary(ranks).metrics.energy_source) == (4.0, "nvml")
 
 
-@pytest.mark.parametrize(("wall_s", "evaluations", "error"), [(0.5, 0, "20%"), (4.0, 0, None), (4.0, 4, "10%")])
+@pytest.mark.parametrize(("wall_s", "evaluations", "error"), [(0.5, 0, "20 %"), (4.0, 0, None), (4.0, 4, "10 %")])
 def test_energy_of_a_short_run_is_doubted(wall_s: float, evaluations: int, error: str | None) -> None:
     ranks = two_ranks()
     for rank in ranks.values():
         rank.energy_j, rank.energy_source, rank.watched = 9.0, "nvml", HostActivity(wall_s=wall_s)
         rank.evaluations = [EvaluationPoint(step=step, train_time_s=1.0, accuracy=0.5) for step in range(evaluations)]
     coarse = [text for text in summary(ranks).warnings if text.startswith("the energy is coarse")]
-    assert [text.rpartition(" ")[2] for text in coarse] == ([error] if error else [])
+    assert [text.rpartition("by ")[2] for text in coarse] == ([error] if error else [])
     ranks[0].energy_source = ranks[1].energy_source = "rapl package, whole node"
     assert not [text for text in summary(ranks).warnings if "coarse" in text]
 

@@ -70,7 +70,7 @@ def runs_of_strategy(runs: Sequence[CalibrationRun], *keys: str) -> list[Calibra
 DISTURBANCES = ("other processes used the cores", "other processes computed on the device")
 """Beginnings of the warnings that mark a run as disturbed by others."""
 DISTURBED_NOTE = "are marked as disturbed"
-_USED_SHARE = re.compile(r"(\d+)% of the \d+ core")
+_USED_SHARE = re.compile(r"(\d+) ?% of the \d+ core")
 _SHARE_OF_DEVICE, _MAX_SHARE = 0.5, 0.95
 _NORMAL_90 = 1.645
 
@@ -214,7 +214,7 @@ def read_calibration(path: Path) -> Calibration:
     try:
         calibration = decode_record(data, Calibration)
     except msgspec.MsgspecError as error:
-        raise StorageError(f"{path} is no calibration: {error}") from error
+        raise StorageError(f"{path} is not a calibration: {error}") from error
     if calibration.calibration_version != CALIBRATION_VERSION:
         version = calibration.calibration_version
         raise StorageError(f"{path} is a calibration of another version ({version}, not {CALIBRATION_VERSION})")

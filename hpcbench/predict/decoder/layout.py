@@ -97,7 +97,7 @@ class Layout:
             )
         if self.global_batch % (self.data_degree * self.micro_batch):
             raise ConfigError(
-                f"global batch {self.global_batch} is no multiple of {self.data_degree} replicas times micro-batch "
+                f"global batch {self.global_batch} is not a multiple of {self.data_degree} replicas times micro-batch "
                 f"{self.micro_batch}",
                 where="layout",
             )

@@ -17,7 +17,7 @@ from hpcbench.report.findings.finding import (
     evidence_of,
 )
 from hpcbench.report.recommendation_view import layout_name
-from hpcbench.units import format_seconds
+from hpcbench.units import format_percent, format_seconds
 
 
 def unexplained_findings(
@@ -47,7 +47,7 @@ def _unexplained_finding(subject: str, best: ConfigurationLaunches, forecasts: C
     left_s = measured_s - step.step_time_s
     bounds = f"[{format_seconds(step.step_time_low_s)} {format_seconds(step.step_time_high_s)}]"
     model = f"the model of {priced.layout.software} explains {format_seconds(step.step_time_s)} {bounds}"
-    left = f"{left_s / measured_s:.0%} of it is not explained" if left_s > 0 else "all of it is explained"
+    left = f"{format_percent(left_s / measured_s)} of it is not explained" if left_s > 0 else "all of it is explained"
     is_inside = step.step_time_low_s <= measured_s <= step.step_time_high_s
     shares = ", ".join(
         f"{name} {format_seconds(value)}" for name, value in sorted(terms.items(), key=lambda term: -term[1])
@@ -56,7 +56,7 @@ def _unexplained_finding(subject: str, best: ConfigurationLaunches, forecasts: C
     return Finding(
         "model", subject,
         f"{printable_excerpt(layout_name(priced.layout))} takes {format_seconds(measured_s)} a step, {left}: {model}, "
-        f"of which {largest} is most, {terms[largest] / step.step_time_s:.0%}",
+        f"of which {largest} is most, {format_percent(terms[largest] / step.step_time_s)}",
         OBSERVED, f"{'inside' if is_inside else 'outside of'} the model's 90 % interval; terms: {shares}",
         cluster=best.cluster, nodes=best.scale.nodes, devices=best.scale.devices, strategy=best.label,
         evidence=evidence_of([best]),

@@ -25,7 +25,7 @@ from hpcbench.report.hypothesis_tests import (
 )
 from hpcbench.report.plots.plot_model import ReadFullResults
 from hpcbench.results.schema import RunResult
-from hpcbench.units import join_words, pluralize
+from hpcbench.units import format_percent, join_words, pluralize
 
 OUTLIER_LEVEL = 0.01
 """Probability that any of the nodes or links of one finding is named although all are equal."""
@@ -99,7 +99,7 @@ def _nodes_finding(cluster: str, what: str, readings_s: Mapping[str, Sequence[fl
 
 
 def _texts(slow: Iterable[Outlier]) -> list[str]:
-    return [f"{one.name} ({(one.ratio - 1):.0%} more time, p = {one.p_value:.1g})" for one in slow]
+    return [f"{one.name} ({format_percent(one.ratio - 1)} more time, p = {one.p_value:.1g})" for one in slow]
 
 
 def _pairs_findings(results: Iterable[RunResult]) -> list[Finding]:
@@ -147,7 +147,8 @@ def _finding(
 ) -> Finding:  # fmt: skip
     counts = [len(own) for own in readings_s.values()]
     measured = f"{pluralize(len(readings_s), kind)}, {pluralize(min(counts), 'launch', 'launches')} each or more"
-    why = f"{measured}, one-sided tests against all others, Holm's correction, family-wise level {OUTLIER_LEVEL:.0%}"
+    correction = f"Holm's correction, family-wise level {format_percent(OUTLIER_LEVEL)}"
+    why = f"{measured}, one-sided tests against all others, {correction}"
     sure: Certainty = SIGNIFICANT if slow else OBSERVED
     text, settle = f"no {kind} is slower than the others", ""
     if slow:

@@ -17,7 +17,7 @@ from hpcbench.report.findings.finding import (
 )
 from hpcbench.report.table_model import group_warnings, message_pattern
 from hpcbench.results.schema import STATUS_BROKEN, STATUS_OK
-from hpcbench.units import format_bytes, join_words, pluralize
+from hpcbench.units import format_bytes, format_percent, join_words, pluralize
 
 SPREAD_THRESHOLD = 1.1
 """A finding reports launches of one configuration whose throughputs differ by more than this factor."""
@@ -68,10 +68,11 @@ def _spread_findings(rows: Configurations) -> list[Finding]:
     wide = sorted((entry for entry in spreads if entry[0] > SPREAD_THRESHOLD), key=lambda entry: -entry[0])
     if not wide:
         return []
-    worst = [f"{row.label} on {row.scale} by {spread - 1:.0%}" for spread, row in wide]
+    worst = [f"{row.label} on {row.scale} by {format_percent(spread - 1)}" for spread, row in wide]
+    bound = format_percent(SPREAD_THRESHOLD - 1)
     return [Finding(
         "doubt", f"spread, {pluralize(len(wide), 'configuration')} of {len(rows)}",
-        f"launches of one configuration differ by more than {SPREAD_THRESHOLD - 1:.0%}: {join_words(worst, 3)}",
+        f"launches of one configuration differ by more than {bound}: {join_words(worst, 3)}",
         OBSERVED, settle="more repeats, whole nodes, a quieter time", evidence=evidence_of(row for _, row in wide),
     )]  # fmt: skip
 

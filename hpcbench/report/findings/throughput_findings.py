@@ -31,7 +31,7 @@ from hpcbench.report.hypothesis_tests import (
 )
 from hpcbench.report.table_model import group_warnings
 from hpcbench.results.schema import STATUS_OK
-from hpcbench.units import format_rate, join_words, pluralize
+from hpcbench.units import format_percent, format_rate, join_words, pluralize
 
 MIN_DIFFERENCE = 0.02
 """The smallest difference that counts, as in ``compare``."""
@@ -266,9 +266,11 @@ def _efficiency_finding(
         verdict = replace(verdict, sure=INCONCLUSIVE, why=why, settle="measure both in one environment")
     strategy = row.line
     if (row.efficiency or 0) < bound:
-        text = f"{strategy} falls below {bound:.0%} at {row.scale}: {row.efficiency:.0%}"
+        text = f"{strategy} falls below {format_percent(bound)} at {row.scale}: {format_percent(row.efficiency)}"
     else:
-        text = f"{strategy} stays at {bound:.0%} or more up to {row.scale}: {row.efficiency:.0%}"
+        text = (
+            f"{strategy} stays at {format_percent(bound)} or more up to {row.scale}: {format_percent(row.efficiency)}"
+        )
     is_significant = verdict.sure == SIGNIFICANT
     return Finding(
         "efficiency", subject, text if is_significant else f"inconclusive; as measured, {text}",

@@ -35,6 +35,7 @@ from hpcbench.report.plots.charts import (
 )
 from hpcbench.report.plots.plot_model import Plot
 from hpcbench.report.plots.theme import PlotAxis, column_values, log_ticks
+from hpcbench.units import format_percent
 
 Rows = list[dict[str, Any]]
 
@@ -256,7 +257,7 @@ def _stacked_bar_chart(chart: StackedBarChart, frame: polars.DataFrame) -> tuple
                 **{name: chart.x.shown(row[name]) for name in ("value", "begin", "end", "total")},
                 "ink": chart.parts[row["part"]].ink,
                 "middle": chart.x.shown((row["begin"] + row["end"]) / 2),
-                "share": f"{row['value'] / ends[row['panel'], row['row']]:.0%}" if is_labelled else "",
+                "share": format_percent(row["value"] / ends[row["panel"], row["row"]]) if is_labelled else "",
             }
         )
     return _row_panels(layered, frame, own=chart.own_scales), [rows]

@@ -15,7 +15,7 @@ from hpcbench.report.plots.plot_model import NothingToDraw, Plot, PlotRequest, j
 from hpcbench.report.plots.point_data import plot_points, printable_name, row_name_column, select_rows, with_labels
 from hpcbench.report.plots.theme import make_axis
 from hpcbench.results.schema import PipelineTimeline, RunResult
-from hpcbench.units import format_bytes, format_seconds, pluralize
+from hpcbench.units import format_bytes, format_percent, format_seconds, pluralize
 
 COMPUTE, HIDDEN_COMM, EXPOSED_COMM, BUBBLE, REST = (
     "computation", "computation over communication", "communication", "bubble", "rest",
@@ -116,7 +116,7 @@ def _parts_alt_text(drawn: pl.DataFrame) -> str:
     groups = list(drawn.group_by(["panel", "row"], maintain_order=True))
     for (panel, row), inside in groups[-_MAX_ROWS_IN_ALT_TEXT:]:
         whole = inside["end"][-1]
-        shares = [f"{value / whole:.0%} {part}" for part, value in inside["part", "value"].iter_rows()]
+        shares = [f"{format_percent(value / whole)} {part}" for part, value in inside["part", "value"].iter_rows()]
         where = f"{panel}, " if panel else ""
         sentences.append(f"{where}{row}: {format_seconds(inside['total'][0])}, {', '.join(shares)}.")
     more = f" {len(groups) - _MAX_ROWS_IN_ALT_TEXT} more." if len(groups) > _MAX_ROWS_IN_ALT_TEXT else ""
@@ -303,7 +303,7 @@ def _timeline_text(run: str, timeline: PipelineTimeline) -> str:
         ("planned", timeline.planned_s, timeline.planned_bubble_fraction),
     )
     texts = [
-        f"{source} {format_seconds(seconds)}, bubble {bubble:.0%}"
+        f"{source} {format_seconds(seconds)}, bubble {format_percent(bubble)}"
         for source, seconds, bubble in phases
         if seconds is not None and bubble is not None
     ]

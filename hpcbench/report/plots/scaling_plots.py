@@ -36,7 +36,7 @@ from hpcbench.report.plots.point_data import (
 )
 from hpcbench.report.plots.theme import PlotAxis, make_axis, parameter_axis
 from hpcbench.report.table_model import short_name
-from hpcbench.units import format_seconds, pluralize
+from hpcbench.units import format_percent, format_seconds, pluralize
 
 TOKEN_RATE, MFU, HFU = "metrics.tokens_per_s", "metrics.mfu", "metrics.hfu"
 
@@ -116,7 +116,7 @@ def utilisation_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
     names = [(pl.col(name) + " HFU").alias(name) for name in ("series", "label")]
     hardware = points.frame.filter(is_repeated).with_columns(pl.col(HFU).alias(MFU), *names, **bounds)
     rows = pl.concat([_measured_rows(points.frame, MFU, request), _measured_rows(hardware, MFU, request)])
-    alt = _Alt("MFU", lambda value: f"{value:.1%}")
+    alt = _Alt("MFU", lambda value: format_percent(value, 1))
     notes = [*plot_model.whisker_notes(rows), "MFU: the model's own FLOPs over the devices' peak"]
     notes += ["HFU: with the forward passes that activation checkpointing repeats"] if len(hardware) else []
     return _plot_over_x(rows, rows.clear(), make_axis("MFU", "%", rows["y"]), alt, points, request, notes)
@@ -176,7 +176,7 @@ def efficiency_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
     ideal = line_rows(_ends_of_panels(rows).with_columns(y=pl.lit(1.0)), IDEAL)
     notes = plot_model.whisker_notes(rows, "the baseline's own is in them")
     notes.append("ideal: the baseline's rate from each of its devices")
-    alt = _Alt("efficiency", lambda value: f"{value:.0%}")
+    alt = _Alt("efficiency", format_percent)
     return _plot_over_x(rows, ideal, make_axis("efficiency", "%", rows["y"]), alt, points, request, notes)
 
 
@@ -337,13 +337,14 @@ def measured_over_predicted_plot(frame: pl.DataFrame, request: PlotRequest) -> P
     x = PlotAxis("predicted step time", y.factor, y.unit, y.log)
     off = [abs(predicted / measured - 1) for predicted, measured in zip(rows["x"], rows["y"], strict=True)]
     inside = sum(error <= _TOLERANCE for error in off)
+    tolerance = format_percent(_TOLERANCE)
     summary = (
-        f"{inside} of {pluralize(len(off), 'configuration')} predicted within {_TOLERANCE:.0%}; the median is off by "
-        f"{statistics.median(off):.1%}, the worst by {max(off):.1%}"
+        f"{inside} of {pluralize(len(off), 'configuration')} predicted within {tolerance}; the median is off by "
+        f"{format_percent(statistics.median(off), 1)}, the worst by {format_percent(max(off), 1)}"
     )
     return Plot(
         subtitle=shared, alt=f"Measured over predicted step times: {summary}.",
-        drawing=LineChart(x, y, joined=False, from_zero=False, ideal="equal", band=f"within {_TOLERANCE:.0%}",
+        drawing=LineChart(x, y, joined=False, from_zero=False, ideal="equal", band=f"within {tolerance}",
                           legend=legend_title(request.by)),
         frame=pl.concat([rows, *_equality_rows(rows)]),
         notes=[summary, *whisker_notes(rows), *notes],

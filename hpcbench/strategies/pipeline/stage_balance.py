@@ -124,7 +124,7 @@ def peak_micro_batches_in_flight(spec: RunSpec, layout: schedules.PipelineLayout
     entry = get_strategy(spec.strategy)
     if entry.pipeline.staleness is not None:
         return [schedules.warmup_forwards(layout, stage) + 1 for stage in range(layout.stages)]
-    assert entry.pipeline.schedule is not None, f"{spec.strategy} is no pipeline"
+    assert entry.pipeline.schedule is not None, f"{spec.strategy} is not a pipeline"
     peaks = [0] * layout.chunks
     for actions in schedules.schedule_actions(entry.pipeline.schedule, layout, spec.micro_batches):
         live: Counter[int] = Counter()

@@ -55,7 +55,7 @@ def collectives_exclusion(spec: RunSpec) -> str | None:
 
 def _probe_exclusion(spec: RunSpec) -> str | None:
     if spec.verify:
-        return f"{spec.strategy} is no training that could be verified"
+        return f"{spec.strategy} is not a training that could be verified"
     budget_s = spec.options.get("budget_s", _BUDGET_OPTION.default)
     return None if isinstance(budget_s, int | float) and budget_s > 0 else f"{spec.strategy} with budget_s {budget_s}"
 

@@ -214,7 +214,7 @@ def spatial_exclusion(spec: RunSpec) -> str | None:
         return f"spatial: {error.message}"
     until = spec.options.get("until", 0)
     if not isinstance(until, int) or until < 0:
-        return f"spatial: until {until} is no number of blocks"
+        return f"spatial: until {until} is not a number of blocks"
     for dim, (extent, parts) in enumerate(zip(extents, grid, strict=True)):
         if extent < parts:
             return (

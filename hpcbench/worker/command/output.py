@@ -140,7 +140,7 @@ def read_metrics_file(command: Command, path: Path) -> dict[str, list[float]]:
     """Return the values of the metrics with ``json`` in the lines of ``$HPCBENCH_METRICS``.
 
     Raises:
-        WorkerError: a line is no JSON object, or a value no finite number.
+        WorkerError: a line is not a JSON object, or a value no finite number.
     """
     keys = {metric.json: metric.name for metric in command.metrics if metric.json is not None}
     values: dict[str, list[float]] = {}
@@ -152,7 +152,7 @@ def read_metrics_file(command: Command, path: Path) -> dict[str, list[float]]:
         try:
             entry = msgspec.json.decode(line, type=dict[str, object])
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise WorkerError(f"{path}:{number} is no JSON object: {error}") from error
+            raise WorkerError(f"{path}:{number} is not a JSON object: {error}") from error
         for key in keys.keys() & entry.keys():
             text = line.decode(errors="replace")
             values.setdefault(keys[key], []).append(to_number(keys[key], entry[key], text))

@@ -106,11 +106,11 @@ def read_idx(path: Path) -> Any:
     """Return the array of bytes in an idx file (yann.lecun.com's format), which may be compressed with gzip.
 
     Raises:
-        WorkerError: the file cannot be read, or is no idx file of 1 to 3 dims.
+        WorkerError: the file cannot be read, or is not an idx file of 1 to 3 dims.
     """
     data = _read_whole_file(path)
     if len(data) < 4 or data[:2] != b"\0\0" or data[2] != _IDX_UINT8 or not 1 <= data[3] <= 3:
-        raise WorkerError(f"{path} is no idx file of bytes: it begins with {data[:4].hex() or 'nothing'}")
+        raise WorkerError(f"{path} is not an idx file of bytes: it begins with {data[:4].hex() or 'nothing'}")
     dims = data[3]
     begin = 4 + 4 * dims
     if len(data) < begin:
@@ -155,10 +155,12 @@ def read_cifar_batch(path: Path) -> Batch:
         raise
     except Exception as error:
         hint = "fetch cifar-10-python.tar.gz again, from its author"
-        raise WorkerError(f"{path} is no batch of CIFAR-10: {error}", hint=hint) from error
+        raise WorkerError(f"{path} is not a batch of CIFAR-10: {error}", hint=hint) from error
     pixels = content.get(b"data") if isinstance(content, dict) else None
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.ndim != 2 or pixels.shape[1] != 3072:
-        raise WorkerError(f"{path} is no batch of CIFAR-10: no rows of 3,072 bytes under 'data'", hint="fetch it again")
+        raise WorkerError(
+            f"{path} is not a batch of CIFAR-10: no rows of 3,072 bytes under 'data'", hint="fetch it again"
+        )
     labels = np.array(content.get(b"labels"))
     _check_labels(path, labels, len(pixels), 10)
     return torch.from_numpy(pixels.reshape(-1, 3, 32, 32).copy()), torch.from_numpy(labels.astype(np.int64))

@@ -128,8 +128,8 @@ def _nccl_shares_devices() -> bool:
 
 def leave_world() -> None:
     """Undo ``join_world`` in a process that has more runs to come: only what libraries keep is left of this one."""
-    # Models go before their group: the last reference to a group of gloo, if DDP's reducer holds it, is dropped with
-    # Python's lock held, while the group waits for a thread of its own that needs the lock (pytorch/pytorch#190489).
+    # Models go before their group. If DDP's reducer drops the last reference to a group of gloo, it holds Python's
+    # lock, and the group waits for a thread that needs the lock (pytorch/pytorch#190489).
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -8,6 +8,7 @@ from typing import Any
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.results.schema import HostActivity, RankResult
+from hpcbench.units import format_percent
 from hpcbench.worker.failure import join_numbers
 
 MAX_FOREIGN_SHARE = 0.05
@@ -135,7 +136,7 @@ def _gpu_throttling(watched: HostActivity) -> Finding | None:
     for name, limit in (("thermal", 0.0), ("power", MAX_POWER_CAP_SHARE)):
         share = watched.gpu_held_s.get(name, 0.0) / watched.wall_s
         if share > limit:
-            reasons.append(f"{name} limit for {share:.0%} of the time")
+            reasons.append(f"{name} limit for {format_percent(share)} of the time")
     return (len(reasons), f"{', '.join(reasons)} on the GPU of {{ranks}}") if reasons else None
 
 
@@ -223,4 +224,4 @@ def _describe_ranks(ranks: Mapping[int, RankResult], group: list[int]) -> str:
 
 
 def _share_of_cores(share: float, count: int) -> str:
-    return f"{share:.0%} of the {count} core{'s' * (count != 1)}"
+    return f"{format_percent(share)} of the {count} core{'s' * (count != 1)}"
