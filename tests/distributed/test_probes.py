@@ -197,7 +197,7 @@ def test_a_pass_is_timed_beside_collectives(pool: Pool) -> None:
     ("spec", "said"),
     [
         (spec_of(), None),
-        (spec_of(verify=True), "no training"),
+        (spec_of(verify=True), "is not a training"),
         (spec_of(compile=True), "one by one"),
         (spec_of(micro_batches=2), "micro_batches 2, 1 is right"),
         (spec_of(options={"budget_s": 0.0}), "budget_s 0"),

@@ -42,7 +42,7 @@ def test_an_impossible_shape_is_refused() -> None:
     ("change", "message"),
     [
         ({"replicas": 16}, "multiply to 128, but there are 64 GPUs"),
-        ({"micro_batch": 3}, "global batch 256 is no multiple"),
+        ({"micro_batch": 3}, "global batch 256 is not a multiple"),
         ({"zero": 3}, "ZeRO stage 3 cannot be priced"),
         ({"recompute": "half"}, "valid: none, selective, full"),
         ({"tensor": 0}, "at least 1 is required"),
