@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 import polars
+import tomli
 
 from hpcbench.cli.common import (
     cluster_filter_option,
@@ -100,14 +101,13 @@ def compare_sources(
     nothing can be compared.
     """
     column = comparison_metric(metric)
-    if make_bands is not None and (len(sources) > 1 or since or bands):
-        raise ConfigError("--make-bands takes one source", hint="compare SOURCE --make-bands FILE")
+    if make_bands is not None and (len(sources) > 1 or since or bands or out or junit):
+        raise ConfigError(
+            "--make-bands takes one source, and compares nothing", hint="compare SOURCE --make-bands FILE [--json]"
+        )
     base, new = _load_sides(sources, cluster_name, where, since, results, one_side=bool(bands or make_bands))
     if make_bands is not None:
-        launches = with_own_metrics(new, [column])
-        text = bands_toml(launches, column, larger_is_better=is_larger_better(column, launches))
-        write_atomic(make_bands, text.encode())
-        print_message(f"written: {make_bands}; next: hpcbench compare SOURCE --bands {make_bands}")
+        _write_bands(new, column, make_bands, as_json=as_json)
         return
     rows: list[ComparisonRow] = []
     notes: list[str] = []
@@ -139,6 +139,15 @@ def compare_sources(
         raise ConfigError("no configuration of base and new can be compared", hint="--allow-empty accepts that")
     if any(row.is_regression for row in rows):
         raise click.exceptions.Exit(EXIT_RUNS_FAILED)
+
+
+def _write_bands(frame: polars.DataFrame, column: str, path: Path, *, as_json: bool) -> None:
+    launches = with_own_metrics(frame, [column])
+    text = bands_toml(launches, column, larger_is_better=is_larger_better(column, launches))
+    write_atomic(path, text.encode())
+    print_message(f"written: {path}; next: hpcbench compare SOURCE --bands {path}")
+    if as_json:
+        print_json({"file": str(path), **tomli.loads(text)})
 
 
 def _load_sides(

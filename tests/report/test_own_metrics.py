@@ -101,8 +101,9 @@ BANDS = [
 @pytest.mark.parametrize(("metric", "side", "verdict"), BANDS)
 def test_bands_that_hpcbench_makes_judge_later_launches(trees: Path, metric: str, side: str, verdict: str) -> None:
     file = trees / "bands.toml"
-    call("compare", trees / "old", "--metric", metric, "--make-bands", file)
+    made = call("compare", trees / "old", "--metric", metric, "--make-bands", file, "--json")
     bands = read_toml(file)[0]["band"]
+    assert json.loads(made.stdout) == {"file": str(file), "band": bands}
     assert [set(band) for band in bands] == [{"where", "metric", "value", side}] * 2
     same = call("compare", trees / "old", "--bands", file, "--json")
     later = call("compare", trees / "new", "--bands", file, "--json")
@@ -134,6 +135,11 @@ def test_bands_need_launches_of_one_source(trees: Path, words: tuple[str, ...], 
     write([launch(0.1)], trees / "single")
     with pytest.raises(ConfigError, match=message):
         call("compare", *(trees / word for word in words), "--make-bands", trees / "bands.toml")
+
+
+def test_making_bands_writes_no_other_file(trees: Path) -> None:
+    with pytest.raises(ConfigError, match="compares nothing"):
+        call("compare", trees / "old", "--make-bands", trees / "bands.toml", "--junit", trees / "x.xml")
 
 
 def test_the_plot_of_history_marks_where_the_environment_changed(
