@@ -112,7 +112,8 @@ def test_a_program_that_dies_or_hangs_leaves_its_reason(
     assert left.stdout == ""
 
 
-@pytest.mark.timeout(1200)  # six runs, each of which imports transformers at 0.4 cores
+@pytest.mark.soak  # six runs, each of which imports transformers at 0.4 cores: minutes
+@pytest.mark.timeout(1200)
 def test_accelerate_trains_on_two_nodes_from_the_sweep_to_the_report(
     hpcbench: Command, results: Results, tmp_path: Path
 ) -> None:
