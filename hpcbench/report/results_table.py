@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -98,7 +99,7 @@ def results_data_view(rows: list[ResultRow], title: str) -> View:
     varying = [name for name in split_parameters(specs)[0] if name not in always]
     columns = [parameter_column(name) for name in (*always, *degrees, *varying)]
     columns += [data_column(name, attrgetter(name)) for name in _DATA_FIELDS]
-    columns += [data_column(name, _own_metric(name)) for name in _own_metrics(rows)]
+    columns += [data_column(column.name, column.raw_of) for column in own_metric_columns(rows)]
     columns.append(data_column("warnings", lambda row: "; ".join(row.warnings)))
     columns.append(data_column("run_ids", lambda row: " ".join(row.run_ids)))
     return View.from_rows(title, columns, rows)
@@ -122,7 +123,7 @@ def parameter_column(name: str) -> Column:
     """A column for programs with a parameter of the specification; tables of options as JSON."""
 
     def value(row: IdentifiedRow) -> Any:
-        parameter = _parameter(row.spec, name)
+        parameter = read_parameter(row.spec, name)
         return sorted_json(parameter) if isinstance(parameter, dict) else parameter
 
     return data_column(name, value)
@@ -138,7 +139,7 @@ def split_parameters(specs: list[RunSpec]) -> tuple[list[str], str]:
     never = _NEVER_COLUMNS if is_training else {*_NEVER_COLUMNS, "options"}
     names = [name for name in RunSpec.__struct_fields__ if name not in never]
     names += dict.fromkeys(f"parameters.{name}" for spec in specs for name in spec.parameters)
-    values = {name: [_parameter(spec, name) for spec in specs] for name in names}
+    values = {name: [read_parameter(spec, name) for spec in specs] for name in names}
     varying = [name for name in names if any(value != values[name][0] for value in values[name])]
     always = ("model", "dataset", "strategy", "batch_size", "precision") if is_training else ()
     alike = [name for name in names if specs and name not in varying and name not in _ALWAYS_COLUMNS]
@@ -151,7 +152,8 @@ def split_parameters(specs: list[RunSpec]) -> tuple[list[str], str]:
     return [name for name in varying if name not in _ALWAYS_COLUMNS], printable_excerpt(", ".join(shared))
 
 
-def _parameter(spec: RunSpec | None, name: str) -> Any:
+def read_parameter(spec: RunSpec | None, name: str) -> Any:
+    """The value of a parameter by a name of ``split_parameters``, such as ``parameters.lr``."""
     table, _, key = name.partition(".")
     value = getattr(spec, table, None)
     return value.get(key) if key and value is not None else value
@@ -182,7 +184,7 @@ def identity_columns(rows: Sequence[IdentifiedRow], varying: Iterable[str]) -> l
 def _parameter_key_column(name: str) -> Column:
     heading, own_name = _PARAMETER_HEADINGS.get(name), name.removeprefix("parameters.")
     return text_column(
-        heading or own_name, lambda row: parameter_text(_parameter(row.spec, name)), is_key=True,
+        heading or own_name, lambda row: parameter_text(read_parameter(row.spec, name)), is_key=True,
         is_number=heading is not None, folds=heading is None,
     )  # fmt: skip
 
@@ -221,7 +223,7 @@ def _metric_columns(rows: list[ResultRow]) -> list[Column]:
         columns.append(text_column("MFU", lambda row: format_percent(row.mfu, 1)))
     if _has_recomputation(rows):
         columns.append(text_column("HFU", lambda row: format_percent(row.hfu, 1)))
-    columns += [text_column(name, _own_metric_cell(name)) for name in _own_metrics(rows)]
+    columns += own_metric_columns(rows)
     columns.append(_figure_column("memory", "peak_memory_bytes", format_bytes, optional=2))
     if is_training:
         columns.append(text_column("loss", _loss_cell, optional=5))
@@ -236,19 +238,17 @@ def _spread_heading(rows: list[ResultRow]) -> str:
     return "[95 %]" if all(row.launches < 2 for row in rows) else "[range]"
 
 
-def _own_metrics(rows: Iterable[ResultRow]) -> list[str]:
-    """Names of the metrics of commands, without the step time, which has a column of its own."""
-    return [name for name in dict.fromkeys(name for row in rows for name in row.own_metrics) if name != "step_time"]
+def own_metric_columns(rows: Iterable[ResultRow]) -> list[Column]:
+    """Columns of the metrics of commands, without the step time, which has a column of its own."""
 
+    def text(name: str, row: ResultRow) -> str:
+        return format_figure(row.own_metrics[name], row.own_units.get(name, "")) if name in row.own_metrics else ""
 
-def _own_metric(name: str) -> Callable[[ResultRow], float | None]:
-    return lambda row: row.own_metrics.get(name)
-
-
-def _own_metric_cell(name: str) -> Callable[[ResultRow], str]:
-    return lambda row: (
-        format_figure(row.own_metrics[name], row.own_units.get(name, "")) if name in row.own_metrics else ""
-    )
+    return [
+        Column(name, name, lambda row, name=name: row.own_metrics.get(name), partial(text, name))  # type: ignore[misc]
+        for name in dict.fromkeys(name for row in rows for name in row.own_metrics)
+        if name != "step_time"
+    ]
 
 
 def _figure_column(

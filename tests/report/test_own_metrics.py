@@ -70,6 +70,14 @@ def test_the_table_without_keys_shows_every_metric_with_its_unit(trees: Path) ->
     assert "1.5 GiB" in shown
 
 
+def test_the_page_has_the_parameters_and_metrics_of_a_command(trees: Path) -> None:
+    page = trees / "page.html"
+    call("report", trees / "old", "--out", page)
+    text = page.read_text()
+    for cell in ("parameters.lr", "bandwidth", "414.5 GB/s", "1.5 GiB", "0.2"):
+        assert cell in text
+
+
 def test_a_condition_can_name_a_metric_of_a_command(trees: Path) -> None:
     words = ("--by", "parameters.lr", "--metric", "own.loss", "--json")
     found = [rows_of(call("table", trees / one, *words, "--where", "own.bandwidth > 400")) for one in ("old", "new")]
@@ -138,7 +146,7 @@ def test_bands_need_launches_of_one_source(trees: Path, words: tuple[str, ...], 
 
 
 def test_making_bands_writes_no_other_file(trees: Path) -> None:
-    with pytest.raises(ConfigError, match="compares nothing"):
+    with pytest.raises(ConfigError, match="takes one source alone"):
         call("compare", trees / "old", "--make-bands", trees / "bands.toml", "--junit", trees / "x.xml")
 
 

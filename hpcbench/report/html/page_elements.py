@@ -23,7 +23,13 @@ from hpcbench.fileio import escape_control_characters, printable_excerpt
 from hpcbench.report.findings.finding import Finding
 from hpcbench.report.plots.plot_model import Plot, PlotRequest
 from hpcbench.report.plots.plotting import PLOTS, draw_plot, encode_plot, plot_specification
-from hpcbench.report.results_table import ResultRow, parameter_text, split_parameters
+from hpcbench.report.results_table import (
+    ResultRow,
+    own_metric_columns,
+    parameter_text,
+    read_parameter,
+    split_parameters,
+)
 from hpcbench.report.table_model import Column, View, WarningFootnotes, column_heading
 from hpcbench.results.schema import STATUS_OK, RunResult
 from hpcbench.units import format_bytes, join_words
@@ -81,7 +87,7 @@ def results_view(rows: Sequence[ResultRow], sweeps: Mapping[str, str], marks: Wa
     leading = [Column("sweep", "sweep", lambda row: sweeps.get(row.run_ids[0]), choices=True), *_ROW_COLUMNS]
     shown = {column.name.removeprefix("spec.") for column in leading}
     others = [
-        _parameter(f"spec.{name}", lambda spec, name=name: _plain_value(getattr(spec, name)))  # type: ignore[misc]
+        _parameter(f"spec.{name}", lambda spec, name=name: _plain_value(read_parameter(spec, name)))  # type: ignore[misc]
         for name in varying
         if name not in shown and name not in DEGREE_NAMES
     ]
@@ -93,7 +99,7 @@ def results_view(rows: Sequence[ResultRow], sweeps: Mapping[str, str], marks: Wa
     columns = [
         *leading, _LAST_COLUMNS[0],
         Column("warnings", "warnings", lambda row: marks.marks(row).removeprefix("*")),
-        *others, *_RESULT_FIGURES,
+        *others, *own_metric_columns(valid), *_RESULT_FIGURES,
         Column("launches", "launches", lambda row: row.launches if row.status == STATUS_OK else None),
         _LAST_COLUMNS[1],
     ]  # fmt: skip
