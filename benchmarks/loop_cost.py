@@ -27,6 +27,7 @@ from hpcbench.strategies.data.train import DdpStrategy
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.data.feeds import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
+from hpcbench.worker.distributed.world import leave_world
 from hpcbench.worker.measure.clocks import make_step_clock
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.shutdown import StopController
@@ -126,7 +127,8 @@ def main() -> None:
         pairs.append((first, second) if ours_first else (second, first))
     if rank == 0:
         print(json.dumps(rows(pairs)), flush=True)
-    dist.destroy_process_group()
+    del one, ours, theirs
+    leave_world()
 
 
 def rows(pairs: list[tuple[Block, Block]]) -> list[dict[str, object]]:

@@ -222,8 +222,8 @@ def why_nothing(tree: ResultsTree, sources: Sequence[str], runs: int, where: str
     if where is not None and runs:
         return f"none of the {runs} runs in {title} satisfies --where {where!r}"
     if not tree.root.is_dir() and tree.root != project_folder() / "results":
-        near = _near_folder(tree.root)
-        return f"no results in {title}: there is no folder {tree.root} (--results, HPCBENCH_RESULTS){near}"
+        named = f"{tree.root} (--results, HPCBENCH_RESULTS){_near_folder(tree.root)}"
+        return f"no results in {title}: there is no folder {named}"
     return f"no results yet in {title}"
 
 

@@ -102,9 +102,7 @@ def compare_sources(
     """
     column = comparison_metric(metric)
     if make_bands is not None and (len(sources) > 1 or since or bands or out or junit):
-        raise ConfigError(
-            "--make-bands takes one source, and compares nothing", hint="compare SOURCE --make-bands FILE [--json]"
-        )
+        raise ConfigError("--make-bands takes one source alone", hint="compare SOURCE --make-bands FILE [--json]")
     base, new = _load_sides(sources, cluster_name, where, since, results, one_side=bool(bands or make_bands))
     if make_bands is not None:
         _write_bands(new, column, make_bands, as_json=as_json)

@@ -94,12 +94,8 @@ def _show_dry_runs(dry_runs: Sequence[DryRun], *, as_json: bool) -> None:
     reasons = Counter(f"{entry.outcome}: {entry.reason}" for entry in dry_runs if entry.reason)
     sites = Counter(site for entry in dry_runs for site in entry.host_sync_sites)
     modelled = Counter(name for entry in dry_runs for name in entry.modelled)
-    sections = {
-        "Reasons": reasons,
-        "The host waits for the device": sites,
-        "Simulated parts (docs/dry-run.md)": modelled,
-    }
-    for title, counter in sections.items():
+    simulated = "Simulated parts (docs/dry-run.md)"
+    for title, counter in (("Reasons", reasons), ("The host waits for the device", sites), (simulated, modelled)):
         if counter:
             screen.print(f"\n{title}")
         for text, count in counter.items():

@@ -41,7 +41,7 @@ def find_sweep_file(name: str) -> Path:
     path = Path(name)
     if path.suffix == ".toml" or is_visible(path):
         if path.is_dir():
-            raise ConfigError(f"{name} is a folder", hint=f"name a file in it, such as {path / 'quickstart.toml'}")
+            raise ConfigError(f"{name} is a folder", hint="name a .toml file in it")
         if not path.is_file():
             near = sorted(str(other) for other in path.parent.glob("*.toml")) if path.parent.is_dir() else []
             raise ConfigError(f"no sweep file {name!r}", hint=did_you_mean(name, near))

@@ -116,7 +116,7 @@ def parse_table_request(**options: Any) -> TableRequest:
             ``sort``, and ``layout``, which sets those that are absent.
 
     Raises:
-        ConfigError: a name is not a column, a metric no figure, or the layout unknown.
+        ConfigError: a name is not a column, a metric is not a figure, or the layout is unknown.
     """
     selected = {name: value for name, value in options.items() if value}
     layout = selected.pop("layout", None)

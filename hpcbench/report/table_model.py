@@ -216,28 +216,23 @@ _MAX_LETTERS_PER_ROW = 3
 class WarningFootnotes:
     """The kinds of ``warnings`` of ``rows``: up to 26 have a letter each, the others share ``+``.
 
-    ``noun`` names one of ``rows`` in the counts of footnotes. With ``shared``, a kind of all rows has no letter, and
-    the letter of a kind of most rows marks those without it.
+    ``noun`` names one of ``rows`` in the counts of footnotes. With ``shared``, rows have no letter of a kind that all
+    rows have.
     """
 
     def __init__(self, rows: Sequence[Any], noun: str = "row", *, shared: bool = False) -> None:
         self._noun = noun
-        self._rows = len(rows) if shared else 0
         self._texts = {pattern: [text for _, text in having] for pattern, having in group_warnings(rows).items()}
         self._letters = dict(zip(self._texts, ascii_lowercase, strict=False))
+        self._shared = {kind for kind in self._letters if shared and 1 < len(rows) == len(self._texts[kind])}
         self._is_cut = any(len({message_pattern(text) for text in row.warnings}) > _MAX_LETTERS_PER_ROW for row in rows)
 
     def marks(self, row: Any) -> str:
         """``*a,c`` behind a row's status, ``+`` for more than three; an empty text without warnings."""
-        patterns = {message_pattern(text) for text in row.warnings}
-        patterns ^= {pattern for pattern in self._texts if self._is_common(pattern)}
+        patterns = {message_pattern(text) for text in row.warnings} - self._shared
         letters = sorted({self._letters.get(pattern, "+") for pattern in patterns})
         shown = [letter for letter in letters if letter != "+"][:_MAX_LETTERS_PER_ROW]
         return "*" + ",".join([*shown, "+"] if len(shown) < len(letters) else shown) if letters else ""
-
-    def _is_common(self, pattern: str) -> bool:
-        """Whether all rows, or more than two thirds of them, have a kind."""
-        return self._rows > 1 and pattern in self._letters and len(self._texts[pattern]) * 3 > self._rows * 2
 
     def kinds(self) -> list[tuple[str, list[str]]]:
         """Return for every kind its letter (``+`` after 26 kinds) and the first text of each row that has it."""
@@ -249,12 +244,11 @@ class WarningFootnotes:
         for letter, texts in self.kinds()[: len(self._letters)]:
             count = f"{len(texts)} {self._noun}s" if len(set(texts)) == 1 else f"first of {len(texts)} similar warnings"
             text = printable_excerpt(texts[0])
-            if not self._is_common(message_pattern(texts[0])):
+            if message_pattern(texts[0]) not in self._shared:
                 notes.append(f"*{letter}: {text}{f' ({count})' if len(texts) > 1 else ''}")
                 continue
             similar = "" if len(set(texts)) == 1 else f" ({count})"
-            rows = f"all {len(texts)} {self._noun}s" if len(texts) == self._rows else f"all {self._noun}s but *{letter}"
-            notes.append(f"{rows}: {text}{similar}")
+            notes.append(f"all {len(texts)} {self._noun}s: {text}{similar}")
         beyond = len(self._texts) - len(self._letters)
         if beyond > 0:
             notes.append(f"*+: {beyond} more kinds of warnings: see `hpcbench collect`")

@@ -109,9 +109,11 @@ class LocalQueue:
                 if machine is None:
                     return
                 with machine:
-                    if not read_dropped_runs(self.folder).issuperset(array.runs_of(number)):
+                    is_dropped = read_dropped_runs(self.folder).issuperset(array.runs_of(number))
+                    if not is_dropped:
                         self._run(array, number)
-                time.sleep(2 * _POLL_S)  # another queue that waits gets its turn
+                if not is_dropped:
+                    time.sleep(2 * _POLL_S)  # another queue that waits gets its turn
 
     def _wait_for_machine(self, run_id: str) -> IO[bytes] | None:
         while not self.stopping:

@@ -53,7 +53,8 @@ class LocalScheduler(Scheduler):
         folders = {run.folder for run in runs.values()}
         alive = {folder: is_queue_alive(folder) for folder in folders if queue_was_started(folder)}
         holder = machine_holder()
-        return {run_id: _job_status(run, alive.get(run.folder), holder) for run_id, run in runs.items()}
+        pending = {folder: _pending_reason(folder, holder) for folder, is_alive in alive.items() if is_alive}
+        return {run_id: _job_status(run, alive.get(run.folder), pending) for run_id, run in runs.items()}
 
     def attempts_at_work(self, starts: Mapping[str, tuple[AttemptStart, str]]) -> dict[str, str]:
         return {
@@ -77,12 +78,15 @@ class LocalScheduler(Scheduler):
         return run.folder / "jobs" / f"{run.job_id}_0_log.out" if run.job_id else None
 
 
-def _job_status(run: SubmittedRun, is_alive: bool | None, holder: MachineHolder | None) -> JobStatus:
-    """``is_alive``: whether its queue is; ``None`` if it was never started. A run has a job id once it has begun."""
+def _job_status(run: SubmittedRun, is_alive: bool | None, pending: Mapping[Path, str]) -> JobStatus:
+    """The status of a run, which has a job id once it has begun.
+
+    ``is_alive``: whether its queue is; ``None`` if it was never started. ``pending``: why a run waits, by folder.
+    """
     if is_alive is None:
         return JobStatus("waiting", "not started yet; the next submit starts it")
     if is_alive:
-        return JobStatus("running", "") if run.job_id else JobStatus("pending", _pending_reason(run, holder))
+        return JobStatus("running", "") if run.job_id else JobStatus("pending", pending[run.folder])
     return (
         JobStatus("lost", "the local runner exited")
         if run.job_id
@@ -90,13 +94,13 @@ def _job_status(run: SubmittedRun, is_alive: bool | None, holder: MachineHolder 
     )
 
 
-def _pending_reason(run: SubmittedRun, holder: MachineHolder | None) -> str:
-    record = read_record(run.folder / "queue.json", LocalQueueRecord)
-    if record is not None and record.host != os.uname().nodename:
-        return f"waits for its turn on {record.host}"
-    if holder is None:
-        return "starts next on this machine, or after the runs before it"
-    if holder.folder == str(run.folder):
+def _pending_reason(folder: Path, holder: MachineHolder | None) -> str:
+    """Why the runs of a live queue that have not begun wait."""
+    record = read_record(folder / "queue.json", LocalQueueRecord)
+    host = os.uname().nodename if record is None else record.host
+    if holder is None or host != os.uname().nodename:
+        return f"waits for its turn on {host}"
+    if holder.folder == str(folder):
         return f"waits for run {holder.run_id} of its sweep"
     return (
         f"waits for run {holder.run_id} of {holder.folder} (process {holder.process.pid}): one at a time on a machine"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import stat
@@ -25,17 +26,9 @@ class MachineHolder(msgspec.Struct):
     run_id: str
 
 
-def lock_folder() -> Path:
-    """The folder of the lock, the same one for all of this user's queues that have the same TMPDIR.
-
-    Raises ``StorageError`` if it is not this user's.
-    """
-    folder = Path(tempfile.gettempdir()) / f"hpcbench-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    state = folder.lstat()
-    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid():
-        raise StorageError(f"{folder} is not a folder of this user", hint="remove it, or set TMPDIR")
-    return folder
+def _lock_path() -> Path:
+    """Return the path that all queues of this user with one TMPDIR share."""
+    return Path(tempfile.gettempdir()) / f"hpcbench-{os.getuid()}" / "machine"
 
 
 def take_machine(folder: Path, run_id: str) -> IO[bytes] | None:
@@ -44,8 +37,16 @@ def take_machine(folder: Path, run_id: str) -> IO[bytes] | None:
     Args:
         folder: the submission's folder, and
         run_id: its run, both for those who wait.
+
+    Raises:
+        StorageError: the folder of the lock is not this user's.
     """
-    file: IO[bytes] = open(lock_folder() / "machine", "ab")  # noqa: SIM115 - held until the run has ended
+    path = _lock_path()
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    state = path.parent.lstat()
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid():
+        raise StorageError(f"{path.parent} is not a folder of this user", hint="remove it, or set TMPDIR")
+    file: IO[bytes] = open(path, "ab", buffering=0)  # noqa: SIM115 - held until the run has ended
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -53,13 +54,14 @@ def take_machine(folder: Path, run_id: str) -> IO[bytes] | None:
         return None
     process = find_process(os.getpid())
     assert process is not None
-    file.truncate(0)
-    file.write(msgspec.json.encode(MachineHolder(process, str(folder), run_id)))
-    file.flush()
+    # A full file system must not stop the queue: only the name of the run is lost.
+    with contextlib.suppress(OSError):
+        file.truncate(0)
+        file.write(msgspec.json.encode(MachineHolder(process, str(folder), run_id)))
     return file
 
 
 def machine_holder() -> MachineHolder | None:
-    """The queue that has this machine; ``None`` if it is free, or another user's TMPDIR has the lock."""
-    holder = read_record(Path(tempfile.gettempdir()) / f"hpcbench-{os.getuid()}" / "machine", MachineHolder)
+    """The queue that has this machine; ``None`` if it is free, or the lock is in another TMPDIR."""
+    holder = read_record(_lock_path(), MachineHolder)
     return holder if holder is not None and find_process(holder.process.pid) == holder.process else None

@@ -117,7 +117,7 @@ def plot_points(
 
 
 def has_numeric_axis(rows: pl.DataFrame, x: str) -> bool:
-    """Whether ``x`` is an axis of numbers: one with a single value, or with words, is none."""
+    """Whether ``x`` has several values, and they are numbers."""
     return rows.schema[x].is_numeric() and rows[x].n_unique() > 1
 
 
@@ -237,7 +237,7 @@ def printable_name(value: Any) -> str:
 def with_panels(rows: pl.DataFrame, x: str = "") -> tuple[pl.DataFrame, str]:
     """``rows`` with ``panel``: what differs between them; and what does not. They have a text ``_batch``.
 
-    What changes with ``x`` alone, such as the global batch with the batch, is no difference between panels.
+    A column that changes with ``x`` alone, as the global batch does with the batch, makes no panels.
     """
     differing = [name for name in _PANEL_TEXTS if name in rows.columns and rows[name].n_unique() > 1]
     varying = [name for name in differing if x in ("", DEVICES) or _differs_at_one_x(rows, name, x)]
