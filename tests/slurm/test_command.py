@@ -137,4 +137,6 @@ def test_accelerate_trains_on_two_nodes_from_the_sweep_to_the_report(
     report = hpcbench("report", "accelerate", "--out", str(page))
     assert report.returncode == 0, report.stderr
     assert "parameters.layers" in page.read_text()
-    assert "own.loss" in hpcbench("table", "accelerate", "--json").stdout
+    rows = json.loads(hpcbench("table", "accelerate", "--json").stdout)["rows"]
+    assert [row["launches"] for row in rows] == [3, 3]
+    assert all(row["own_metrics"]["loss"] == pytest.approx(6.9, abs=0.2) for row in rows)
