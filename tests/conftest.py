@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
 import tempfile
 from collections.abc import Callable
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import hypothesis
@@ -54,14 +56,20 @@ def require_horovod() -> None:
         absent("horovod", str(error))
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure() -> None:
     """Give this process a temporary folder: a user's local queues take turns on a machine by a lock in that folder, and
     tests of another process would wait for this one's. The folders of ``tmp_path`` stay where pytest keeps them."""
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     folder = tempfile.mkdtemp(prefix="t-")
     Path(folder).chmod(0o1777)  # some tests run commands as another user
     os.environ["TMPDIR"] = tempfile.tempdir = folder
-    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    # After multiprocessing has removed its own folder in this one, which it does with priority -100.
+    Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=-200)
+
+
+def pytest_collection_finish() -> None:
+    """Let no collection of garbage search modules and tests, which stay."""
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

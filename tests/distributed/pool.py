@@ -113,6 +113,7 @@ class Pool:
 def return_freed_memory() -> None:
     """Return freed memory to the system: after large models glibc keeps a gigabyte and more between used blocks."""
     gc.collect()
+    gc.freeze()  # the next collection looks at what is new
     ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -128,7 +129,6 @@ def _serve(rank: int, ranks: int, port: int, pipe: Connection, stacks: Path) -> 
     faulthandler.enable(stacks.open("w"))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    # What was imported stays: no collection, and no search for tensors, need look at it.
     gc.freeze()
     store = TCPStore("127.0.0.1", port, None, False, to_timedelta(_WAIT_S), wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=to_timedelta(_WAIT_S))

@@ -142,9 +142,9 @@ def verdict_of(pool: Pool, spec: RunSpec, is_wrong: bool = False) -> str:
     return pool.call(spec.ranks, verdict, run)[0] if spec.ranks > 1 else verdict(run, None)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def horovod_pool() -> Iterator[Pool]:
-    """Processes of its own: Horovod starts once in a process, for one world."""
+    """Processes of its own: Horovod starts once in a process, for one world, and keeps a core busy until they end."""
     require_horovod()
     ranks = Pool(2)
     yield ranks

@@ -85,6 +85,10 @@ def collectives(spec: RunSpec, group: Any) -> Any:
     return measure_collectives(spec, place, lambda: None)
 
 
+def one_more_group(group: Any) -> None:
+    torch.distributed.new_group([torch.distributed.get_rank()], use_local_synchronization=True)
+
+
 def collectives_spec(**more: Any) -> RunSpec:
     given: dict[str, Any] = {"warmup_steps": 1, "steps": 3, "message_bytes": 1000}
     return RunSpec(workload="collectives", strategy="collectives", **(given | more))
@@ -136,6 +140,9 @@ def test_one_operation_is_checked_and_timed(pool: Pool, operation: str, ranks: i
 def test_every_two_nodes_are_measured(pool: Pool) -> None:
     spec = collectives_spec(nodes=2, tasks_per_node=2, operation="pairs")
     assert [[one.pair for one in found] for found in pool.call(4, collectives, spec)] == [[[0, 2]], [], [], []]
+    # torch names a group by its ranks and by how many groups a rank is in. Under the name of the pair above, ranks
+    # would read its addresses from the store.
+    pool.call(4, one_more_group)
     spec = collectives_spec(tasks_per_node=3, operation="pairs")
     assert [[one.pair for one in found] for found in pool.call(3, collectives, spec)] == [
         [[0, 1], [0, 2]],
