@@ -13,7 +13,7 @@ _FUNCTIONS = {
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_FUNCTIONS])
+    return ["__version__", *_FUNCTIONS]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import click
 import msgspec
 from click.shell_completion import CompletionItem
-from rich import progress
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -244,14 +243,6 @@ def print_json(document: Any) -> None:
 def make_console(*, stderr: bool = False) -> Console:
     """A rich console that does not guess at styles in text that users wrote."""
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
-
-
-def progress_bar() -> progress.Progress:
-    """A progress bar on standard error; nothing is shown where that is no terminal."""
-    bar, count = progress.BarColumn(), progress.MofNCompleteColumn()
-    columns = (progress.TextColumn("{task.description}", markup=False), bar, count, progress.TimeRemainingColumn())
-    screen = make_console(stderr=True)
-    return progress.Progress(*columns, console=screen, disable=not screen.is_terminal, speed_estimate_period=86_400)
 
 
 def plain_table(

@@ -16,11 +16,11 @@ from hpcbench.cli.common import (
     plan_options,
     print_json,
     print_message,
-    progress_bar,
     project_relative,
     where_option,
 )
 from hpcbench.cli.load_plan import load_plan
+from hpcbench.cli.progress import report_progress
 from hpcbench.config.run_spec import run_label, spec_document
 from hpcbench.config.sweep_loader import spec_condition
 from hpcbench.errors import EXIT_OK, EXIT_RUNS_FAILED, ConfigError
@@ -61,9 +61,8 @@ def dry_run(
         configurations = {key: spec for key, spec in configurations.items() if is_wanted(spec)}
         if not configurations:
             raise ConfigError(f"no run of {plan.sweep.name} satisfies {where}", where="--where")
-    with progress_bar() as bar:
-        task = bar.add_task("dry run", total=len(configurations))
-        dry_runs = dry_run_configurations(plan, configurations, lambda done, _total: bar.update(task, completed=done))
+    with report_progress("dry run") as show_progress:
+        dry_runs = dry_run_configurations(plan, configurations, show_progress)
     _show_dry_runs(dry_runs, as_json=as_json)
     sys.exit(EXIT_OK if all(entry.outcome == "ok" for entry in dry_runs) else EXIT_RUNS_FAILED)
 

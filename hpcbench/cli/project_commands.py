@@ -19,8 +19,8 @@ from hpcbench.cli.common import (
     plain_table,
     print_json,
     print_message,
-    progress_bar,
 )
+from hpcbench.cli.progress import report_progress
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.fileio import printable_text
@@ -144,14 +144,13 @@ def make_data(
             raise ConfigError(f"dataset {name!r} {reason}", hint=did_you_mean(name, synthetic))
     profile, _ = load_cluster(cluster_name)
     target = expand_path(data_folder(folder, profile.data_folder))
-    with progress_bar() as bar:
-        for name in datasets:
-            task = bar.add_task(name, total=None)
-            progress = None
+    for name in datasets:
+        progress = None
+        with report_progress(name) as show_progress:
             for progress in make_samples(profile, target, name, size=size, samples=samples, workers=workers):
-                bar.update(task, completed=progress.done, total=progress.samples)
-            if progress is not None:
-                print_message(f"{name}: {progress.samples} samples in {target}")
+                show_progress(progress.done, progress.samples)
+        if progress is not None:
+            print_message(f"{name}: {progress.samples} samples in {target}")
     if as_json:
         print_json({"folder": str(target), "datasets": list_datasets(target)})
 

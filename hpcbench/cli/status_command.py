@@ -25,11 +25,11 @@ from hpcbench.cli.common import (
     make_console,
     print_json,
     print_message,
-    progress_bar,
     read_options,
     where_option,
     why_nothing,
 )
+from hpcbench.cli.progress import progress_bar
 from hpcbench.config.run_spec import spec_document
 from hpcbench.errors import EXIT_RUNS_FAILED, ConfigError, did_you_mean
 from hpcbench.fileio import printable_text

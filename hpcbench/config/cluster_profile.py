@@ -77,8 +77,9 @@ class ClusterProfile(TomlTable):
     match: LoginNodeMatch = LoginNodeMatch()
     device: Literal["cpu", "cuda"] = "cpu"
     """Kind of device that the ranks compute on; `cuda` includes AMD's devices, as in torch."""
-    launcher: Literal["srun", "torchrun", "mpirun", "ibrun"] = "srun"
-    """Program that starts the ranks inside a job; ibrun is TACC's."""
+    launcher: Literal["srun", "torchrun", "mpirun", "ibrun", "fork"] = "srun"
+    """Program that starts the ranks inside a job; ibrun is TACC's. `fork` is hpcbench's own, for one machine without a
+    scheduler: it imports torch once for all ranks."""
     launcher_args: list[SingleLineText] = []
     """More arguments for the launcher, one word each."""
     scheduler: tables.SchedulerConfig = tables.SchedulerConfig()
@@ -125,6 +126,11 @@ class ClusterProfile(TomlTable):
 
     @model_validator(mode="after")
     def _fits_together(self) -> ClusterProfile:
+        if self.launcher == "fork" and (self.launcher_args or not self.scheduler.traits.runs_here):
+            raise ValueError(
+                f"launcher = 'fork' is for scheduler.kind = 'local', without launcher_args: this profile's kind is "
+                f"{self.scheduler.kind!r}, its launcher_args are {self.launcher_args}"
+            )
         for key in (None, *self.partitions):
             partition = self.partition(key)
             request, node = partition.request, partition.node

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
@@ -40,6 +41,7 @@ from hpcbench.submit.submission_record import (
     find_submitted_runs,
     started_attempt,
 )
+from hpcbench.units import format_bytes
 
 ACTIVE_STATES = frozenset({"waiting", "pending", "running"})
 """States of runs that a submission is taking care of."""
@@ -283,11 +285,20 @@ def _read_refusal(run: SubmittedRun) -> RunState | None:
     return _make_state(run, "unsupported", reason, ended_unix_s) if reason else None
 
 
+_NEEDED_BYTES = 2**20
+"""Less free space than this on the tree's file system may be why a result is missing: one has 10 to 500 kB."""
+
+
 def _last_log_line(run: SubmittedRun) -> str:
     """The last error in the job's log, or of the queue process before it; to be put behind a reason."""
     scheduler = scheduler_class(run.record.scheduler, run.record.cluster)
     logs = (scheduler.job_log(run), run.folder / scheduler.queue_log if scheduler.queue_log else None)
     text = next(filter(None, (closing_lines(read_tail(log)) for log in logs if log)), "")
+    # A full disk keeps the log empty, too.
+    with contextlib.suppress(OSError):
+        free_bytes = shutil.disk_usage(run.folder).free
+        if not text and free_bytes < _NEEDED_BYTES:
+            text = f"the file system of {run.folder} is full, {format_bytes(free_bytes)} are free"
     return f": {text}" if text else ""
 
 

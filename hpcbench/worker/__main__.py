@@ -1,5 +1,5 @@
-"""``python -m hpcbench.worker``: one rank of a run; the verbs ``begin`` and ``end`` around the ranks; ``doctor``;
-``data``."""
+"""``python -m hpcbench.worker``: one rank of a run; ``fork``, which starts all ranks of one machine; the verbs
+``begin`` and ``end`` around the ranks; ``doctor``; ``data``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ import socket
 import sys
 import traceback
 import warnings
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpcbench.errors import HpcbenchError
 from hpcbench.worker.failure import install_hint
+
+if TYPE_CHECKING:
+    from hpcbench.worker.distributed.rank_environment import RankInfo
 
 REQUIRED_MODULES = ("torch", "msgspec", "psutil")
 OPTIONAL_MODULES = ("numpy", "PIL", "h5py", "torchvision", "sklearn", "horovod.torch", "fairscale")
@@ -92,6 +96,7 @@ def _torch_facts() -> dict[str, Any]:
 _EPILOG = """\
 exit codes
   a rank  0 the run is ok, as far as this rank can see; 1 it is not, and the result has the reason
+  fork    0 all ranks ended with 0; otherwise that of the first that did not
   begin   0 the attempt's folder is on stdout; 10 the run needs no attempt: done, cancelled, ended here, or skipped
   end     0 the tree contains how the run ended; 11 the job is being preempted, the run is to be run again;
           otherwise that of --exit-code, or 3
@@ -128,16 +133,20 @@ def _run_verb(words: list[str]) -> int:
         from hpcbench.worker.end import end
 
         return end(args.tasks, args.index, args.attempt, args.exit_code, args.received, args.job_says)
+    if verb == "fork":
+        from hpcbench.worker.fork_ranks import fork_ranks
+
+        return fork_ranks(args.tasks, args.index, args.ranks, partial(_run_rank_process, args))
     return _run_rank_process(args)
 
 
-def _run_rank_process(args: argparse.Namespace) -> int:
+def _run_rank_process(args: argparse.Namespace, info: RankInfo | None = None) -> int:
     from hpcbench.worker.run_rank import run_rank
     from hpcbench.worker.shutdown import exit_now
 
     code = 1
     try:
-        code = run_rank(args.tasks, args.index, args.attempt)
+        code = run_rank(args.tasks, args.index, args.attempt, info)
     except HpcbenchError as error:
         print(f"hpcbench: {error}", file=sys.stderr)  # noqa: T201
         code = error.exit_code
@@ -151,7 +160,7 @@ def _run_rank_process(args: argparse.Namespace) -> int:
 def _argument_parser(verb: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hpcbench.worker" + ("" if verb == "rank" else f" {verb}"),
-        usage="%(prog)s [begin|end|doctor|data] [options]" if verb == "rank" else None,
+        usage="%(prog)s [fork|begin|end|doctor|data] [options]" if verb == "rank" else None,
         description=__doc__,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -159,8 +168,8 @@ def _argument_parser(verb: str) -> argparse.ArgumentParser:
     if verb == "doctor":
         parser.add_argument("--json", action="store_true", help="one JSON document (there is no other form)")
         return parser
-    if verb not in ("rank", "begin", "end"):
-        parser.error(f"unknown verb {verb!r}: begin, end, doctor and data are there; without one this is a rank")
+    if verb not in ("rank", "fork", "begin", "end"):
+        parser.error(f"unknown verb {verb!r}: fork, begin, end, doctor and data are there; without one this is a rank")
     parser.add_argument("--tasks", type=Path, required=True, metavar="FILE", help="the task file")
     parser.add_argument("--index", type=int, required=True, metavar="N", help="which run of it, from 0")
     if verb == "begin":
@@ -169,6 +178,8 @@ def _argument_parser(verb: str) -> argparse.ArgumentParser:
         parser.add_argument("--missing-module", default="", metavar="TEXT", help=text)
     else:
         parser.add_argument("--attempt", type=int, required=verb == "end", metavar="K", help="the attempt's number")
+    if verb == "fork":
+        parser.add_argument("--ranks", type=int, required=True, metavar="N", help="how many ranks to start")
     if verb == "end":
         parser.add_argument("--exit-code", type=int, required=True, metavar="RC", help="of the launcher")
         parser.add_argument("--received", default="", metavar="SIGNAL", help="signal that the batch script received")

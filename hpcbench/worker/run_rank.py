@@ -24,17 +24,18 @@ from hpcbench.worker.finalize import RankMeasurements, RunContext, RunFinalizer
 from hpcbench.worker.shutdown import StopController
 
 
-def run_rank(tasks: Path, index: int, attempt_number: int | None) -> int:
+def run_rank(tasks: Path, index: int, attempt_number: int | None, info: rank_environment.RankInfo | None = None) -> int:
     """Run one rank of a run; returns the exit code: 0 where the run (as far as this rank can see) is ok.
 
-    Without ``attempt_number`` rank 0 begins an attempt, unless the run is done already, and the others find it.
+    Without ``attempt_number`` rank 0 begins an attempt, unless the run is done already, and the others find it. Without
+    ``info`` the launcher's variables state which rank this is.
     """
     header, task = read_task(tasks, index)
     user_env = rank_environment.user_environment(os.environ, Path(f"/proc/{os.getppid()}/environ"))
     rank_environment.apply_run_environment(task.spec.env, task.run_id)
     stop = StopController()
     stop.install()
-    info = rank_environment.detect_rank(os.environ, os.getpid(), os.getppid())
+    info = info or rank_environment.detect_rank(os.environ, os.getpid(), os.getppid())
     attempt = _find_or_claim_attempt(tasks, index, header, task, info, attempt_number)
     if attempt is None:
         return 0

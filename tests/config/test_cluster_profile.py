@@ -118,6 +118,11 @@ def test_the_longest_job_time_follows_nodes_steps_and_node_hours(
     [
         ({"request": {"gpus": "gres-typed"}}, "needs node.gres_type"),
         ({"request": {"gpus_on": "step"}, "launcher": "mpirun"}, "speaks to srun"),
+        ({"launcher": "fork"}, "this profile's kind is 'slurm'"),
+        (
+            {"launcher": "fork", "scheduler": {"kind": "local"}, "launcher_args": ["--tee=3"]},
+            "this profile's kind is 'local', its launcher_args are ..--tee=3",
+        ),
         ({"binding": {"device_order": [1, 1]}, "node": {"devices": 2}}, "does not name each of the 2 devices once"),
         (
             {"node": {"ranks_per_device": 2}},

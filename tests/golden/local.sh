@@ -49,10 +49,7 @@ one_run() {
   fi
   attempt=${attempt_folder##*/}
 
-  ranks_command=()
-  ranks_command+=("${python[@]}" -m torch.distributed.run --standalone --nnodes=1
-    --nproc-per-node=2
-    -m hpcbench.worker)
+  ranks_command=("${worker[@]}" fork --ranks 2)
   if [ -z "$received" ]; then
     # Where a group shares the tree: nothing that somebody put in a log's place is written to.
     set -C

@@ -55,6 +55,7 @@ def test_a_scikit_learn_without_digits_is_unsupported(tmp_path: Path, monkeypatc
     assert package.submodule_search_locations is not None
     package.submodule_search_locations.append(str(tmp_path))
     monkeypatch.setattr(resident_feed, "find_spec", {"sklearn": package}.get)
+    resident_feed._load_digits.cache_clear()
     with pytest.raises(WorkerError, match=rf"this scikit-learn has no {tmp_path}") as caught:
         feed_of()
     assert caught.value.status == "unsupported"

@@ -10,6 +10,7 @@ import pickle
 import struct
 import zlib
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,7 @@ class _NumpyUnpickler(pickle.Unpickler):
         return _ALLOWED_GLOBALS[module, name]
 
 
+@cache
 def _load_digits() -> Batch:
     """Load scikit-learn's digits, images [n, 1, 8, 8] and labels [n]: the first 1,500 train, the others are held out.
 

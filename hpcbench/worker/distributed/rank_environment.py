@@ -28,7 +28,7 @@ class RankInfo:
     local_world_size: int
     node_rank: int
     launcher: str
-    """``torchrun``, ``srun``, ``mpirun``, ``pmi``, ``pool`` or ``lone``."""
+    """``torchrun``, ``srun``, ``mpirun``, ``pmi``, ``fork``, ``pool`` or ``lone``."""
     launch: str
 
 
@@ -202,12 +202,12 @@ def torch_thread_count(env: Mapping[str, str], cores: int, cores_per_task: int |
     """Threads that torch should use within a rank, ``None`` where the environment already sets them.
 
     A mask no larger than ``cores_per_task`` was bound to this rank alone; a larger one is shared by the node's ranks,
-    and so is any under torchrun or in a pool, which bind nothing. No more than the profile grants a rank: others may
-    run beside it.
+    and so is any under torchrun, of forked ranks and in a pool, which bind nothing. No more than the profile grants a
+    rank: others may run beside it.
     """
     if env.get("OMP_NUM_THREADS") or env.get("MKL_NUM_THREADS"):
         return None
-    alone = cores_per_task is not None and cores <= cores_per_task and info.launcher not in ("torchrun", "pool")
+    alone = cores_per_task is not None and cores <= cores_per_task and info.launcher not in ("torchrun", "fork", "pool")
     share = cores if alone else cores // info.local_world_size
     return max(1, share if cores_per_task is None else min(share, cores_per_task))
 
