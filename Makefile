@@ -10,6 +10,8 @@ GPUS ?= 4
 CPUS ?= 0.4
 MEM ?= 3g
 LINK ?= 1gbit
+# A release of SLURM in place of the machine's own, such as 24.11.
+SLURM ?=
 
 # The storm of `make chaos`.
 MINUTES ?= 20
@@ -88,7 +90,7 @@ test-strategy: $(VENV)/.test $(if $(filter horovod,$(S)),horovod-if-possible) ##
 	@[ "$(S)" ] || { echo "make test-strategy S=zero_bubble: name a key of the registry (docs/catalog.md)"; exit 2; }
 	$(PYTEST) --strategy $(S) -m "not soak and not slurm and not faults"
 
-test-slurm: horovod-if-possible ## tests on the SLURM box, which it starts
+test-slurm: horovod-if-possible ## tests on the SLURM box, which it starts; with SLURM=24.11 a selection on that release
 	@$(MAKE) --no-print-directory run-slurm
 
 # Outside of .venv: its torch is the build for CPUs. One process more than halves the time on two cores.
@@ -102,7 +104,7 @@ test-torch: $(VENV)/.test ## hpcbench with another release of torch, such as VER
 
 # All tests with the marker are in that folder (tests/conftest.py): the collection of the others costs 17 s of processor.
 run-slurm:
-	$(PYTEST) tests/slurm --durations 20 -m "slurm and not soak" -rs
+	$(if $(SLURM),SLURMBOX_RELEASE=$(SLURM)) $(PYTEST) tests/slurm --durations 20 -m "slurm and not soak$(if $(SLURM), and releases)" -rs
 
 # Not split further: more processes than cores take as long, and lose time limits.
 run-distributed:
@@ -146,8 +148,8 @@ golden: $(VENV)/.test ## write the scripts and terminal plots in tests/golden; r
 pictures: $(VENV)/.worker ## draw the pictures of the documentation: the quickstart's table and plots
 	$(BIN)/python docs/make_pictures.py
 
-slurm-up: ## start the SLURM box (root; NODES GPUS CPUS MEM LINK)
-	$(PYTHON) -m tests.slurm.box up --nodes $(NODES) --gpus $(GPUS) --cpus $(CPUS) --mem $(MEM) --link $(LINK)
+slurm-up: ## start the SLURM box (root; NODES GPUS CPUS MEM LINK SLURM)
+	$(PYTHON) -m tests.slurm.box up --nodes $(NODES) --gpus $(GPUS) --cpus $(CPUS) --mem $(MEM) --link $(LINK) --slurm "$(SLURM)"
 
 slurm-down: ## stop the SLURM box and remove its files
 	$(PYTHON) -m tests.slurm.box down

@@ -46,8 +46,8 @@ def doctor(cluster_name: str, no_job: bool, results: ResultsTree, as_json: bool)
     If the cluster's scheduler answers, a short job checks on one node.
     """
     # Imported here: the other commands of this file submit nothing.
-    profile, _ = load_cluster(cluster_name)
-    findings = check_cluster(profile, results.root, None if no_job else print_message)
+    profile, source = load_cluster(cluster_name)
+    findings = check_cluster(profile, source, results.root, None if no_job else print_message)
     if as_json:
         print_json({"cluster": profile.name, "findings": findings})
     else:

@@ -26,6 +26,7 @@ from hpcbench.cli.status_command import LiveScreen, runs_exit_code
 from hpcbench.errors import EXIT_RUNS_FAILED, ConfigError, SubmitError
 from hpcbench.report.status_text import EndedRunLog, suspect_nodes_text
 from hpcbench.results.results_tree import ResultsTree
+from hpcbench.site.profile_check import closed_partitions
 from hpcbench.submit.journal import read_journal
 from hpcbench.submit.plan import SweepPlan
 from hpcbench.submit.run_state import RunState
@@ -187,6 +188,9 @@ def _submit_and_print(plan: SweepPlan, *, over_budget: bool, remeasure: bool) ->
     selection = RunSelection(remeasure=remeasure, over_budget=over_budget)
     outcome = submit_plan(plan, plan.tree, selection, print_message)
     print_submit_outcome(plan, outcome)
+    partitions = {plan.shape(plan.runs[run_id]).partition.key for run_id in accepted_runs(outcome)}
+    for name, reason in closed_partitions(plan.profile, partitions).items():
+        print_message(f"warning: partition {name} {reason}: its jobs wait until that changes")
     if plan.elsewhere and not remeasure:
         print_message(f"  {len(plan.elsewhere)} were measured in another environment: --remeasure runs them again")
     left = Counter(status for status in plan.finished.values() if status != "ok")

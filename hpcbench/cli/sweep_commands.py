@@ -96,10 +96,13 @@ def _check_file(path: Path, overrides: Sequence[str]) -> str:
             print_message(f"warning: {where}: no word and no expression of [command] uses the parameter {name!r}")
         return f"a sweep of {pluralize(count_points(sweep), 'point')}, valid"
     profile, source = load_cluster_file(path)
-    checked = check_against_scheduler(profile, source)
-    if not checked and (missing_account := account_error(profile)):
+    warnings = check_against_scheduler(profile, source)
+    for warning in warnings or ():
+        print_message(f"warning: {warning}")
+    if warnings is None and (missing_account := account_error(profile)):
         print_message(str(missing_account))
-    return "a cluster profile, valid" + (", and the scheduler agrees" if checked else "; no scheduler here to compare")
+    agreed = "; no scheduler here to compare" if warnings is None else ", and the scheduler agrees"
+    return f"a cluster profile, valid{agreed}"
 
 
 @click.command("plan")

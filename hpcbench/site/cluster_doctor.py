@@ -10,12 +10,14 @@ from typing import Any
 import msgspec
 
 from hpcbench.config.cluster_profile import ClusterProfile
-from hpcbench.errors import INSTALL_WORKER, HpcbenchError
+from hpcbench.config.toml_tables import TomlSource
+from hpcbench.errors import INSTALL_WORKER, HpcbenchError, SubmitError
 from hpcbench.fileio import printable_text
 from hpcbench.paths import cache_folder, data_folder, expand_path, is_visible
 from hpcbench.results.data_folder import list_datasets
 from hpcbench.site.node_probe import NodeProbe, decode_report, parse_probe, render_probe, run_probe
-from hpcbench.site.profile_check import scheduler_partitions
+from hpcbench.site.profile_check import compare_profile
+from hpcbench.site.slurm_facts import query_site
 from hpcbench.submit.scheduler import (
     Notify,
     account_error,
@@ -42,7 +44,9 @@ def _check(what: str, works: bool, detail: str, mend: str = "", *, needed: bool 
     return DoctorCheck(what, works, needed, detail, "" if works else mend)
 
 
-def check_cluster(profile: ClusterProfile, results: Path, notify: Notify | None = None) -> list[DoctorCheck]:
+def check_cluster(
+    profile: ClusterProfile, source: TomlSource, results: Path, notify: Notify | None = None
+) -> list[DoctorCheck]:
     """Check everything that a run on ``profile`` needs, in the order in which it would fail.
 
     With ``notify`` a job inspects a node from inside, if everything before it works; the wait for it is announced.
@@ -50,7 +54,7 @@ def check_cluster(profile: ClusterProfile, results: Path, notify: Notify | None 
     traits = profile.scheduler.traits
     checks = [_check_results_tree(results)]
     if traits.is_slurm:
-        checks += _check_slurm(profile)
+        checks += _check_slurm(profile, source)
     elif not traits.runs_here:
         checks.append(_check("scheduler", True, traits.note, needed=False))
     if notify and traits.is_slurm and all(check.works or not check.needed for check in checks):
@@ -94,7 +98,7 @@ def _check_data_folder(profile: ClusterProfile) -> DoctorCheck:
     return _check("data", bool(datasets), f"{folder}: {names or 'nothing'}", mend, needed=False)
 
 
-def _check_slurm(profile: ClusterProfile) -> list[DoctorCheck]:
+def _check_slurm(profile: ClusterProfile, source: TomlSource) -> list[DoctorCheck]:
     named = {"bin_folder": profile.scheduler.bin_folder, "config_file": profile.scheduler.config_file}
     absent = [key for key, path in named.items() if path and not is_visible(path)]
     checks = [
@@ -114,11 +118,16 @@ def _check_slurm(profile: ClusterProfile) -> list[DoctorCheck]:
     if private is not None and hides_jobs(private):
         detail = f"{private}: jobs that other users of a results tree submitted count as queued or running"
         checks.append(_check("PrivateData", True, detail, needed=False))
-    partitions = scheduler_partitions(profile)
-    if partitions is None:
+    try:
+        facts = query_site(profile, first_cluster(profile))
+    except SubmitError:
         mend = "make slurm-up" if profile.name == "slurmbox" else "is the controller up? try: scontrol ping"
         return [*checks, _check("scheduler", False, "scontrol does not answer", mend)]
-    return [*checks, _check("scheduler", True, f"partitions {', '.join(sorted(partitions))}")]
+    checks.append(_check("scheduler", True, f"partitions {', '.join(sorted(facts.partitions))}"))
+    found = compare_profile(profile, facts, source)
+    for each, needed in ((found.problems, True), (found.warnings, False)):
+        checks += [_check("profile", False, str(problem), problem.hint or "", needed=needed) for problem in each]
+    return checks
 
 
 def _check_worker(profile: ClusterProfile) -> list[DoctorCheck]:

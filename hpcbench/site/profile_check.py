@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from operator import itemgetter
 from pathlib import Path
+from typing import NamedTuple
 
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.profile_tables import NodeConfig, PartitionConfig
@@ -15,12 +16,15 @@ from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, SubmitErro
 from hpcbench.fileio import printable_text
 from hpcbench.render.job_script import make_job_shape, render_script
 from hpcbench.render.template_engine import TemplateEngine
-from hpcbench.site.slurm_facts import NodeFacts, PartitionFacts, SiteFacts, query_site
+from hpcbench.site.partition_facts import NodeFacts, PartitionFacts
+from hpcbench.site.slurm_facts import SiteFacts, query_access, query_site
 from hpcbench.submit.scheduler import account_error, command_environment, run_program
 from hpcbench.submit.slurm_queue import SbatchOutcome, classify_sbatch_error, first_cluster
 from hpcbench.units import format_bytes
 
-_TEMPORARY_REFUSALS = ("busy", "DOWN, DRAINED", "not available now", "not currently available")
+_TEMPORARY_REFUSALS = (
+    "busy", "DOWN, DRAINED", "not available now", "not currently available", "(inactive or drain)",
+)  # fmt: skip
 """Refusals that pass by themselves: no error of a profile."""
 _UNAVAILABLE = "Requested node configuration is not available"
 
@@ -36,9 +40,9 @@ def sbatch_test_problems(
     for key in profile.partitions or [None]:
         refusal = _sbatch_refusal(profile, key)
         live = _live_partition(profile, facts, key) if facts else None
-        # sbatch answers so, too, where the nodes that a job needs are reserved or drained today.
-        passes = live is not None and not live.is_complete and _UNAVAILABLE in (refusal or "")
-        if refusal and not passes:
+        # sbatch answers so, too, where the nodes that a job needs are drained, or reserved before it would end.
+        is_short_of_nodes = bool(live and live.absent_nodes) or bool(facts and facts.reservations)
+        if refusal and not (is_short_of_nodes and _UNAVAILABLE in refusal):
             where = source.where(("partitions", key) if key else ())
             yield ConfigError(f"sbatch refuses a job{f' in {key}' if key else ''}: {refusal}", where=where)
 
@@ -64,42 +68,68 @@ def _sbatch_refusal(profile: ClusterProfile, key: str | None) -> str | None:
     return printable_text("; ".join(texts)) or f"exit code {result.exit_code}"
 
 
-def check_against_scheduler(profile: ClusterProfile, source: TomlSource) -> bool:
-    """Compare ``profile`` with its scheduler; ``False`` if there is none here that answers.
+def check_against_scheduler(profile: ClusterProfile, source: TomlSource) -> list[HpcbenchError] | None:
+    """Compare ``profile`` with its scheduler; ``None`` if there is none here that answers.
 
-    Raises ``ConfigErrors`` with everything that jobs would be refused for.
+    Returns the causes that keep jobs waiting now and pass by themselves. Raises ``ConfigErrors`` with everything that
+    jobs would be refused for.
     """
     if not profile.scheduler.traits.is_slurm:
-        return False
+        return None
     try:
         facts = query_site(profile, first_cluster(profile))
     except SubmitError:
-        return False
+        return None
+    found = compare_profile(profile, facts, source)
     # The comparison names the line of each problem, sbatch does not: it is called only if the comparison has none.
-    problems = compare_profile(profile, facts, source) or list(sbatch_test_problems(profile, source, facts))
+    problems = found.problems or list(sbatch_test_problems(profile, source, facts))
     if problems:
         raise ConfigErrors(problems)
-    return True
+    return found.warnings
 
 
-def scheduler_partitions(profile: ClusterProfile) -> set[str] | None:
-    """Names of the scheduler's partitions; ``None`` if it is absent or does not answer."""
+def closed_partitions(profile: ClusterProfile, keys: Collection[str | None]) -> dict[str, str]:
+    """The partitions among ``keys`` in which no job of this user starts, by their names, each with the reason.
+
+    Empty without an answer of the scheduler.
+    """
+    if not keys or not profile.scheduler.traits.is_slurm:
+        return {}
     try:
-        return set(query_site(profile, first_cluster(profile)).partitions)
+        facts = query_access(profile, first_cluster(profile))
     except SubmitError:
-        return None
+        return {}
+    closed: dict[str, str] = {}
+    for key in keys:
+        live, qos = _live_partition(profile, facts, key), profile.partition(key).qos
+        if live is None:
+            continue
+        reason = facts.why_closed(live, profile.account, qos) or facts.why_qos_refused(live, profile.account, qos)
+        if reason:
+            closed[live.name] = reason
+    return closed
 
 
-def compare_profile(profile: ClusterProfile, facts: SiteFacts, source: TomlSource) -> list[HpcbenchError]:
-    """The contradictions between ``profile`` and ``facts``, each with the line of the profile."""
+class Comparison(NamedTuple):
+    """A profile beside its scheduler, each entry with the line of the profile."""
+
+    problems: list[HpcbenchError]
+    """Contradictions for which jobs are refused, or wait without end."""
+    warnings: list[HpcbenchError]
+    """Causes that keep jobs waiting today: the profile may be right."""
+
+
+def compare_profile(profile: ClusterProfile, facts: SiteFacts, source: TomlSource) -> Comparison:
+    """The contradictions between ``profile`` and ``facts``."""
     check = _ProfileCheck(profile, facts, source)
     check.cluster()
     for key, partition in profile.partitions.items():
         check.partition(key, partition)
     default = facts.default_partition
     if not profile.partitions and default is not None:
+        check.service(None, default)
         check.nodes(None, default)
-    return check.problems
+    return Comparison(check.problems, check.warnings)
 
 
 def _least(limits: Iterable[tuple[float | None, str]]) -> tuple[float, str]:
@@ -116,11 +146,15 @@ def _live_partition(profile: ClusterProfile, facts: SiteFacts, key: str | None) 
 
 
 class _ProfileCheck:
-    """The comparison of one profile with one scheduler; each method checks one table and adds to ``problems``."""
+    """The comparison of one profile with one scheduler; each method checks one table.
+
+    It adds to ``problems`` and ``warnings``.
+    """
 
     def __init__(self, profile: ClusterProfile, facts: SiteFacts, source: TomlSource) -> None:
         self.profile, self.facts, self._source = profile, facts, source
         self.problems: list[HpcbenchError] = []
+        self.warnings: list[HpcbenchError] = []
 
     def report(self, message: str, *key: str, hint: str | None = None) -> None:
         """Add a problem of the TOML key ``key``."""
@@ -139,6 +173,16 @@ class _ProfileCheck:
         if size is not None and largest is not None and size > largest:
             message = f"max_array_size = {size}, the scheduler's is {largest}"
             self.report(message, "scheduler", "max_array_size")
+        self.warnings += [self._source.error(reservation) for reservation in facts.reservations]
+
+    def service(self, key: str | None, live: PartitionFacts) -> None:
+        """Warn of a partition, or nodes of it, that are out of service today."""
+        table = () if key is None else ("partitions", key)
+        if live.state != "UP":
+            effect = "its jobs wait" if live.state == "DOWN" else "sbatch refuses jobs for it"
+            self.warnings.append(self._source.error(f"partition {live.name} is {live.state}: {effect}", *table))
+        if live.absence:
+            self.warnings.append(self._source.error(f"partition {live.name}: {live.absence}", *table))
 
     def partition(self, key: str, partition: PartitionConfig) -> None:
         facts, account, name = self.facts, self.profile.account, partition.name or key
@@ -149,13 +193,13 @@ class _ProfileCheck:
             hint = did_you_mean(name, facts.partitions)
             self.report(f"the scheduler has no partition {name!r}", "partitions", key, hint=hint)
             return
-        default = next((each.default_qos for each in facts.associations if each.account == account), facts.default_qos)
-        if reason := facts.why_closed(live, account, partition.qos):
+        self.service(key, live)
+        reason = facts.why_closed(live, account, partition.qos) if live.state == "UP" else None
+        # A QOS that the profile names has a line of its own.
+        if reason is None and partition.qos is None:
+            reason = facts.why_qos_refused(live, account, None)
+        if reason:
             self.report(f"partition {live.name} {reason}", "partitions", key)
-        elif partition.qos is None and default is not None and not live.takes_qos(default):
-            message = f"partition {live.name} does not take QOS {default!r}, your default"
-            hint = f"it takes: {', '.join(sorted(filter(live.takes_qos, facts.usable_qos)))}"
-            self.report(message, "partitions", key, hint=hint)
         self._time_limits(key, partition, live)
         self._node_counts(key, partition, live)
         self._submitted_jobs(key, partition, live)
@@ -166,9 +210,8 @@ class _ProfileCheck:
             hint = did_you_mean(qos, self.facts.qos)
             self.report(f"the scheduler has no QOS {qos!r}", "partitions", key, "qos", hint=hint)
             return
-        if live is not None and not live.takes_qos(qos):
-            listed = ", ".join(sorted(live.allowed_qos or {f"all but {', '.join(sorted(live.denied_qos))}"}))
-            self.report(f"partition {live.name} does not take QOS {qos!r}: {listed}", "partitions", key, "qos")
+        if live is not None and (reason := self.facts.why_qos_refused(live, self.profile.account, qos)):
+            self.report(f"partition {live.name} {reason}", "partitions", key, "qos")
         usable = self.facts.usable_qos
         if usable and qos not in usable:
             hint = f"yours: {', '.join(sorted(usable))}"
@@ -230,13 +273,17 @@ class _ProfileCheck:
         kinds = [kind for kind in live.kinds if required <= kind.features] or list(live.kinds)
         if not kinds:
             return
-        cpus, memory = max(kind.cpus for kind in kinds), max(kind.memory_bytes for kind in kinds)
+        cpus, memory = max(kind.cpus for kind in kinds), max(map(live.memory.most, kinds))
         if node.cores is not None and node.cores > cpus:
             self.report(f"cores = {node.cores}, nodes of {live.name} have {cpus}", *table, "cores")
         requested = request.memory_bytes or (node.memory_bytes if request.memory == "node" else None)
+        if request.memory == "all" and live.memory.most_per_node:
+            # --mem=0 is all of a node, and such a job waits for ever where it may not have that.
+            requested = min(kind.memory_bytes for kind in kinds)
         if requested is not None and requested > memory:
-            toml_key = ("request", "memory_bytes") if request.memory_bytes else (*table, "memory_bytes")
-            available = f"those of {live.name} have {format_bytes(memory)}"
+            toml_key = ("request", "memory") if request.memory == "all" else (*table, "memory_bytes")
+            toml_key = ("request", "memory_bytes") if request.memory_bytes else toml_key
+            available = f"those of {live.name} give at most {format_bytes(memory)}"
             self.report(f"jobs ask for {format_bytes(requested)} a node, {available}", *toml_key)
         if request.gpus != "none":
             self._devices(request.gpus, node, kinds, live.name, table)

@@ -10,7 +10,8 @@ from itertools import count, islice
 
 from hpcbench.config.toml_tables import NAME_PATTERN
 from hpcbench.site.node_probe import NodeProbe
-from hpcbench.site.slurm_facts import NodeFacts, PartitionFacts, SiteFacts
+from hpcbench.site.partition_facts import GpuCount, NodeFacts, PartitionFacts
+from hpcbench.site.slurm_facts import SiteFacts
 
 _PROFILE_HEAD = """\
 # Written by `hpcbench cluster init` on {date} from the scheduler of {cluster} (SLURM {version}){looked}.
@@ -35,14 +36,14 @@ def profile_toml(name: str, facts: SiteFacts, probe: NodeProbe | None = None, co
         quoted=_toml_string(name), description=_toml_string(f"{facts.cluster}, {_describe_node(kind)}"),
         looked=" and a job on a node" if probe else "",
     )  # fmt: skip
-    key = keys[default.name] if default and facts.why_closed(default) is None else None
+    key = keys[default.name] if default and _why_commented(default, facts) is None else None
     top = _top_level_keys(facts, default, key, gpus=gpus, has_devices=has_devices, probed=probe is not None)
     tables = [
         [*head.rstrip("\n").split("\n"), *top],
         _scheduler_table(facts, config_file),
-        _node_table(kind, probe),
+        _node_table(default, kind, probe),
         _request_table(facts, default, kind, has_devices),
-        *(_partition_table(partition, keys[name], facts, kind) for name, partition in facts.partitions.items()),
+        *(_partition_table(partition, keys[name], facts, default) for name, partition in facts.partitions.items()),
         _network_table(probe),
     ]
     if has_devices and kind:
@@ -60,9 +61,15 @@ def default_partition(facts: SiteFacts) -> PartitionFacts | None:
     def rank(partition: PartitionFacts) -> tuple[bool, bool, bool]:
         kind = partition.usual_kind
         has_devices = kind is not None and kind.device_count > 0
-        return facts.why_closed(partition) is not None, not has_devices, not partition.is_default
+        return _why_commented(partition, facts) is not None, not has_devices, not partition.is_default
 
     return min(facts.partitions.values(), key=rank, default=None)
+
+
+def _why_commented(partition: PartitionFacts, facts: SiteFacts) -> str | None:
+    """Why the table of a partition is a comment: its jobs would not start, or the site does not offer it."""
+    is_hidden = "is hidden: the site lists it only for `scontrol --all`" if partition.is_hidden else None
+    return facts.why_closed(partition) or is_hidden
 
 
 def _describe_node(kind: NodeFacts | None) -> str:
@@ -120,7 +127,7 @@ def _top_level_keys(
     lines = []
     usual = facts.default_partition
     if default and usual and usual is not default:
-        reason = facts.why_closed(usual) or "has no devices, and `device` holds for all partitions"
+        reason = _why_commented(usual, facts) or "has no devices, and `device` holds for all partitions"
         lines.append(f"# The scheduler's default partition, {usual.name}, {reason}.")
     if gpus and not has_devices:
         lines.append("# The scheduler lists devices, but the job found no driver for them.")
@@ -132,6 +139,7 @@ def _top_level_keys(
         lines.append(f"# Your accounts: {', '.join(accounts)}. The scheduler takes your default where none is named;")
         lines.append("# another one belongs below [accounts] in ~/.config/hpcbench/config.toml.")
     longest = _longest_min(default, facts) if default else None
+    lines += [f"# {reservation}." for reservation in facts.reservations]
     lines += _keys(default_partition=key)
     return [*lines, *_keys(time_limit_min=f"{min(30.0, longest or 30.0):g} min")]
 
@@ -150,13 +158,16 @@ def _scheduler_table(facts: SiteFacts, config_file: str | None) -> list[str]:
     return [*lines, *_keys(max_submitted_jobs=most, max_running_jobs=qos.max_running_jobs if qos else None)]
 
 
-def _node_lines(kind: NodeFacts) -> list[str]:
+def _node_lines(kind: NodeFacts, most_bytes: int) -> list[str]:
+    """``most_bytes``: the most memory that a job may ask for on such a node."""
     lines = []
     if kind.cpus:
         threads = f"  # of {kind.threads_per_core} threads" if kind.threads_per_core > 1 else ""
         lines.append(f"cores = {kind.cpus}{threads}")
+    if most_bytes < kind.memory_bytes:
+        lines.append(f"# Of its {kind.memory_bytes // 2**20} MiB a job may ask for at most:")
     if kind.memory_bytes:
-        lines += _keys(memory_bytes=f"{kind.memory_bytes // 2**20} MiB")
+        lines += _keys(memory_bytes=f"{most_bytes // 2**20} MiB")
     if len(kind.gpus) > 1:
         lines.append("# Its devices are of several types: a job that asks for a part of them gets any.")
     gpu_type = next((gpu.type for gpu in kind.gpus if gpu.type), None)
@@ -164,10 +175,10 @@ def _node_lines(kind: NodeFacts) -> list[str]:
     return [*lines, *_keys(devices=kind.device_count, device_type=device_type, gres_type=gpu_type)]
 
 
-def _node_table(kind: NodeFacts | None, probe: NodeProbe | None) -> list[str]:
-    if kind is None:
+def _node_table(default: PartitionFacts | None, kind: NodeFacts | None, probe: NodeProbe | None) -> list[str]:
+    if default is None or kind is None:
         return []
-    lines = ["[node]", *_node_lines(kind)]
+    lines = ["[node]", *_node_lines(kind, default.memory.most(kind))]
     if kind.arch in ("x86_64", "aarch64"):
         lines += _keys(arch=kind.arch)
     if probe is not None:
@@ -194,15 +205,22 @@ def _request_table(
         has_gpu_options = "cons_tres" in facts.settings.get("SelectType", "")
         style = "gpus-per-node" if has_gpu_options else "gres"
     lines = ["[request]", *_keys(gpus=style)]
-    per_cpu_bytes = default.default_memory_per_cpu_bytes if default else None
-    if per_cpu_bytes and kind and per_cpu_bytes * kind.cpus < 0.9 * kind.memory_bytes:
-        mib = per_cpu_bytes // 2**20
-        lines.append(f"# A job that asks for no memory gets {mib} MiB a CPU, less than the node has.")
-        return [*lines, *_keys(memory="node")]
-    return [*lines, *_keys(memory="none")]
+    return [*lines, *_memory_lines(default, kind)]
 
 
-def _partition_table(partition: PartitionFacts, key: str, facts: SiteFacts, usual: NodeFacts | None) -> list[str]:
+def _memory_lines(partition: PartitionFacts | None, kind: NodeFacts | None) -> list[str]:
+    if partition is None or kind is None or not partition.memory.must_ask(kind):
+        return _keys(memory="none")
+    given, most = (amount // 2**20 for amount in (partition.memory.default(kind), partition.memory.most(kind)))
+    return [
+        f"# A job that asks for no memory is given {given} MiB of a node; it may have {most}.",
+        *_keys(memory="node"),
+    ]
+
+
+def _partition_table(
+    partition: PartitionFacts, key: str, facts: SiteFacts, default: PartitionFacts | None
+) -> list[str]:
     table = f"partitions.{_toml_string(key) if '.' in key else key}"
     lines = [f"[{table}]", *_keys(name=partition.name if key != partition.name else None)]
     longest = _longest_min(partition, facts)
@@ -213,6 +231,9 @@ def _partition_table(partition: PartitionFacts, key: str, facts: SiteFacts, usua
     lines += _keys(
         max_nodes=_least(count or None for count in maxima) or 1, min_nodes=smallest if smallest > 1 else None
     )
+    if partition.absence:
+        counts = "It counts" if len(partition.absent_nodes) == 1 else "They count"
+        lines.append(f"# {partition.absence}. {counts} in max_nodes.")
     if partition.whole_nodes:
         lines.append("whole_nodes = true")
     lines += _qos_lines(partition, facts)
@@ -221,14 +242,21 @@ def _partition_table(partition: PartitionFacts, key: str, facts: SiteFacts, usua
         features = sorted(frozenset[str]().union(*(kind.features for kind in partition.kinds)))
         if features:
             lines.append(f"# Features that a constraint may name: {', '.join(features)}.")
-    kind = partition.usual_kind
-    if kind and usual and (kind.cpus, kind.memory_bytes, kind.gpus) != (usual.cpus, usual.memory_bytes, usual.gpus):
-        lines += ["", f"[{table}.node]", *_node_lines(kind)]
-        if not kind.device_count and usual.gpus:
-            lines += ["", f"[{table}.request]", 'gpus = "none"']
-    reason = facts.why_closed(partition)
+    kind, usual = partition.usual_kind, default.usual_kind if default else None
+    if kind and usual and default and _numbers(partition, kind) != _numbers(default, usual):
+        lines += ["", f"[{table}.node]", *_node_lines(kind, partition.memory.most(kind))]
+        own = _keys(gpus="none") if not kind.device_count and usual.gpus else []
+        if partition.memory.must_ask(kind) != default.memory.must_ask(usual):
+            own += _memory_lines(partition, kind)
+        lines += ["", f"[{table}.request]", *own] if own else []
+    reason = _why_commented(partition, facts)
     # `check` refuses a table of a partition in which no job starts.
     return [f"# {partition.name} {reason}.", *(f"# {line}".rstrip() for line in lines)] if reason else lines
+
+
+def _numbers(partition: PartitionFacts, kind: NodeFacts) -> tuple[int, int, bool, tuple[GpuCount, ...]]:
+    """The facts that the tables of nodes and requests follow from."""
+    return kind.cpus, partition.memory.most(kind), partition.memory.must_ask(kind), kind.gpus
 
 
 def _qos_lines(partition: PartitionFacts, facts: SiteFacts) -> list[str]:

@@ -5,26 +5,20 @@ from __future__ import annotations
 import grp
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from types import MappingProxyType
 
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.errors import SubmitError
 from hpcbench.fileio import printable_text
 from hpcbench.identity import account_name
+from hpcbench.site.partition_facts import GpuCount, MemoryLimits, NodeFacts, PartitionFacts
 from hpcbench.submit.slurm_queue import run_on_cluster
 
 _IN_PARENTHESES = re.compile(r"\([^)]*\)")
 _COUNT_PATTERN = re.compile(r"(?P<number>[0-9]+)(?P<suffix>[kKmM]?)")
 _SUFFIX_FACTORS = {"": 1, "k": 1024, "m": 1024**2}
-
-
-class GpuCount(NamedTuple):
-    """Accelerators of one type of a node."""
-
-    type: str | None
-    number: int
 
 
 def parse_gres(text: str) -> list[GpuCount]:
@@ -54,60 +48,9 @@ _KEY_VALUE_PATTERN = re.compile(
     r"(?:^|\s)(?P<key>[A-Z][A-Za-z]*(?:[:/][A-Za-z]+)*)=(?P<value>.*?)(?=\s+[A-Z][A-Za-z]*(?:[:/][A-Za-z]+)*=|$)"
 )
 _TIME_LIMIT_PATTERN = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
-_STATES_IN_SERVICE = frozenset({"IDLE", "ALLOCATED", "MIXED", "COMPLETING", "PLANNED", "CLOUD", "DYNAMIC_NORM", ""})
+_REASON_STAMP = re.compile(r"\s*\[[^\[\]]*@[^\[\]]*\]$")
+"""The author and the time of a reason."""
 _EMPTY_VALUES = frozenset({"", "(null)", "N/A", "NONE", "UNLIMITED", "INFINITE", "NOT_SET"})
-
-
-@dataclass(frozen=True)
-class NodeFacts:
-    """A kind of nodes: equal hardware and features."""
-
-    cpus: int
-    memory_bytes: int
-    gpus: tuple[GpuCount, ...]
-    features: frozenset[str]
-    arch: str
-    threads_per_core: int
-    in_service: bool = field(default=True, compare=False)
-    """Whether the node is neither down, drained, reserved nor powered off."""
-
-    @property
-    def device_count(self) -> int:
-        return sum(gpu.number for gpu in self.gpus)
-
-
-@dataclass(frozen=True)
-class PartitionFacts:
-    """One partition of the scheduler; ``None`` is no limit."""
-
-    name: str
-    is_default: bool = False
-    is_up: bool = True
-    max_time_min: float | None = None
-    default_time_min: float | None = None
-    max_nodes: int | None = None
-    min_nodes: int | None = None
-    nodes: int = 0
-    allowed_qos: frozenset[str] | None = None
-    allowed_accounts: frozenset[str] | None = None
-    denied_accounts: frozenset[str] = frozenset()
-    denied_qos: frozenset[str] = frozenset()
-    allowed_groups: frozenset[str] | None = None
-    is_complete: bool = True
-    """Whether none of its nodes is down, drained, reserved or powered off."""
-    qos: str | None = None
-    whole_nodes: bool = False
-    default_memory_per_cpu_bytes: int | None = None
-    kinds: tuple[NodeFacts, ...] = ()
-    """Its kinds of nodes, the one with most nodes first."""
-
-    @property
-    def usual_kind(self) -> NodeFacts | None:
-        """The kind that jobs are for: the most frequent one with devices, if there is one."""
-        return next((kind for kind in self.kinds if kind.device_count), next(iter(self.kinds), None))
-
-    def takes_qos(self, qos: str) -> bool:
-        return qos not in self.denied_qos and (self.allowed_qos is None or qos in self.allowed_qos)
 
 
 @dataclass(frozen=True)
@@ -144,6 +87,8 @@ class SiteFacts:
     associations: tuple[AccountAssociation, ...] = ()
     max_array_size: int | None = None
     settings: dict[str, str] = field(default_factory=dict)
+    reservations: tuple[str, ...] = ()
+    """Descriptions of the reservations that have not begun."""
     groups: frozenset[str] | None = None
     """The Unix groups of this user; ``None`` if they are unknown, or limit nothing as for root."""
 
@@ -157,8 +102,8 @@ class SiteFacts:
         accounts = {account} if account else {association.account for association in self.associations}
         whose = f"account {account!r}" if account else f"any of your accounts ({', '.join(sorted(accounts))})"
         allowed, denied = partition.allowed_accounts, partition.denied_accounts
-        if not partition.is_up:
-            return "is not up"
+        if partition.state != "UP":
+            return f"is {partition.state}"
         if accounts and allowed is not None and accounts.isdisjoint(allowed):
             return f"does not take {whose}: {', '.join(sorted(allowed))}"
         if accounts and accounts <= denied:
@@ -184,6 +129,17 @@ class SiteFacts:
     def default_qos(self) -> str | None:
         """The QOS of jobs that name none; ``None`` if no association of the user has a default."""
         return next((each.default_qos for each in self.associations if each.default_qos), None)
+
+    def why_qos_refused(self, partition: PartitionFacts, account: str | None, qos: str | None) -> str | None:
+        """Why ``partition`` does not take jobs of QOS ``qos``, or of the user's default one; ``None`` if it does."""
+        default = next((each.default_qos for each in self.associations if each.account == account), self.default_qos)
+        chosen = qos or default
+        if chosen is None or partition.takes_qos(chosen):
+            return None
+        known = self.usable_qos or self.qos.keys() or partition.allowed_qos or ()
+        taken = ", ".join(sorted(filter(partition.takes_qos, known)))
+        listed = f"; it takes {taken}" if taken else ""
+        return f"does not take QOS {chosen!r}{'' if qos else ', your default'}{listed}"
 
     @property
     def default_partition(self) -> PartitionFacts | None:
@@ -211,46 +167,56 @@ def parse_oneliner(text: str) -> list[dict[str, str]]:
 
 def parse_nodes(text: str) -> dict[str, list[NodeFacts]]:
     """The nodes in the output of ``scontrol show node --oneliner``, by partition."""
+
+    def number(record: Mapping[str, str], key: str) -> int:
+        return _parse_int(record.get(key, "")) or 0
+
     by_partition: dict[str, list[NodeFacts]] = {}
     for record in parse_oneliner(text):
-        states = re.split(r"[^A-Z_]+", record.get("State", "").upper())
         node = NodeFacts(
-            cpus=_parse_int(record.get("CPUEfctv", "")) or _parse_int(record.get("CPUTot", "")) or 0,
-            memory_bytes=(_parse_int(record.get("RealMemory", "")) or 0) * 2**20,
+            cpus=number(record, "CPUEfctv") or number(record, "CPUTot"),
+            # MemSpecLimit is kept for slurmd and the system.
+            memory_bytes=(number(record, "RealMemory") - number(record, "MemSpecLimit")) * 2**20,
             # Gres names types; the configured totals count only if it is silent.
             gpus=tuple(parse_gres(record.get("Gres", "")) or parse_gres(record.get("CfgTRES", ""))),
             features=frozenset(_parse_names(record.get("AvailableFeatures", "")) or ()),
             arch=record.get("Arch", ""),
-            threads_per_core=_parse_int(record.get("ThreadsPerCore", "")) or 1,
-            in_service=_STATES_IN_SERVICE.issuperset(states),
+            threads_per_core=number(record, "ThreadsPerCore") or 1,
+            name=record.get("NodeName", ""),
+            state=record.get("State", ""),
+            reason=_REASON_STAMP.sub("", record.get("Reason", "")),
         )
         for partition in filter(None, record.get("Partitions", "").split(",")):
             by_partition.setdefault(partition, []).append(node)
     return by_partition
 
 
-def parse_partitions(text: str, nodes: dict[str, list[NodeFacts]]) -> dict[str, PartitionFacts]:
-    """``scontrol show partition --oneliner``."""
+def parse_partitions(
+    text: str, nodes: dict[str, list[NodeFacts]], settings: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, PartitionFacts]:
+    """``scontrol show partition --oneliner``; ``settings`` are those of all partitions, in slurm.conf."""
     return {
-        record["PartitionName"]: _parse_partition(record, nodes)
+        record["PartitionName"]: _parse_partition(record, nodes, settings)
         for record in parse_oneliner(text)
         if "PartitionName" in record
     }
 
 
-def _parse_partition(record: dict[str, str], nodes: dict[str, list[NodeFacts]]) -> PartitionFacts:
+def _parse_partition(
+    record: dict[str, str], nodes: dict[str, list[NodeFacts]], settings: Mapping[str, str]
+) -> PartitionFacts:
     def number(key: str) -> int | None:
         value = record.get(key, "")
         return int(value) if value.isdecimal() and int(value) > 0 else None
 
     name = record["PartitionName"]
     own_nodes = nodes.get(name, [])
-    per_cpu = number("DefMemPerCPU")
     qos = record.get("QoS", "")
     return PartitionFacts(
         name=name,
         is_default=record.get("Default") == "YES",
-        is_up=record.get("State", "UP") == "UP",
+        state=record.get("State", "UP"),
+        is_hidden=record.get("Hidden") == "YES",
         max_time_min=parse_minutes(record.get("MaxTime", "")),
         default_time_min=parse_minutes(record.get("DefaultTime", "")),
         max_nodes=number("MaxNodes"),
@@ -261,12 +227,22 @@ def _parse_partition(record: dict[str, str], nodes: dict[str, list[NodeFacts]]) 
         denied_accounts=_parse_names(record.get("DenyAccounts", "")) or frozenset(),
         denied_qos=_parse_names(record.get("DenyQos", "")) or frozenset(),
         allowed_groups=_parse_names(record.get("AllowGroups", "ALL")),
-        is_complete=all(node.in_service for node in own_nodes),
+        absent_nodes=tuple(node for node in own_nodes if not node.in_service),
         qos=None if qos in _EMPTY_VALUES else qos,
         whole_nodes=record.get("OverSubscribe") == "EXCLUSIVE",
-        default_memory_per_cpu_bytes=per_cpu * 2**20 if per_cpu else None,
+        memory=_parse_memory_limits(record, settings),
         kinds=tuple(sorted(dict.fromkeys(own_nodes), key=own_nodes.count, reverse=True)),
     )
+
+
+def _parse_memory_limits(record: Mapping[str, str], settings: Mapping[str, str]) -> MemoryLimits:
+    """The partition's own limits; a pair of them that it leaves open is that of slurm.conf."""
+    found: list[int | None] = []
+    for keys in (("DefMemPerCPU", "DefMemPerNode"), ("MaxMemPerCPU", "MaxMemPerNode")):
+        values = [[_parse_int(each.get(key, "")) for key in keys] for each in (record, settings)]
+        mib = next((pair for pair in values if any(pair)), (None, None))
+        found += [number * 2**20 if number else None for number in mib]
+    return MemoryLimits(*found)
 
 
 def _parse_names(text: str) -> frozenset[str] | None:
@@ -292,6 +268,16 @@ def parse_associations(text: str) -> tuple[AccountAssociation, ...]:
     return tuple(
         AccountAssociation(account, frozenset(filter(None, qos.split(","))), default or None, _parse_int(submitted))
         for account, qos, default, submitted in _parse_rows(text, 4)
+    )
+
+
+def parse_reservations(text: str) -> tuple[str, ...]:
+    """``scontrol show reservation --oneliner``: descriptions of those to come; nodes show those that have begun."""
+    records = (record for record in parse_oneliner(text) if record.get("State") == "INACTIVE")
+    return tuple(
+        f"reservation {record.get('ReservationName', '')} holds {record.get('Nodes', '')} from "
+        f"{record.get('StartTime', '')} to {record.get('EndTime', '')}: jobs of others that may last into it wait"
+        for record in records
     )
 
 
@@ -323,23 +309,46 @@ def query_site(profile: ClusterProfile, cluster: str = "") -> SiteFacts:
     Raises ``SubmitError`` if scontrol is absent or does not answer.
     """
     settings = parse_slurm_config(_run_query(["scontrol", "show", "config"], profile, cluster))
-    nodes = parse_nodes(_run_optional_query(["scontrol", "show", "node", "--oneliner"], profile, cluster))
-    partitions = parse_partitions(_run_query(["scontrol", "show", "partition", "--oneliner"], profile, cluster), nodes)
-    name = settings.get("ClusterName", "")
-    # One slurmdbd serves several clusters: the associations of the others are not for jobs here.
-    whose = [f"user={account_name()}", *([f"cluster={name}"] if name else [])]
+    # --all: a partition that the site hides may still be this user's.
+    nodes = parse_nodes(_run_optional_query(["scontrol", "--all", "show", "node", "--oneliner"], profile, cluster))
+    shown = _run_query(["scontrol", "--all", "show", "partition", "--oneliner"], profile, cluster)
+    partitions = parse_partitions(shown, nodes, settings)
     return SiteFacts(
-        cluster=name,
+        cluster=settings.get("ClusterName", ""),
         version=settings.get("SLURM_VERSION", ""),
         partitions=partitions,
         qos=parse_qos(_run_optional_query(["sacctmgr", "-nP", "show", "qos", _QOS_FORMAT], profile)),
-        associations=parse_associations(
-            _run_optional_query(["sacctmgr", "-nP", "show", "assoc", "where", *whose, _ASSOCIATION_FORMAT], profile)
-        ),
+        associations=_query_associations(settings, profile),
         max_array_size=_parse_int(settings.get("MaxArraySize", "")),
         settings=settings,
+        reservations=parse_reservations(
+            _run_optional_query(["scontrol", "show", "reservation", "--oneliner"], profile, cluster)
+        ),
         groups=_own_groups(),
     )
+
+
+def query_access(profile: ClusterProfile, cluster: str = "") -> SiteFacts:
+    """The partitions, and what decides whether this user's jobs start in them: fewer questions than ``query_site``.
+
+    Raises ``SubmitError`` if scontrol is absent or does not answer.
+    """
+    shown = _run_query(["scontrol", "--all", "show", "partition", "--oneliner"], profile, cluster)
+    partitions = parse_partitions(shown, {})
+    settings: dict[str, str] = {}
+    associations: tuple[AccountAssociation, ...] = ()
+    if any(each.limits_accounts for each in partitions.values()):
+        settings = parse_slurm_config(_run_query(["scontrol", "show", "config"], profile, cluster))
+        associations = _query_associations(settings, profile)
+    return SiteFacts(settings.get("ClusterName", ""), "", partitions, associations=associations, groups=_own_groups())
+
+
+def _query_associations(settings: Mapping[str, str], profile: ClusterProfile) -> tuple[AccountAssociation, ...]:
+    name = settings.get("ClusterName", "")
+    # One slurmdbd serves several clusters: the associations of the others are not for jobs here.
+    whose = [f"user={account_name()}", *([f"cluster={name}"] if name else [])]
+    command = ["sacctmgr", "-nP", "show", "assoc", "where", *whose, _ASSOCIATION_FORMAT]
+    return parse_associations(_run_optional_query(command, profile))
 
 
 def _own_groups() -> frozenset[str] | None:

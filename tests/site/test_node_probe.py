@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from hpcbench.cli.cluster_commands import cluster
 from hpcbench.config.cluster_profile import ClusterProfile, LoginNodeMatch, is_login_node, load_cluster_file
+from hpcbench.config.toml_tables import TomlSource
 from hpcbench.errors import SubmitError
 from hpcbench.site.cluster_doctor import check_cluster, compare_probe
 from hpcbench.site.node_probe import parse_probe, render_probe, run_probe
@@ -77,7 +78,7 @@ def test_on_a_machine_without_a_scheduler_a_missing_module_is_found(tmp_path: Pa
         "name": "c", "launcher": "torchrun", "scheduler": {"kind": "local"}, "default_environment": "v",
         "environments": {"v": {"modules": ["absent/1.0"], "python": "/nonexistent"}},
     })  # fmt: skip
-    checks = {check.what: check for check in check_cluster(made, tmp_path)}
+    checks = {check.what: check for check in check_cluster(made, TomlSource(Path("c.toml"), ""), tmp_path)}
     assert (checks["modules"].works, checks["modules"].needed) == (False, True)
     assert checks["modules"].detail.startswith("module absent/1.0 cannot be loaded on ")
     assert not checks["python"].works
@@ -86,7 +87,9 @@ def test_on_a_machine_without_a_scheduler_a_missing_module_is_found(tmp_path: Pa
 def test_folders_of_a_profile_that_do_not_exist_are_named(tmp_path: Path, fake_slurm: Path) -> None:
     scheduler = {"kind": "slurm", "bin_folder": str(tmp_path / "bin"), "config_file": str(tmp_path / "slurm.conf")}
     made = ClusterProfile.model_validate({"name": "c", "scheduler": scheduler})
-    checks = {check.what: check for check in check_cluster(made, tmp_path) if not check.works}
+    checks = {
+        check.what: check for check in check_cluster(made, TomlSource(Path("c.toml"), ""), tmp_path) if not check.works
+    }
     assert checks["bin_folder"].detail == f"{tmp_path}/bin does not exist"
     assert checks["config_file"].needed
     assert checks["scheduler"].detail == "not queried: scheduler.bin_folder does not exist"

@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 
 from tests.conftest import absent
-from tests.slurm.box import Box, BoxError
+from tests.slurm.box import Box, BoxError, paths
 
 ROOT = Path(__file__).resolve().parents[2]
+
+# The commands of a box whose SLURM is not the machine's; before the modules of the tests copy the variables.
+os.environ["PATH"] = f"{paths.BIN}{os.pathsep}{os.environ['PATH']}"
 
 
 @pytest.fixture(scope="session")

@@ -65,6 +65,7 @@ def starts(tmp_path: Path) -> int:
     return len(list((tmp_path / "results" / "slurmbox" / "runs").glob("*/*/attempts/*/attempt.json")))
 
 
+@pytest.mark.releases
 def test_the_box_sweep_runs_on_as_many_hosts_as_nodes(hpcbench: Command, results: Results, tmp_path: Path) -> None:
     short = [word for key in ("grid.batch_size=8", "steps=2", "profile_steps=0") for word in ("--set", key)]
     done = hpcbench("run", "box", "--cluster", "slurmbox", *short)
@@ -116,6 +117,7 @@ def test_two_array_tasks_share_nodes_without_conflict(
     two_array_tasks_meet_on_the_same_nodes(hpcbench, results, tmp_path, slurm)
 
 
+@pytest.mark.releases
 def test_a_submitit_job_on_slurm_reports_its_state_and_cancels(
     hpcbench: Command, results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +144,7 @@ def test_a_submitit_job_on_slurm_reports_its_state_and_cancels(
     wait_for("status to say so", lambda: hpcbench("status", "long").returncode == 1, 60)
 
 
+@pytest.mark.releases
 def test_the_time_limit_leaves_what_was_measured(hpcbench: Command, results: Results, tmp_path: Path) -> None:
     """The scheduler warns the ranks a minute before the limit; the longer one is for a machine that starts slowly."""
     for seed, limit_min in enumerate((1.4, 2.8)):
@@ -191,6 +194,7 @@ def cpu_time_s(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.releases
 def test_out_of_memory_is_called_so(hpcbench: Command, results: Results, tmp_path: Path) -> None:
     """More than the node's memory cgroup has: the kernel kills the rank, the node stays, the next job runs."""
     path = sweep(tmp_path, "greedy", "steps = 2\ntime_limit_min = 5\n", model="resnet18")
@@ -205,6 +209,7 @@ def test_out_of_memory_is_called_so(hpcbench: Command, results: Results, tmp_pat
     assert hpcbench("run", after, "--cluster", "slurmbox").returncode == 0
 
 
+@pytest.mark.releases
 def test_a_refusal_by_the_real_sbatch_leaves_nothing(hpcbench: Command, tmp_path: Path) -> None:
     project = tmp_path / "project"
     (project / "clusters").mkdir(parents=True)
@@ -223,6 +228,7 @@ def test_a_refusal_by_the_real_sbatch_leaves_nothing(hpcbench: Command, tmp_path
     assert not (tmp_path / "results" / "refused" / "runs").exists()
 
 
+@pytest.mark.releases
 def test_check_and_doctor_query_the_real_scheduler(hpcbench: Command, tmp_path: Path) -> None:
     assert "the scheduler agrees" in hpcbench("check", "clusters/slurmbox.toml").stderr
     doctor = hpcbench("doctor", "--cluster", "slurmbox", "--json")

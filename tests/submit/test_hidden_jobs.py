@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpcbench.config.cluster_profile import ClusterProfile
+from hpcbench.config.toml_tables import TomlSource
 from hpcbench.identity import account_name
 from hpcbench.results.attempts import begin_attempt
 from hpcbench.results.results_tree import ClusterTree
@@ -95,5 +96,5 @@ def test_a_hidden_job_that_began_is_lost_only_past_its_time_limit(
 def test_doctor_reads_private_data(config: str, named: bool, fake_slurm: Path) -> None:
     (fake_slurm / "scontrol").write_text(config)
     profile = ClusterProfile.model_validate({"name": "test", "scheduler": {"kind": "slurm"}})
-    rows = [check for check in _check_slurm(profile) if check.what == "PrivateData"]
+    rows = [check for check in _check_slurm(profile, TomlSource(Path("c.toml"), "")) if check.what == "PrivateData"]
     assert [row.works for row in rows] == [True] * named

@@ -50,6 +50,10 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     up.add_argument("--subnet", default=default.subnet, help="network of the nodes (default: %(default)s)")
 
+    up.add_argument(
+        "--slurm", default=default.slurm, metavar="RELEASE", help="another SLURM than the machine's, as 24.11"
+    )
+
     for name, function, text in (
         ("down", _down, "remove the box and everything it made"),
         ("status", _status, "one line per daemon and node; exit status 0 when all work"),
@@ -93,11 +97,13 @@ def _up(args: argparse.Namespace) -> int:
         max_array_size=args.max_array_size,
         grace_time=args.grace_time,
         subnet=args.subnet,
+        slurm=args.slurm,
     )
     started = lifecycle.up(options)
     seconds = time.monotonic() - start
     print(f"slurm box: {'up' if started else 'already up'} ({seconds:.1f} s): {options.describe()}")
-    print(f"use it: export SLURM_CONF={paths.SLURM_CONF}")
+    path = f" PATH={paths.BIN}:$PATH" if options.slurm else ""
+    print(f"use it: export SLURM_CONF={paths.SLURM_CONF}{path}")
     return 0
 
 

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import cgroups, machine, paths
+from . import cgroups, machine, paths, release
 from .errors import BoxError
 from .shell import clean_env, run, succeeds, wait_for
 from .slurmconf import SLURMD_PORT
@@ -166,13 +166,15 @@ def stop_service(name: str, timeout: float = 15) -> None:
         wait_for(f"{name} to end after SIGKILL", lambda: not is_alive(name), 10)
 
 
-def make_links(nodes: Sequence[str]) -> None:
+def make_links(nodes: Sequence[str], slurm: str) -> None:
     """Links to the real daemons, and each node's script for job steps.
 
     SLURM's programs look at their own name: as `slurmctld-wlm` or `slurmstepd-wlm` they crash.
     """
     for program in ("slurmctld", "slurmd", "slurmstepd", "slurmdbd"):
-        (paths.BIN / program).symlink_to(machine.real_daemon(program))
+        (paths.BIN / program).symlink_to(release.daemon(program) if slurm else machine.real_daemon(program))
+    if slurm:
+        release.link_commands()
     for node in nodes:
         _stepd_path(node).write_text(stepd_script(node))
         _stepd_path(node).chmod(0o755)

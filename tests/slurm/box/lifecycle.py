@@ -12,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 
-from . import accounting, cgroups, daemons, hosts, machine, network, paths, slurmconf, status, users
+from . import accounting, cgroups, daemons, hosts, machine, network, paths, release, slurmconf, status, users
 from .errors import BoxError
 from .lock import locked
 from .options import Options
@@ -30,7 +30,7 @@ def up(options: Options) -> bool:
             _say("replacing the box that is there")
         _teardown()
         try:
-            machine.install_packages()
+            machine.install_packages(release.fetching_tools(options.slurm) if options.slurm else ())
             network.check(options.subnet)
             hosts.check(options)
             cgroups.check()
@@ -57,6 +57,8 @@ def _say(text: str) -> None:
 
 def _build(options: Options) -> None:
     _make_folders()
+    if options.slurm:
+        release.install(options.slurm)
     _write_configuration(options)
     # The database takes longest: make it while the nodes are wired.
     failure: list[BoxError] = []
@@ -109,11 +111,11 @@ def _make_folders() -> None:
 
 
 def _write_configuration(options: Options) -> None:
-    daemons.make_links(options.names)
+    daemons.make_links(options.names, options.slurm)
     files = {
         paths.SLURM_CONF: slurmconf.slurm_conf(options, socket.gethostname().split(".")[0]),
         paths.GRES_CONF: slurmconf.gres_conf(options),
-        paths.CGROUP_CONF: slurmconf.cgroup_conf(machine.slurm_version()),
+        paths.CGROUP_CONF: slurmconf.cgroup_conf(machine.slurm_version(paths.BIN / "slurmctld")),
     }
     for path, text in files.items():
         path.write_text(text)

@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from .errors import BoxError
@@ -76,13 +77,14 @@ def real_daemon(program: str) -> str:
     return path
 
 
-def missing_tools() -> list[str]:
-    return [tool for tool in TOOLS if find(tool) is None]
+def missing_tools(tools: Sequence[str]) -> list[str]:
+    return [tool for tool in tools if find(tool) is None]
 
 
-def install_packages() -> None:
-    """Install the distribution's SLURM where something is missing."""
-    missing = missing_tools()
+def install_packages(fetching: Sequence[str] = ()) -> None:
+    """Install the distribution's SLURM where something is missing, and missing tools for ``fetching``."""
+    tools, packages = (*TOOLS, *fetching), (*PACKAGES, *fetching)
+    missing = missing_tools(tools)
     if not missing:
         return
     if find("apt-get") is None:
@@ -90,7 +92,7 @@ def install_packages() -> None:
             f"missing: {', '.join(missing)}, and there is no apt-get: install SLURM with slurmdbd, MariaDB, munge and "
             "iproute2 with this system's own package manager"
         )
-    print(f"slurm box: installing {' '.join(PACKAGES)} (missing: {', '.join(missing)})", file=sys.stderr, flush=True)
+    print(f"slurm box: installing {' '.join(packages)} (missing: {', '.join(missing)})", file=sys.stderr, flush=True)
     run(["apt-get", "-q", "update"], timeout=300)
     # The box starts its own daemons: the packages' services must stay down.
     own_policy = not _POLICY.exists()
@@ -107,19 +109,19 @@ def install_packages() -> None:
             "install",
             "-y",
             "--no-install-recommends",
-            *PACKAGES,
+            *packages,
         ]
         run(["env", "DEBIAN_FRONTEND=noninteractive", *install], timeout=900)
     finally:
         if own_policy:
             _POLICY.unlink()
-    missing = missing_tools()
+    missing = missing_tools(tools)
     if missing:
-        raise BoxError(f"still missing after installing {' '.join(PACKAGES)}: {', '.join(missing)}")
+        raise BoxError(f"still missing after installing {' '.join(packages)}: {', '.join(missing)}")
 
 
-def slurm_version() -> tuple[int, int]:
+def slurm_version(daemon: Path) -> tuple[int, int]:
     """(22, 5) of `slurm-wlm 22.05.8`."""
-    text = run([real_daemon("slurmctld"), "-V"])[1].split()[-1]
+    text = run([str(daemon), "-V"])[1].split()[-1]
     major, minor = text.split(".")[:2]
     return int(major), int(minor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import json
+import os
 import re
 
 from .errors import BoxError
@@ -16,6 +17,8 @@ _LINK = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg])bit", re.IGNORECASE)
 _MEM_UNIT = {"": 1, "k": 1024, "m": MIB, "g": GIB, "t": 1024 * GIB}
 _LINK_UNIT = {"k": 10**3, "m": 10**6, "g": 10**9}
 
+RELEASES = {"22.05": "bookworm", "24.11": "trixie"}
+"""Releases of SLURM that the box can fetch, and Debian's suite of each."""
 MAX_NODES = 64
 MIN_MEM = 256 * MIB  # slurmd, slurmstepd and one small shell must fit
 MIN_CPUS = 0.05
@@ -42,6 +45,8 @@ class Options:
     grace_time: int = 10
     """Seconds between the SIGTERM and the SIGKILL of a preempted job."""
     subnet: str = "10.77.0.0/24"
+    slurm: str = dataclasses.field(default_factory=lambda: os.environ.get("SLURMBOX_RELEASE", ""))
+    """Release of SLURM, as `24.11`; empty is the machine's own. The variable chooses it for all boxes of the tests."""
 
     def __post_init__(self) -> None:
         _between("nodes", self.nodes, 1, MAX_NODES)
@@ -49,6 +54,8 @@ class Options:
         _between("slots", self.slots, 1, 256)
         _between("max-array-size", self.max_array_size, 2, 4_000_001)
         _between("grace-time", self.grace_time, 0, 3600)
+        if self.slurm and self.slurm not in RELEASES:
+            raise BoxError(f"slurm is {self.slurm!r}: one of {', '.join(RELEASES)}, or nothing for the machine's own")
         if self.cpus < MIN_CPUS:
             raise BoxError(f"cpus is {self.cpus:g}, the least is {MIN_CPUS:g}: give each node more")
         if self.mem < MIN_MEM:
@@ -85,7 +92,7 @@ class Options:
 
     def describe(self) -> str:
         return (
-            f"{self.nodes} nodes, each with {self.cpus:g} cores, {self.mem / GIB:.3g} GiB, "
+            f"{f'SLURM {self.slurm}, ' if self.slurm else ''}{self.nodes} nodes, each with {self.cpus:g} cores, {self.mem / GIB:.3g} GiB, "
             f"{self.gpus} pretend GPUs and a link of {format_link(self.link)}"
         )
 

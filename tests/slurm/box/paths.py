@@ -30,6 +30,8 @@ LOGS = DATA / "log"
 CTLD_STATE = DATA / "slurmctld"
 NODE_SPOOL = DATA / "spool"
 HOMES = DATA / "home"
+# SLURM of another release than the machine's; its programs name this folder.
+RELEASE = DATA / "slurm"
 
 BRIDGE = "slurmbox0"
 NETNS_PREFIX = "slurmbox-"

@@ -16,7 +16,8 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 def clean_env() -> dict[str, str]:
     """Environment of the box's own commands: the caller's SLURM_* and MYSQL_* must not steer them."""
     return {
-        "PATH": PATH,
+        # Commands of another release than the machine's are in the first folder.
+        "PATH": f"{paths.BIN}:{PATH}",
         "HOME": os.environ.get("HOME", "/root"),
         "LC_ALL": "C",
         "SLURM_CONF": str(paths.SLURM_CONF),

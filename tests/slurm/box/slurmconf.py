@@ -25,7 +25,7 @@ AuthType=auth/munge
 AuthInfo={auth},cred_expire={cred_expire}
 MailProg=/bin/true
 MpiDefault=none
-
+{plugins}
 StateSaveLocation={ctld_state}
 SlurmdSpoolDir={spool}/%n
 SlurmctldPidFile={pids}/slurmctld.own.pid
@@ -106,9 +106,14 @@ def slurm_conf(options: Options, host: str) -> str:
         mem_per_cpu=max(mem_mib // options.slots, 1),
         account_gpus="AccountingStorageTRES=gres/gpu\n" if options.gpus else "",
         gres_types="GresTypes=gpu\n" if options.gpus else "",
+        plugins=_plugins(options),
         nodes="".join(_node_line(options, node) for node in options.names),
         grace_time=options.grace_time,
     )
+
+
+def _plugins(options: Options) -> str:
+    return f"PluginDir={paths.RELEASE}/lib/slurm-wlm\n" if options.slurm else ""
 
 
 def _node_line(options: Options, node: str) -> str:
@@ -146,7 +151,7 @@ StorageType=accounting_storage/mysql
 StorageHost=localhost
 StorageUser=root
 StorageLoc=slurm_acct_db
-"""
+{_plugins(options)}"""
 
 
 def cgroup_conf(slurm_version: tuple[int, int]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from . import cli, lock, machine
+from . import cli, lock, machine, paths, slurmconf
 from .errors import BoxError
 from .options import GIB, MIB, Options, parse_link, parse_mem
 
@@ -42,6 +42,7 @@ def test_bad_link_names_the_text_and_an_example(text: str) -> None:
         ({"link": 5}, "link is 5 bit/s"),
         ({"subnet": "10.0.0.0/30"}, "has room for 1 nodes, 4 are wanted"),
         ({"subnet": "ten"}, "subnet 'ten' is not a network"),
+        ({"slurm": "23.11"}, "slurm is '23.11': one of 22.05, 24.11, or nothing"),
     ],
 )
 def test_bad_options_state_both_numbers(values: dict[str, object], message: str) -> None:
@@ -59,6 +60,14 @@ def test_bad_options_state_both_numbers(values: dict[str, object], message: str)
 def test_a_box_larger_than_the_machine_is_refused(options: Options, message: str) -> None:
     with pytest.raises(BoxError, match=message):
         machine.check_capacity(options, cores=2, mem=int(23.5 * GIB))
+
+
+def test_another_release_loads_its_own_plugins() -> None:
+    plugins = f"PluginDir={paths.RELEASE}/lib/slurm-wlm\n"
+    other, own = Options(slurm="24.11"), Options(slurm="")
+    for write in (lambda options: slurmconf.slurm_conf(options, "host"), slurmconf.slurmdbd_conf):
+        assert plugins in write(other)
+        assert "PluginDir" not in write(own)
 
 
 def test_lock_serialises_and_removes_its_file(tmp_path: Path) -> None:
