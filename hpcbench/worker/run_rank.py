@@ -60,6 +60,7 @@ def execute_rank(
         if header.device == "cpu":
             # Libraries ask whether there is a GPU, not which device the run has.
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
+            os.environ["HIP_VISIBLE_DEVICES"] = "-1"  # HIP takes an empty text for no choice
         try:
             importlib.import_module("torch")
         except ImportError as error:
