@@ -268,22 +268,24 @@ def test_time_at_a_limit_is_a_share_of_the_firmwares_ticks(use: Any, monkeypatch
 
 
 def test_both_dies_of_an_mi250x_read_the_counter_of_their_package(use: Any) -> None:
-    fake = use(FakeAmdSmi(*4 * [MI250X], cap_uw=560_000_000))
-    for second in (1, 3):
+    fake = use(FakeAmdSmi(*6 * [MI250X], cap_uw=560_000_000))
+    for second in (1, 3, 5):
         fake.devices[second] |= {"ticks": 0, "watts": "N/A", "cap_uw": 0}
-    ranks = [make_rank(number, local_rank=number) for number in range(4)]
-    watches = [counters(number) for number in range(4)]
+    ranks = [make_rank(number, local_rank=number) for number in range(6)]
+    watches = [counters(number) for number in range(6)]
     for watch in watches:
         watch.begin()
     fake.devices[0]["ticks"] += 10_000_000
-    fake.devices[2]["ticks"] += 20_000_000
+    fake.devices[4]["ticks"] += 20_000_000
     for watch, rank in zip(watches, ranks, strict=True):
         watch.end()
         watch.write_into(rank)
-    first = {"0000:c1:00.0": DevicePower(energy_j=153.0, idle_power_w=120.0, power_cap_w=560.0)}
-    second_package = {"0000:cb:00.0": DevicePower(energy_j=306.0, idle_power_w=120.0, power_cap_w=560.0)}
-    assert [rank.device_power for rank in ranks] == [first, first, second_package, second_package]
-    assert {rank.energy_source for rank in ranks} == {"amdsmi package"}
+    addresses = [list(rank.device_power) for rank in ranks]
+    assert addresses == [[address] for address in ("0000:c1:00.0", "0000:cb:00.0", "0000:d5:00.0") for _ in range(2)]
+    assert [rank.energy_j or 0.0 for rank in ranks] == pytest.approx([153.0, 153.0, 0.0, 0.0, 306.0, 306.0])
+    assert ranks[5].device_power["0000:d5:00.0"].idle_power_w == 120.0
+    assert ranks[5].device_power["0000:d5:00.0"].power_cap_w == 560.0
+    assert {rank.energy_source for rank in ranks} == {"amdsmi package", None}, "a counter that stands still has none"
     # A process that drives both dies has their energy once.
     watch = counters(0, 1)
     watch.begin()
