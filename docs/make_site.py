@@ -25,6 +25,7 @@ SECTIONS = {
     "Trust": ["measurement", "verification", "gpu-check", "peers"],
     "Extend": [
         "add-a-cluster",
+        "amd",
         "add-a-strategy",
         "add-a-scheduler",
         "add-a-model",

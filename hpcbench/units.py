@@ -136,6 +136,14 @@ def format_count(count: float) -> str:
     return f"{count:.0f}"
 
 
+def format_with_prefix(value: float, unit: str) -> str:
+    """``(0.0000321, "J") -> '32.1 µJ'``: three significant digits."""
+    for factor, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ")):
+        if abs(value) >= factor * 0.9995:
+            return f"{three_digits(value / factor)} {prefix}{unit}"
+    return f"{value:.3g} {unit}"
+
+
 def format_percent(share: float | None, digits: int = 0, sign: str = "") -> str:
     """``(0.123, 1) -> '12.3 %'``; an empty text for ``None``; with ``sign="+"`` positive values have a sign."""
     return "" if share is None else f"{share * 100:{sign}.{digits}f} %"

@@ -111,7 +111,7 @@ def comparison_metric(name: str) -> str:
     if own_metric_name(column):
         return column
     metrics = [metric for metric in column_types() if metric.startswith("metrics.")]
-    endings = (".median", "_s", "_bytes", "_j", *(f"metrics.{metric}" for metric in LARGER_IS_BETTER))
+    endings = (".median", "_s", "_bytes", "_j", "idle_power_w", *(f"metrics.{metric}" for metric in LARGER_IS_BETTER))
     choices = [metric for metric in metrics if metric.endswith(endings)]
     if column not in choices:
         hint = did_you_mean(name, map(short_name, choices))

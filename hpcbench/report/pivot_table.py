@@ -354,11 +354,12 @@ _ABSENT_REASONS = {
     "metrics.mfu": "it needs FLOPs of the model, and the device's peak in the profile",
     "metrics.hfu": "it needs FLOPs of the model, and the device's peak in the profile",
     "metrics.flops_per_s": "it needs FLOPs of the model",
-    "metrics.tokens_per_s": "only runs on tokens have it",
-    "metrics.tokens_per_s_per_device": "only runs on tokens have it",
+    **dict.fromkeys(("metrics.tokens_per_s", "metrics.tokens_per_s_per_device"), "only runs on tokens have it"),
     "metrics.bubble_fraction": "only pipelines have it",
     "metrics.accuracy": "only runs on real data have it",
     "metrics.energy_j": "no counter of energy could be read",
+    "metrics.energy_per_token_j": "only runs on tokens have it, where a counter of energy could be read",
+    **dict.fromkeys(("metrics.idle_power_w", "metrics.power_cap_w"), "no GPU reported its power"),
 }
 
 

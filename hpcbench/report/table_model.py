@@ -12,7 +12,15 @@ from string import ascii_lowercase
 from typing import Any
 
 from hpcbench.fileio import printable_excerpt
-from hpcbench.units import format_bytes, format_count, format_figure, format_percent, format_rate, format_seconds
+from hpcbench.units import (
+    format_bytes,
+    format_count,
+    format_figure,
+    format_percent,
+    format_rate,
+    format_seconds,
+    format_with_prefix,
+)
 
 
 def short_name(column: str) -> str:
@@ -158,7 +166,7 @@ def column_heading(column: str) -> str:
     name = short_name(column).removeprefix("own.")
     if not column.startswith(("metrics.", "predicted_")):
         return name
-    for unit in ("_s", "_bytes", "_j"):
+    for unit in ("_s", "_bytes", "_j", "_w"):
         name = name.removesuffix(unit)
     return name.replace("_", " ").replace(".", " ")
 
@@ -194,8 +202,8 @@ def _format_with_unit(column: str, value: float) -> str:
         return format_seconds(value)
     if name.endswith("_bytes"):
         return format_bytes(value)
-    if name.endswith("_j"):
-        return f"{format_count(value)}J"
+    if name.endswith(("_j", "_w")):
+        return format_with_prefix(value, name[-1].upper())
     return str(value) if isinstance(value, int) else f"{value:.4g}"
 
 

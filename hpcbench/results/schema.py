@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.results.device_records import DevicePower, HostActivity
 from hpcbench.results.probe_records import CommandOutcome, ProbeResults
 from hpcbench.strategies.traffic import Traffic
 
@@ -106,6 +107,12 @@ class RunMetrics(_ResultRecord, kw_only=True):
     energy_j: float | None = None
     """Energy (J) of the devices over the timed steps."""
     energy_per_sample_j: float | None = None
+    energy_per_token_j: float | None = None
+    """``energy_per_sample_j`` over the length of a sample, of data sets of tokens."""
+    idle_power_w: float | None = None
+    """Power (W) of all devices before the ranks built their models, over each counter once."""
+    power_cap_w: float | None = None
+    """Limit of the power (W) of a device, or of a package of two; the lowest of all."""
     energy_source: str | None = None
     energy_includes: str | None = None
     """The parts of the machine whose energy is counted: figures of different parts are not comparable."""
@@ -224,33 +231,6 @@ class PipelinePrediction(_ResultRecord, kw_only=True):
     """Computation time of each stage (or chunk) for one micro-batch."""
 
 
-class HostActivity(_ResultRecord, kw_only=True):
-    """The activity of a rank's host during its timed steps; counters that could not be read are absent."""
-
-    wall_s: float
-    busy_s: list[float] = []
-    """Seconds that processes used on every core of the rank's mask, whether or not they belong to this run."""
-    stolen_s: list[float] = []
-    """Seconds that a hypervisor gave to other virtual machines, on every core of the rank's mask."""
-    own_s: float | None = None
-    """Processor time of this rank's process and of what it started."""
-    throttled_s: float | None = None
-    """Seconds for which a CPU quota held back threads of this rank's control groups."""
-    cpu_quota_cores: float | None = None
-    hot_events: int | None = None
-    """Number of times that a core or its package lowered its clock because of heat."""
-    core_hz: list[float] = []
-    """Mean clock of the mask's cores: before, after."""
-    gpu_others: int | None = None
-    """Other processes that computed on the rank's GPU, before or after."""
-    gpu_reasons: list[str] = []
-    """The reasons for which the GPU's clock was held down, before or after."""
-    gpu_held_s: dict[str, float] = {}
-    """Seconds for which a limit held the GPU's clock down, by limit: ``power``, ``thermal``."""
-    gpu_sm_hz: list[float] = []
-    """The higher of the clocks before and after, and the most that it can have."""
-
-
 class HostSyncs(_ResultRecord, kw_only=True):
     """Waits of a rank's host for its cuda device within the profiled steps, without the one that ends each step, and
     the host's launches."""
@@ -343,6 +323,8 @@ class RankResult(_ResultRecord, kw_only=True):
     """Operations of one step with a whole batch; equal calls are one entry."""
     energy_j: float | None = None
     energy_source: str | None = None
+    device_power: dict[str, DevicePower] = {}
+    """The key names the counter: uuid of an NVIDIA device, PCI address of an AMD one, one for both dies of an MI250."""
     flops_per_sample: float | None = None
     """Forward and backward, of the whole model."""
     recomputed_flops_per_sample: float | None = None

@@ -205,6 +205,9 @@ def compare_probe(profile: ClusterProfile, probe: NodeProbe) -> list[DoctorCheck
     return checks
 
 
+_PLATFORMS = {"hip": "ROCm (HIP)", "cuda": "CUDA"}
+
+
 def _check_packages(profile: ClusterProfile, report: dict[str, Any]) -> list[DoctorCheck]:
     python = report.get("executable", "python")
     required = dict.fromkeys(("torch", "msgspec", "psutil"), INSTALL_WORKER)
@@ -219,6 +222,12 @@ def _check_packages(profile: ClusterProfile, report: dict[str, Any]) -> list[Doc
         detail = printable_text(str(package.get("version") or package.get("error") or "not installed"))
         checks.append(_check(name, bool(package.get("works")), detail, mend, needed=name in required))
     if profile.device == "cuda":
-        count = len(report.get("torch", {}).get("devices", []))
-        checks.append(_check("accelerators", count > 0, f"{count} visible from here", needed=False))
+        torch = report.get("torch", {})
+        count, reason = len(torch.get("devices", [])), torch.get("no_counters")
+        built = next((f"{name} {torch[key]}" for key, name in _PLATFORMS.items() if torch.get(key)), "processors alone")
+        detail = printable_text(f"{count} visible from here, torch is built for {built}")
+        checks.append(_check("accelerators", count > 0, detail, needed=False))
+        if count:
+            mend = "pip install nvidia-ml-py, or for ROCm the amdsmi of its own release (docs/amd.md)"
+            checks.append(_check("counters", not reason, printable_text(reason or "read"), mend, needed=False))
     return checks

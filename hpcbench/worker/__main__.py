@@ -45,7 +45,9 @@ def check_environment() -> dict[str, Any]:
         "modules": modules,
     }
     if modules["torch"]["works"]:
-        report["torch"] = _torch_facts()
+        from hpcbench.worker.measure.environment_record import torch_facts
+
+        report["torch"] = torch_facts()
     return report
 
 
@@ -75,22 +77,6 @@ def _load_module(name: str) -> Any:
             importlib.import_module("fairscale.nn.data_parallel")
             importlib.import_module("fairscale.optim.oss")
         return importlib.import_module(name)
-
-
-def _torch_facts() -> dict[str, Any]:
-    import torch
-    import torch.distributed as dist
-
-    there = dist.is_available()
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return {
-        "version": str(torch.__version__),
-        "cuda": torch.version.cuda,
-        "devices": [torch.cuda.get_device_name(number) for number in range(devices)],
-        "gloo": there and dist.is_gloo_available(),
-        "nccl": there and dist.is_nccl_available(),
-        "threads": torch.get_num_threads(),
-    }
 
 
 _EPILOG = """\

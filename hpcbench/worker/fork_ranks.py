@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 
 from hpcbench.config.run_spec import read_task
-from hpcbench.worker.distributed.rank_environment import RankInfo, apply_run_environment
+from hpcbench.worker.distributed.rank_environment import RankInfo, apply_run_environment, hide_gpus
 from hpcbench.worker.shutdown import exit_now
 
 LAUNCHER = "fork"
@@ -48,6 +48,8 @@ def fork_ranks(tasks: Path, index: int, count: int, rank_main: Callable[[RankInf
     """
     header, task = read_task(tasks, index)
     apply_run_environment(task.spec.env, task.run_id)
+    if header.device == "cpu":
+        hide_gpus()
     # A rank imports the same again, and names a missing package.
     with suppress(ImportError):
         importlib.import_module("hpcbench.worker.measured_run")

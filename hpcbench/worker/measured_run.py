@@ -98,6 +98,8 @@ def join_ranks(finalizer: RunFinalizer) -> RankContext:
     header, spec, info, result = context.header, context.spec, context.info, measurements.result
     result.warnings += set_torch_threads(context.user_env | spec.env, header, info)
     device = measurements.device = choose_device(header.device, info, header.ranks_per_device)
+    # The device is idle: the next calls start its work.
+    measurements.counters = RegionCounters(device, info)
     launch = f"{context.task.run_id}/{context.attempt.number}"
     # Attached before the process group exists: a rank that fails to join it must reach the others.
     channel = finalizer.channel = open_control_channel(
@@ -112,8 +114,8 @@ def join_ranks(finalizer: RunFinalizer) -> RankContext:
 def run_collectives(finalizer: RunFinalizer) -> None:
     """Check and time the collectives of a run without a model; raises as ``measure_run``, and for wrong results."""
     context, result = finalizer.context, finalizer.measurements.result
-    rank_context = join_ranks(finalizer)
-    counters = finalizer.measurements.counters = RegionCounters(rank_context.device, context.info)
+    rank_context, counters = join_ranks(finalizer), finalizer.measurements.counters
+    assert counters is not None, "join_ranks makes them"
     counters.begin()
     probes = measure_collectives(
         context.spec, rank_context, partial(_raise_if_any_stopped, rank_context, finalizer.stop)
@@ -135,11 +137,10 @@ def _time_steps(
     """Run the warm-up and the timed steps, with counters around the timed ones."""
     result = measurements.result
     progress = measurements.progress = LoopProgress(spec, context.device)
-    counters = measurements.counters = RegionCounters(context.device, info)
+    counters = measurements.counters
+    assert counters is not None, "join_ranks makes them"
     if strategy.measures_machine:
         measurements.pending.add("probe")
-    if counters.energy_absent is not None:
-        result.provenance["energy_absent"] = counters.energy_absent
 
     def begin_counters() -> None:
         # All ranks read their counters while none has begun, so that reading delays no rank's first step.

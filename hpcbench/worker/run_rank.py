@@ -59,8 +59,7 @@ def execute_rank(
     try:
         rank_environment.check_world_size(info, task.spec)
         if header.device == "cpu":
-            # Libraries ask whether there is a GPU, not which device the run has.
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+            rank_environment.hide_gpus()
         try:
             importlib.import_module("torch")
         except ImportError as error:

@@ -18,12 +18,13 @@ from hpcbench.strategies.pipeline.entry import pipeline_layout
 from hpcbench.strategies.pipeline.schedule_simulator import ActionSpan, measured_bubble_fraction, planned_timeline
 from hpcbench.strategies.pipeline.schedules import Action
 from hpcbench.strategies.traffic import total_payload_bytes
-from hpcbench.units import format_percent, format_seconds
+from hpcbench.units import format_seconds
 from hpcbench.worker.command.metrics import command_metrics
+from hpcbench.worker.energy import energy_metrics, energy_warnings, global_step_samples, tokens_per_sample
 from hpcbench.worker.failure import join_numbers
 from hpcbench.worker.measure.interference import interference_warnings
 from hpcbench.worker.microbench.collective_metrics import BANDWIDTHS, collective_metrics, merge_probes
-from hpcbench.workloads.datasets import DATASETS, sample_shape
+from hpcbench.workloads.datasets import DATASETS
 
 _PHASE_FIELDS = tuple(name for name in schema.StepPhases.__struct_fields__ if name != "step_s")
 
@@ -76,7 +77,7 @@ def compute_metrics(
         drift=timing_statistics.relative_drift(steady),
         **timing_statistics.straggler_statistics(ranks if is_whole else {}, skipped),
         **_step_phases(spec, ranks),
-        **_total_energy(spec, ranks),
+        **energy_metrics(spec, ranks),
     )
     for name in ("peak_memory_bytes", "steady_peak_memory_bytes", "peak_reserved_bytes", "time_to_first_step_s"):
         setattr(metrics, name, max(_known(ranks, name), default=None))
@@ -99,9 +100,10 @@ def _step_phases(spec: RunSpec, ranks: Mapping[int, schema.RankResult]) -> dict[
 
 def _token_rates(spec: RunSpec, samples_per_s: float | None) -> dict[str, Any]:
     """Return the tokens per second of all devices and of one, where samples are sequences."""
-    if samples_per_s is None or DATASETS[spec.dataset].kind != "tokens":
+    tokens = tokens_per_sample(spec)
+    if samples_per_s is None or tokens is None:
         return {}
-    tokens_per_s = samples_per_s * sample_shape(spec.dataset, spec.input_size)[-1]
+    tokens_per_s = samples_per_s * tokens
     return {"tokens_per_s": tokens_per_s, "tokens_per_s_per_device": tokens_per_s / spec.devices}
 
 
@@ -112,39 +114,6 @@ def _known(ranks: Mapping[int, schema.RankResult], field: str) -> list[Any]:
 
 def _first_known(ranks: Mapping[int, schema.RankResult], field: str) -> Any:
     return next(iter(_known(ranks, field)), None)
-
-
-_ENERGY_INCLUDES = {
-    "nvml": "the run's GPUs, without processors, memory and network",
-    "rapl package": "the processors of whole nodes, with all that runs there",
-    "rapl package + dram": "the processors and the memory of whole nodes, with all that runs there",
-    "pm_counters cpu": "the processors of whole nodes, with all that runs there",
-    "pm_counters node": "whole nodes, with all that runs there",
-}
-
-
-def _total_energy(spec: RunSpec, ranks: Mapping[int, schema.RankResult]) -> dict[str, Any]:
-    """Sum the energy over all devices: of every rank, or of every node where a counter is the node's."""
-    counted = {rank: result.energy_j for rank, result in ranks.items() if result.energy_j is not None}
-    first_of_nodes = {rank for rank, result in ranks.items() if result.local_rank == 0}
-    if len(ranks) < spec.ranks or not counted or counted.keys() not in (ranks.keys(), first_of_nodes):
-        return {}
-    sources = dict.fromkeys(source for rank in counted if (source := ranks[rank].energy_source))
-    energy_j, source = math.fsum(counted.values()), "; ".join(sources)
-    # The counters run from the first timed step, those that still warmed up included.
-    samples = sum(global_step_samples(ranks))
-    return {
-        "energy_j": energy_j,
-        "energy_per_sample_j": energy_j / samples if samples else None,
-        "energy_source": source,
-        "energy_includes": _ENERGY_INCLUDES.get(source.partition(",")[0]),
-    }
-
-
-def global_step_samples(ranks: Mapping[int, schema.RankResult]) -> list[int]:
-    """Samples of each timed step over all replicas; the ranks of one replica share theirs and count once."""
-    replicas = {result.replica: result.step_samples for result in ranks.values()}
-    return [sum(counts) for counts in zip(*replicas.values(), strict=False)]
 
 
 def _global_loss(ranks: Mapping[int, schema.RankResult], warnings: list[str]) -> schema.LossSummary | None:
@@ -201,7 +170,7 @@ def pipeline_timeline(spec: RunSpec, ranks: Mapping[int, schema.RankResult]) -> 
 _RANK_FIELDS = (
     "rank", "local_rank", "node_rank", "replica", "host", "pid", "device", "cpu_mask", "status", "steps_done",
     "peak_memory_bytes", "steady_peak_memory_bytes", "peak_reserved_bytes", "time_to_first_step_s", "phases",
-    "host_syncs", "state",
+    "host_syncs", "state", "device_power",
 )  # fmt: skip
 _RANK_PROVENANCE_KEYS = ("threads", "gpu_model", "gpu_uuid")
 
@@ -258,7 +227,7 @@ def summarize_run(
             *warnings,
             *(_batch_warnings(spec, len(slowest), samples) if samples else ()),
             *interference_warnings(spec, ranks),
-            *_energy_warnings(ranks),
+            *energy_warnings(ranks),
             *_launch_warnings(ranks),
             *_rank_warnings(ranks),
         ],
@@ -293,7 +262,7 @@ def summarize_other_workload(
         units = {one.name: one.unit for one in command.metrics}
         better = {one.name: one.better for one in command.metrics}
         metrics, step_times_s = command_metrics(spec, command, header.peak_flops_per_s, ranks, warnings)
-    for name, value in _total_energy(spec, ranks).items():
+    for name, value in energy_metrics(spec, ranks).items():
         setattr(metrics, name, value)
     return schema.RunResult(
         run_id=task.run_id, config_id=task.config_id, attempt=attempt, sweep=task.sweep, cluster=header.cluster,
@@ -309,29 +278,8 @@ def summarize_other_workload(
 def _without_times(result: schema.RankResult) -> schema.RankResult:
     return msgspec.structs.replace(
         result, step_times_s=[], time_to_first_step_s=None, phases=None, host_syncs=None, timeline=[], watched=None,
-        energy_j=None, evaluations=[], probe=None, predicted=None,
+        energy_j=None, device_power={}, evaluations=[], probe=None, predicted=None,
     )  # fmt: skip
-
-
-_NVML_UPDATE_S = 0.1
-"""Seconds between updates of a GPU's energy counter: 0.02 to 0.1 (manual of PETSc's PetscLogGpuEnergyMeter; Zeus)."""
-_MAX_ENERGY_ERROR = 0.05
-
-
-def _energy_warnings(ranks: Mapping[int, schema.RankResult]) -> list[str]:
-    """Warn where late updates of NVML's counter may be more than 5 % of the energy. It is read around evaluations."""
-    errors = [
-        (_NVML_UPDATE_S * max(1, len(result.evaluations)) / result.watched.wall_s, result.watched.wall_s)
-        for result in ranks.values()
-        if result.energy_source == "nvml" and result.watched is not None and result.watched.wall_s > 0
-    ]
-    error, wall_s = max(errors, default=(0.0, 0.0))
-    if error <= _MAX_ENERGY_ERROR:
-        return []
-    return [
-        f"the energy is coarse: GPUs update its counter about every {_NVML_UPDATE_S:g} s, and the timed steps took "
-        f"{wall_s:.2f} s, so it may be off by {format_percent(error)}"
-    ]
 
 
 def _launch_warnings(ranks: Mapping[int, schema.RankResult]) -> list[str]:

@@ -7,12 +7,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
 from click.testing import CliRunner
 
 from hpcbench.cli.main import cli
+from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.site import cluster_doctor
 from hpcbench.site.cluster_doctor import DoctorCheck
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -181,6 +184,27 @@ def test_doctor_names_what_is_missing(tmp_path: Path) -> None:
     done = hpcbench("doctor", "--cluster", "generic-slurm", env={"PATH": str(tmp_path)})
     assert done.returncode == 3
     assert "run on a login node" in done.stdout.replace("\n", " ").replace("  ", " ")
+
+
+@pytest.mark.parametrize(
+    ("torch", "expected"),
+    [
+        ({"hip": "6.4.1", "devices": ["MI300X"]},
+         {"accelerators": (True, "1 visible from here, torch is built for ROCm (HIP) 6.4.1"), "counters": (True, "read")}),
+        ({"cuda": "13.0", "devices": ["H200"] * 2, "no_counters": "no answer from nvml: x"},
+         {"accelerators": (True, "2 visible from here, torch is built for CUDA 13.0"),
+          "counters": (False, "no answer from nvml: x")}),
+        ({"devices": []}, {"accelerators": (False, "0 visible from here, torch is built for processors alone")}),
+    ],
+)  # fmt: skip
+def test_doctor_names_the_platform_of_torch_and_unread_counters(
+    torch: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    profile, _ = load_cluster("mi300x-192gb-ib")
+    checks = {check.what: check for check in cluster_doctor._check_packages(profile, {"torch": torch})}
+    found = {name: checks[name] for name in ("accelerators", "counters") if name in checks}
+    assert {name: (check.works, check.detail) for name, check in found.items()} == expected
+    assert not any(check.needed for check in found.values())
 
 
 def test_doctor_separates_what_is_required_and_cuts_no_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

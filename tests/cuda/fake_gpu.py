@@ -11,8 +11,8 @@ import torch
 from torch.profiler import record_function
 
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.results.device_records import HostActivity
 from hpcbench.results.probe_records import DryRunTask
-from hpcbench.results.schema import HostActivity
 from hpcbench.strategies.traffic import Traffic, merge_calls
 from hpcbench.worker.distributed.rank_environment import RankInfo
 from hpcbench.worker.distributed.world import choose_device

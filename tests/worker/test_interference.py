@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from hpcbench.results.schema import HostActivity, RankResult, StepPhases
+from hpcbench.results.device_records import HostActivity
+from hpcbench.results.schema import RankResult, StepPhases
 from hpcbench.worker.measure.interference import interference_warnings
 from tests.worker.helpers import make_rank, make_spec
 

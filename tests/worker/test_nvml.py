@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from hpcbench.results.device_records import DevicePower
 from hpcbench.worker.distributed.rank_environment import RankInfo
-from hpcbench.worker.measure import gpu
+from hpcbench.worker.measure import gpu, nvml
 from hpcbench.worker.measure.counters import RegionCounters
+from tests.worker.helpers import make_rank
 
 UUID = "12345678-1234-1234-1234-12345678900"
 CUDA = torch.device("cuda", 0)
@@ -67,6 +69,8 @@ class FakeNvml:
             "nvmlDeviceGetPciInfo": lambda handle: SimpleNamespace(busId=f"00000000:{handle}B:00.0".encode()),
             "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(total=150 * 10**9, used=self._get("used")),
             "nvmlDeviceGetPowerManagementLimit": lambda handle: 700_000,
+            "nvmlDeviceGetEnforcedPowerLimit": lambda handle: 650_000,
+            "nvmlDeviceGetPowerUsage": lambda handle: 70_500,
             "nvmlDeviceGetEccMode": lambda handle: [1, 1],
             "nvmlDeviceGetMaxPcieLinkGeneration": lambda handle: 5,
             "nvmlDeviceGetMaxPcieLinkWidth": lambda handle: 16,
@@ -91,8 +95,8 @@ class FakeNvml:
 def use(monkeypatch: pytest.MonkeyPatch) -> Any:
     def install(fake: FakeNvml) -> FakeNvml:
         monkeypatch.setitem(sys.modules, "pynvml", fake)
-        monkeypatch.setattr(gpu, "device_uuid", lambda device: f"{UUID}0")
-        monkeypatch.setattr(gpu, "_in_root_pid_namespace", lambda: True)
+        monkeypatch.setattr(gpu, "device_uuid", lambda device: f"{UUID}{device.index}")
+        monkeypatch.setattr(nvml, "in_root_pid_namespace", lambda: True)
         return fake
 
     return install
@@ -116,6 +120,14 @@ def test_gpu_counters_are_differences_between_the_timed_edges(use: Any) -> None:
     assert seen is not None
     assert (seen.gpu_others, seen.gpu_reasons) == (2, ["power cap", "heat (hardware)"])
     assert (seen.gpu_held_s, seen.gpu_sm_hz) == ({"power": 3.0, "thermal": 0.0}, [1.9e9, 1.98e9])
+
+
+def test_power_before_the_work_and_its_limit_are_watts(use: Any) -> None:
+    watch, result = watch_between(use(FakeNvml()), energy=12_500), make_rank(0)
+    watch.write_into(result)
+    assert result.device_power == {f"{UUID}0": DevicePower(energy_j=7.5, idle_power_w=70.5, power_cap_w=650.0)}
+    watch_between(use(FakeNvml(mig=[1, 1])), energy=12_500).write_into(result)
+    assert result.device_power == {f"{UUID}0": DevicePower()}, "a MIG instance draws a part of it"
 
 
 def test_a_process_that_drives_several_devices_has_the_energy_of_all(use: Any) -> None:
@@ -147,6 +159,7 @@ def test_counters_of_a_whole_gpu_are_not_used_for_a_mig_partition(use: Any, mig:
     watch = watch_between(use(FakeNvml(mig=mig, processes=[4_000_001])), energy=9000)
     assert watch.watched is not None
     assert (watch.energy_j, watch.watched.gpu_others) == (None, None)
+    assert watch.energy_absent == "a MIG instance has no counter of energy of its own"
 
 
 @pytest.mark.parametrize("name", ["energy", "reasons", "clock", "processes", "power_ns"])
@@ -163,12 +176,14 @@ def test_only_unsupported_counters_are_absent(use: Any, name: str) -> None:
 
 def test_without_library_or_driver_there_are_no_facts(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     use(FakeNvml(init=NVMLError("Driver Not Loaded")))
-    assert (gpu.open_nvml_device(UUID), gpu.host_gpu_facts()) == (None, {})
+    assert (gpu.open_gpu(CUDA), gpu.host_gpu_facts()) == (
+        (None, "no answer from nvml: NVMLError: Driver Not Loaded"), {})  # fmt: skip
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert (gpu.open_nvml_device(UUID), gpu.host_gpu_facts()) == (None, {})
+    missing = "no answer from nvml: ModuleNotFoundError: import of pynvml halted; None in sys.modules"
+    assert (gpu.open_gpu(CUDA), gpu.host_gpu_facts()) == ((None, missing), {})
     watch = watch_between(FakeNvml())
     assert watch.watched is not None
-    assert (watch.energy_j, watch.watched.gpu_others) == (None, None)
+    assert (watch.energy_j, watch.watched.gpu_others, watch.energy_absent) == (None, None, missing)
 
 
 @pytest.mark.parametrize(
@@ -187,19 +202,18 @@ def test_the_stand_in_has_the_librarys_names() -> None:
     """A function that NVML's module does not have would be absent for ever, and nobody would notice."""
     import pynvml
 
-    source = "".join(Path(module.__file__ or "").read_text() for module in (gpu, gpu))
+    source = Path(nvml.__file__ or "").read_text()
     names = set(re.findall(r"\b(?:nvmlDevice|nvmlSystem|NVML_)\w+", source))
     assert len(names) > 20
     assert sorted(name for name in names if not hasattr(pynvml, name)) == []
-    for reason in gpu._THROTTLE_REASONS:
+    for reason in nvml._THROTTLE_REASONS:
         assert hasattr(pynvml, f"nvmlClocksThrottleReason{reason}")
 
 
 def test_in_a_container_one_process_is_this_ranks(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = use(FakeNvml(processes=[11]))
-    monkeypatch.setattr(gpu, "_in_root_pid_namespace", lambda: False)
-    found = gpu.open_nvml_device(f"{UUID}0")
-    assert found is not None
+    monkeypatch.setattr(nvml, "in_root_pid_namespace", lambda: False)
+    found = nvml.open_nvml_device(f"{UUID}0")
     assert found.other_processes({5}) == 0
     fake.values["processes"] = [11, 12]
     assert found.other_processes({5}) == 1

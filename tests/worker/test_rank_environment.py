@@ -10,6 +10,7 @@ from hpcbench.worker.distributed.rank_environment import (
     RESTARTED_FOR_RUN,
     RankInfo,
     core_warnings,
+    describe_visible_devices,
     missing_variables,
     torch_thread_count,
     user_environment,
@@ -55,6 +56,21 @@ def test_fewer_cores_than_promised_or_ranks_give_a_warning() -> None:
 def test_the_digest_contains_performance_variables_of_the_user() -> None:
     env = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1", "HOME": "/x", "CUDA_VISIBLE_DEVICES": "3", "GLOO_X": "1"}
     assert user_performance_environment(env, {"GLOO_X": "1"}) == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1"}
+
+
+def test_variables_of_rocm_are_in_the_digest_but_not_those_of_one_job() -> None:
+    """The job scripts of LUMI-G and Frontier put the number of the job into MIOpen's folders."""
+    env = {
+        "HSA_ENABLE_SDMA": "0", "MIOPEN_FIND_MODE": "2", "ROCR_VISIBLE_DEVICES": "3", "HIP_VISIBLE_DEVICES": "0",
+        "MIOPEN_USER_DB_PATH": "/tmp/miopen-7", "MIOPEN_CUSTOM_CACHE_DIR": "/tmp/miopen-7",
+    }  # fmt: skip
+    assert user_performance_environment(env, {}) == {"HSA_ENABLE_SDMA": "0", "MIOPEN_FIND_MODE": "2"}
+
+
+def test_variables_that_hide_devices_are_named() -> None:
+    assert describe_visible_devices({"HOME": "/x"}) == "no variable hides one"
+    env = {"HIP_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": "2"}
+    assert describe_visible_devices(env) == "ROCR_VISIBLE_DEVICES '2', HIP_VISIBLE_DEVICES ''"
 
 
 def test_torchruns_thread_count_is_no_setting_of_the_user(tmp_path: Path) -> None:

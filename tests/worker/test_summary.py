@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from hpcbench.results.device_records import DevicePower, HostActivity
 from hpcbench.results.schema import (
     EvaluationPoint,
-    HostActivity,
     HostSyncs,
     RankResult,
     RankTraffic,
@@ -18,7 +18,8 @@ from hpcbench.results.schema import (
 )
 from hpcbench.results.timing_statistics import slowest_rank_times_s
 from hpcbench.strategies.traffic import Traffic
-from hpcbench.worker.summary import global_step_samples, summarize_run
+from hpcbench.worker.energy import global_step_samples
+from hpcbench.worker.summary import summarize_run
 from tests.worker.helpers import failure, make_header, make_rank, make_spec, make_task
 
 PAIR = make_spec(strategy="ddp", tasks_per_node=2, dp_degree=2, steps=3)
@@ -139,6 +140,56 @@ def test_energy_per_sample_is_over_all_timed_samples_and_states_what_it_includes
     metrics = summary(ranks).metrics
     assert metrics.energy_per_sample_j == pytest.approx(96 / 48)
     assert metrics.energy_includes == "the processors of whole nodes, with all that runs there"
+
+
+def powered(*levels: dict[str, DevicePower], hosts: str = "aa", source: str = "amdsmi package") -> dict[int, Any]:
+    """Two ranks of the pair with the counters of their devices."""
+    ranks = two_ranks()
+    for rank, level, host in zip(ranks.values(), levels, hosts, strict=True):
+        rank.device_power, rank.host, rank.energy_source = level, host, source
+        rank.energy_j = sum(one.energy_j or 0.0 for one in level.values())
+    return ranks
+
+
+def level(energy_j: float | None = 96.0, idle_w: float | None = 90.0, cap_w: float | None = 560.0) -> DevicePower:
+    return DevicePower(energy_j=energy_j, idle_power_w=idle_w, power_cap_w=cap_w)
+
+
+@pytest.mark.parametrize(
+    ("levels", "hosts", "energy_j", "idle_w"),
+    [
+        # Two dies of one package, whose counter the second rank reads a moment later.
+        (({"p0": level(96.0)}, {"p0": level(97.0)}), "aa", 97.0, 90.0),
+        (({"p0": level()}, {"p1": level()}), "aa", 192.0, 180.0),
+        (({"p0": level()}, {"p0": level()}), "ab", 192.0, 180.0),
+        (({"p0": level(), "p1": level()}, {"p1": level(), "p2": level()}), "aa", 288.0, 270.0),
+        (({"p0": level(idle_w=None)}, {"p1": level()}), "aa", 192.0, None),
+        (({"p0": level(energy_j=None)}, {"p1": level()}), "aa", None, 180.0),
+    ],
+)
+def test_a_counter_that_two_ranks_read_counts_once(
+    levels: Any, hosts: str, energy_j: float | None, idle_w: float | None
+) -> None:
+    metrics = summary(powered(*levels, hosts=hosts)).metrics
+    assert (metrics.energy_j, metrics.idle_power_w) == (energy_j, idle_w)
+    if energy_j is not None:
+        assert metrics.energy_includes == "packages of two GPUs each, both dies, also one that the run does not use"
+
+
+def test_energy_of_tokens_and_the_lowest_power_cap() -> None:
+    ranks = powered({"a": level(cap_w=700.0)}, {"b": level(cap_w=650.0)}, source="nvml")
+    assert summary(ranks).metrics.energy_per_token_j is None, "samples are no sequences"
+    spec = msgspec.structs.replace(PAIR, model="gpt", dataset="tokens", input_size=32)
+    result = summary(ranks, spec)
+    assert result.metrics.energy_per_sample_j == pytest.approx(192 / 48)
+    assert result.metrics.energy_per_token_j == pytest.approx(192 / 48 / 32)
+    assert result.metrics.power_cap_w == 650.0
+    assert [rank["device_power"] for rank in result.ranks] == [
+        {"a": {"energy_j": 96.0, "idle_power_w": 90.0, "power_cap_w": 700.0}},
+        {"b": {"energy_j": 96.0, "idle_power_w": 90.0, "power_cap_w": 650.0}},
+    ]
+    del ranks[1]
+    assert summary(ranks, spec).metrics.power_cap_w is None, "a rank left no file"
 
 
 def test_the_slowest_rank_and_how_often() -> None:

@@ -335,7 +335,8 @@ def _fact_texts(provenance: dict[str, Any], path: str) -> list[str]:
 _ENVIRONMENT_FACTS = {
     "hosts": "hosts", "device": "device", "GPU": "gpu_model", "processor": "cpu_model", "logical cores": "cores",
     "memory of a host": "memory_bytes", "partition": "job.partition", "launcher": "launcher", "hpcbench": "hpcbench",
-    "commit": "hpcbench_commit", "torch": "torch", "CUDA": "cuda", "NCCL": "nccl", "driver": "driver",
+    "commit": "hpcbench_commit", "torch": "torch", "CUDA": "cuda", "NCCL": "nccl", "HIP": "hip", "RCCL": "rccl",
+    "driver": "driver",
     "Python": "python", "packages": "packages", "system": "os", "kernel": "kernel", "container": "container",
     "submissions": "submission",
 }  # fmt: skip

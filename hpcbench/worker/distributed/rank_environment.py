@@ -141,9 +141,20 @@ RESTARTED_FOR_RUN = "HPCBENCH_ENV_OF_RUN"
 
 _PERFORMANCE_PREFIXES = (
     "OMP_", "MKL_", "KMP_", "GOMP_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "CUDNN_", "CUBLAS_", "MALLOC_",
-    "HOROVOD_", "UCX_", "FI_", "LD_PRELOAD", "NVIDIA_TF32_OVERRIDE",
+    "HOROVOD_", "UCX_", "FI_", "LD_PRELOAD", "NVIDIA_TF32_OVERRIDE", "HIP_", "HSA_", "ROCR_", "RCCL_", "ROCBLAS_",
+    "HIPBLASLT_", "MIOPEN_", "GPU_MAX_HW_QUEUES",
 )  # fmt: skip
-_SET_PER_JOB = frozenset({"CUDA_VISIBLE_DEVICES", "TORCH_NCCL_ASYNC_ERROR_HANDLING"})
+VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+"""Variables that choose a process's devices; torch for ROCm follows all three."""
+_SET_PER_JOB = frozenset(
+    {*VISIBLE_DEVICES, "TORCH_NCCL_ASYNC_ERROR_HANDLING", "MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR"}
+)
+
+
+def describe_visible_devices(env: Mapping[str, str]) -> str:
+    """Name the variables that hide devices from this process, and their values."""
+    given = [f"{name} {env[name]!r}" for name in VISIBLE_DEVICES if name in env]
+    return ", ".join(given) or "no variable hides one"
 
 
 def user_environment(env: Mapping[str, str], launcher_environ: Path) -> dict[str, str]:
@@ -178,6 +189,12 @@ def apply_run_environment(wanted: Mapping[str, str], run_id: str) -> None:
         sys.stderr.flush()
         env = {**os.environ, **changed, RESTARTED_FOR_RUN: run_id}
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], env)  # noqa: S606 - this very program again
+
+
+def hide_gpus() -> None:
+    """Let libraries find no GPU in a run on CPUs: they ask whether there is one, not for the device of the run."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["HIP_VISIBLE_DEVICES"] = "-1"  # HIP takes an empty text for no choice
 
 
 def performance_environment(env: Mapping[str, str]) -> dict[str, str]:

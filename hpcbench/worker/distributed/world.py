@@ -16,9 +16,9 @@ from hpcbench.errors import WorkerError
 from hpcbench.strategies.catalog import get_strategy
 from hpcbench.worker.distributed import process_groups
 from hpcbench.worker.distributed.point_to_point import stage_messages
-from hpcbench.worker.distributed.rank_environment import RankInfo
+from hpcbench.worker.distributed.rank_environment import VISIBLE_DEVICES, RankInfo, describe_visible_devices
 from hpcbench.worker.distributed.rendezvous import ControlChannel, join_store, set_interface_variables, wait_for_keys
-from hpcbench.worker.measure.gpu import device_uuid
+from hpcbench.worker.measure.gpu import device_uuid, is_hip
 from hpcbench.worker.shutdown import PeerEnded, StopController
 
 _NCCL_SHARES_DEVICES = (2, 30)
@@ -41,17 +41,16 @@ def choose_device(kind: str, info: RankInfo, ranks_per_device: int = 1) -> torch
     if kind == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+    visible = describe_visible_devices(os.environ)
     if count == 0:
         raise WorkerError(
             f"the profile's device is cuda, but torch {torch.__version__} sees no GPU on {socket.gethostname()} "
-            f"(CUDA_VISIBLE_DEVICES {visible})",
-            hint="does the job ask for GPUs, and is this torch built for CUDA?",
+            f"({visible})",
+            hint="does the job ask for GPUs, and is this torch built for CUDA or ROCm?",
         )
     if 1 < count * ranks_per_device < info.local_world_size:
         raise WorkerError(
-            f"{info.local_world_size} ranks on {socket.gethostname()} see {count} GPUs "
-            f"(CUDA_VISIBLE_DEVICES {visible})",
+            f"{info.local_world_size} ranks on {socket.gethostname()} see {count} GPUs ({visible})",
             hint=f"ranks per GPU: {ranks_per_device}; let tasks_per_node be at most the GPUs of a node times that",
         )
     device = torch.device("cuda", info.local_rank % count)
@@ -119,8 +118,8 @@ def join_world(
 
 
 def _nccl_shares_devices() -> bool:
-    """Whether NCCL takes several ranks of one GPU; it is asked to, as it does not by itself."""
-    if not dist.is_nccl_available() or torch.cuda.nccl.version() < _NCCL_SHARES_DEVICES:  # type: ignore[no-untyped-call]
+    """Whether NCCL takes several ranks of one GPU; it is asked to, as it does not by itself. RCCL is not asked."""
+    if is_hip() or not dist.is_nccl_available() or torch.cuda.nccl.version() < _NCCL_SHARES_DEVICES:  # type: ignore[no-untyped-call]
         return False
     os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     return True
@@ -153,7 +152,7 @@ def _refuse_shared_devices(store: process_groups.Store, context: process_groups.
         groups = "; ".join(", ".join(str(rank) for rank in ranks) for ranks in shared)
         raise WorkerError(
             f"ranks share a GPU: {groups}",
-            hint="give every rank its own: srun --gpus-per-task=1, or no CUDA_VISIBLE_DEVICES of one device for all",
+            hint=f"give every rank its own: srun --gpus-per-task=1, not the same {' or '.join(VISIBLE_DEVICES)}",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import time
@@ -12,9 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import psutil
 
-from hpcbench.results.schema import HostActivity, RankResult
+from hpcbench.results.device_records import DevicePower, HostActivity
+from hpcbench.results.schema import RankResult
 from hpcbench.worker.distributed.rank_environment import RankInfo, cpu_mask
-from hpcbench.worker.measure import gpu
+from hpcbench.worker.measure.gpu import open_gpu
+from hpcbench.worker.measure.gpu_device import SmClock, query_or_none
 from hpcbench.worker.measure.host import ROOT, cpu_quota_cores, read_int, read_text, throttled_s
 
 if TYPE_CHECKING:
@@ -81,6 +84,8 @@ def _cpu_folder(root: Path, core: int) -> Path:
     return root / f"sys/devices/system/cpu/cpu{core}"
 
 
+_NODE = "node"
+"""The counters of a node's processors, as one."""
 _MAX_PACKAGE_WATTS = 600
 """More than a processor package draws: after how long a counter may have wrapped around unseen."""
 
@@ -165,7 +170,7 @@ class _Reading(NamedTuple):
     gpu_others: int | None = None
     gpu_reasons: tuple[str, ...] = ()
     gpu_held_s: dict[str, float] = {}  # noqa: RUF012 - never changed
-    gpu_clock: gpu.SmClock | None = None
+    gpu_clock: SmClock | None = None
 
 
 _Region = tuple[_Reading, _Reading]
@@ -174,6 +179,8 @@ _Number = TypeVar("_Number", int, float)
 
 class RegionCounters:
     """Counters of one rank. ``begin`` and ``end`` stand right around timed steps, once or several times.
+
+    Power is read at once: make these before the rank has work for its device.
 
     Args:
         device: of the rank.
@@ -190,16 +197,23 @@ class RegionCounters:
         self._root = root
         self._mask = cpu_mask()
         used = [device, *others] if device.type == "cuda" else []
-        found = [gpu.open_nvml_device(gpu.device_uuid(one)) for one in used]
-        self._gpus = [one for one in found if one is not None]
-        self._meter: EnergyMeter | None = None
-        if self._gpus and len(self._gpus) == len(used):
-            self._meter = EnergyMeter("nvml", [EnergyCounter(one.energy_j, 1) for one in self._gpus])
+        found = [open_gpu(one) for one in used]
+        self._gpus = [one for one, _ in found if one is not None]
+        reasons = [one.energy_absent if one else reason for one, reason in found]
+        self._meters: dict[str, EnergyMeter] = {}
+        """They have the names of their counters: two devices of a package share one."""
+        if used:
+            self.energy_absent = next(filter(None, reasons), None)
+        if used and self.energy_absent is None:
+            for one in self._gpus:
+                self._meters[one.counter] = EnergyMeter(one.energy_source, [EnergyCounter(one.energy_j, 1)])
         elif device.type == "cpu" and info.local_rank == 0:
-            self._meter, self.energy_absent = open_node_meter(root)
+            meter, self.energy_absent = open_node_meter(root)
+            self._meters = {} if meter is None else {_NODE: meter}
+        self._power = {one.counter: (one.power_w(), one.power_cap_w()) for one in self._gpus}
         self._before: _Reading | None = None
         self._regions: list[_Region] = []
-        self._joules: list[float | None] = []
+        self._joules: list[dict[str, float | None]] = []
 
     @property
     def watched(self) -> HostActivity | None:
@@ -207,35 +221,53 @@ class RegionCounters:
         return _summarize_regions(self._regions) if self._regions else None
 
     @property
+    def counted_j(self) -> dict[str, float]:
+        """Energy by counter; empty unless every counter was read at every edge, and one has moved."""
+        counted: dict[str, float] = {}
+        for name in self._meters:
+            joules_read = [joules for part in self._joules if (joules := part[name]) is not None]
+            if len(joules_read) < len(self._joules):
+                return {}
+            counted[name] = math.fsum(joules_read)
+        return counted if any(counted.values()) else {}
+
+    @property
     def energy_j(self) -> float | None:
-        """Energy of the device or the node; ``None`` unless its counter was read at every edge, and has moved."""
-        joules_read = [joules for joules in self._joules if joules is not None]
-        return sum(joules_read) or None if len(joules_read) == len(self._joules) else None
+        """Energy of the devices or the node; ``None`` without ``counted_j``."""
+        return sum(self.counted_j.values()) or None
 
     @property
     def energy_source(self) -> str | None:
-        return self._meter.source if self._meter and self.energy_j is not None else None
+        sources = dict.fromkeys(meter.source for meter in self._meters.values())
+        return "; ".join(sources) if self.energy_j is not None else None
 
     def used_gpu_bytes(self) -> list[int]:
-        """Return the memory in use on each device now; empty if NVML does not report it of all."""
+        """Return the memory in use on each device now; empty if its library does not report it of all."""
         used = [one.used_bytes() for one in self._gpus]
         return [] if None in used else [count for count in used if count is not None]
 
     def write_into(self, result: RankResult) -> None:
         """Set the fields of ``result`` that come from the counters."""
         result.watched, result.energy_j, result.energy_source = self.watched, self.energy_j, self.energy_source
+        counted_j = self.counted_j
+        result.device_power = {
+            counter: DevicePower(energy_j=counted_j.get(counter), idle_power_w=idle_w, power_cap_w=cap_w)
+            for counter, (idle_w, cap_w) in self._power.items()
+        }
+        if self.energy_absent is not None and result.provenance:
+            result.provenance["energy_absent"] = self.energy_absent
 
     def begin(self) -> None:
         self._before = self._read()
-        if self._meter:
-            gpu.query_or_none(self._meter.begin)
+        for meter in self._meters.values():
+            query_or_none(meter.begin)
 
     def end(self) -> None:
         """End the region, if one has begun."""
         if self._before is None:
             return
-        if self._meter:
-            self._joules.append(gpu.query_or_none(partial(self._meter.end, time.monotonic() - self._before.at_s)))
+        wall_s = time.monotonic() - self._before.at_s
+        self._joules.append({name: query_or_none(partial(meter.end, wall_s)) for name, meter in self._meters.items()})
         self._regions.append((self._before, self._read()))
         self._before = None
 

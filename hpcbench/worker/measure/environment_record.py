@@ -32,7 +32,7 @@ from hpcbench.worker.distributed.rank_environment import (
     resource_limits,
     user_performance_environment,
 )
-from hpcbench.worker.measure.gpu import host_gpu_facts, rank_gpu_facts
+from hpcbench.worker.measure.gpu import host_gpu_facts, is_hip, open_gpu, rank_gpu_facts
 from hpcbench.worker.measure.host import cores_per_numa_node, host_facts, read_text
 from hpcbench.workloads.models import custom_model_file, is_custom_model
 
@@ -78,6 +78,22 @@ def torch_build_facts() -> dict[str, Any]:
     return {**facts, "with": enabled} if enabled else facts
 
 
+def torch_facts() -> dict[str, Any]:
+    """Return versions, devices and back ends of torch; ``no_counters``: why a device's library does not answer."""
+    there = dist.is_available()
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {
+        "version": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "devices": [torch.cuda.get_device_name(number) for number in range(devices)],
+        "no_counters": open_gpu(torch.device("cuda", 0))[1] if devices else None,
+        "gloo": there and dist.is_gloo_available(),
+        "nccl": there and dist.is_nccl_available(),
+        "threads": torch.get_num_threads(),
+    }
+
+
 def git_commit() -> str | None:
     """The commit of this package's checkout, with ``-dirty`` where files were changed; ``None`` outside of one."""
     root = Path(hpcbench.__file__).resolve().parent.parent
@@ -90,9 +106,9 @@ def git_commit() -> str | None:
 
 
 _DIGEST_KEYS = (
-    "hpcbench", "python", "torch", "torch_git", "torch_build", "cuda", "cudnn", "nccl", "driver", "packages", "machine",
-    "device", "cpu_model", "cores", "cpu", "gpu_model", "gpu", "infiniband", "container", "container_kind",
-    "model_file_sha256", "program_files_sha256",
+    "hpcbench", "python", "torch", "torch_git", "torch_build", "cuda", "cudnn", "nccl", "hip", "miopen", "rccl",
+    "driver", "packages", "machine", "device", "cpu_model", "cores", "cpu", "gpu_model", "gpu", "infiniband",
+    "container", "container_kind", "model_file_sha256", "program_files_sha256",
 )  # fmt: skip
 _JOB_VARIABLES = {
     "job_id": "SLURM_JOB_ID", "array_job_id": "SLURM_ARRAY_JOB_ID", "array_task_id": "SLURM_ARRAY_TASK_ID",
@@ -151,6 +167,7 @@ def _host_provenance(header: TaskFileHeader, spec: RunSpec, info: RankInfo, devi
         "torch_git": torch.version.git_version,
         "torch_build": torch_build_facts(),
         "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
         "packages": package_versions(),
         "host": socket.gethostname(),
         "kernel": platform.release(),
@@ -178,9 +195,16 @@ def _host_provenance(header: TaskFileHeader, spec: RunSpec, info: RankInfo, devi
     if training is not None:
         facts[spec.strategy] = training.library_facts(spec)
     if device.type == "cuda":
-        facts |= {**host_gpu_facts(), "cudnn": torch.backends.cudnn.version()}  # type: ignore[no-untyped-call]
-        with contextlib.suppress(Exception):  # a torch built without NCCL has no version
-            facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        facts |= {**host_gpu_facts(), **gpu_library_versions()}
+    return facts
+
+
+def gpu_library_versions() -> dict[str, Any]:
+    """Versions of the vendor's libraries: torch for ROCm gives those of MIOpen and RCCL by the names of NVIDIA's."""
+    names = ("miopen", "rccl") if is_hip() else ("cudnn", "nccl")
+    facts = {names[0]: torch.backends.cudnn.version()}  # type: ignore[no-untyped-call]
+    with contextlib.suppress(Exception):  # a torch built without NCCL has no version
+        facts[names[1]] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return facts
 
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.results.schema import HostActivity, RankResult
+from hpcbench.results.device_records import HostActivity
+from hpcbench.results.schema import RankResult
 from hpcbench.units import format_percent
 from hpcbench.worker.failure import join_numbers
 
@@ -28,7 +29,7 @@ SLOW_RANK_FACTOR = 1.25
 
 _COMPARED_HOST_FACTS = (
     "cpu_model", "cpu", "cores", "gpu_model", "gpu", "infiniband", "driver", "kernel", "os", "python", "torch",
-    "torch_build", "cuda", "nccl", "cudnn", "packages", "hpcbench", "container",
+    "torch_build", "cuda", "nccl", "cudnn", "hip", "rccl", "miopen", "packages", "hpcbench", "container",
 )  # fmt: skip
 _MAX_LISTED = 4
 
