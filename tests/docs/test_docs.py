@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     path
     for path in ROOT.glob("**/*.md")
-    if ".venv" not in path.parts and not path.is_relative_to(ROOT / "results" / "local")
+    if ".venv" not in path.parts and not any(path.is_relative_to(ROOT / made) for made in ("build", "results/local"))
 ]
 
 
