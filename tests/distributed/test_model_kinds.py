@@ -165,9 +165,12 @@ def test_the_verdict_of_every_kind_of_model_is_right(request: pytest.FixtureRequ
     assert not mismatches(found, EXCEPTIONS.get(key, {}))
 
 
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("key", STRATEGIES)
-def test_a_gradient_error_is_found_in_every_kind_of_model(request: pytest.FixtureRequest, key: str) -> None:
-    trained = [kind for kind in KINDS if "refused" not in EXCEPTIONS.get(key, {}).get(kind, "")]
+def test_a_gradient_error_is_found_in_every_kind_of_model(request: pytest.FixtureRequest, key: str, half: int) -> None:
+    """Every other kind of model for one strategy, the rest for the next: the other half is a soak test."""
+    kinds = [kind for place, kind in enumerate(KINDS) if (place + list(STRATEGIES).index(key)) % 2 == half]
+    trained = [kind for kind in kinds if "refused" not in EXCEPTIONS.get(key, {}).get(kind, "")]
     precision = resolve_runtime(key).widest
     found = {
         kind: verdict_of(pool_of(request, key), spec_of(key, kind, precision=precision), is_wrong=True)

@@ -83,7 +83,8 @@ def test_bf16_parameters_train_what_one_device_does(pool: Pool, key: str, parity
 @pytest.mark.slow
 @pytest.mark.parametrize(("key", "parity"), BF16_CASES)
 def test_bf16_parameters_pass_what_the_cost_predicts(pool: Pool, key: str, parity: ParityCase) -> None:
-    spec = training(key, parity, precision="bf16_params").spec
+    # Few samples: convolutions in bf16 are slow on a CPU, and what is sent does not depend on them.
+    spec = training(key, parity, precision="bf16_params", batch_size=4).spec
     recorded = pool.call(spec.ranks, steady, spec) if spec.ranks > 1 else [steady(spec, None)]
     assert recorded == [expected(spec, rank) for rank in range(spec.ranks)]
 
