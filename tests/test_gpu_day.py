@@ -98,7 +98,7 @@ def test_the_status_page_is_that_of_the_committed_days() -> None:
     assert page == status.page_text(page, committed_days())
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # tests/cuda/test_gpu_day.py runs the same parts on a stub of CUDA
 @pytest.mark.distributed
 @pytest.mark.timeout(1800)
 def test_the_day_runs_on_cpus_from_start_to_report(tmp_path: Path) -> None:
