@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -159,18 +159,26 @@ def mismatches(found: dict[str, str], expected: dict[str, str]) -> dict[str, str
     return {column: text for column, text in found.items() if not re.match(expected.get(column, "right"), text)}
 
 
+def half_of(columns: Sequence[str], key: str, half: int) -> list[str]:
+    """Return every other kind of model for one strategy, the others for the next one."""
+    return [column for place, column in enumerate(columns) if (place + list(STRATEGIES).index(key)) % 2 == half]
+
+
+HALVES = pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.soak)])
+
+
+@HALVES
 @pytest.mark.parametrize("key", STRATEGIES)
-def test_the_verdict_of_every_kind_of_model_is_right(request: pytest.FixtureRequest, key: str) -> None:
-    found = {column: verdict_of(pool_of(request, key), spec_of(key, column)) for column in COLUMNS}
+def test_the_verdict_of_every_kind_of_model_is_right(request: pytest.FixtureRequest, key: str, half: int) -> None:
+    columns = half_of(COLUMNS, key, half)
+    found = {column: verdict_of(pool_of(request, key), spec_of(key, column)) for column in columns}
     assert not mismatches(found, EXCEPTIONS.get(key, {}))
 
 
-@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.soak)])
+@HALVES
 @pytest.mark.parametrize("key", STRATEGIES)
 def test_a_gradient_error_is_found_in_every_kind_of_model(request: pytest.FixtureRequest, key: str, half: int) -> None:
-    """Every other kind of model for one strategy, the rest for the next: the other half is a soak test."""
-    kinds = [kind for place, kind in enumerate(KINDS) if (place + list(STRATEGIES).index(key)) % 2 == half]
-    trained = [kind for kind in kinds if "refused" not in EXCEPTIONS.get(key, {}).get(kind, "")]
+    trained = [kind for kind in half_of(KINDS, key, half) if "refused" not in EXCEPTIONS.get(key, {}).get(kind, "")]
     precision = resolve_runtime(key).widest
     found = {
         kind: verdict_of(pool_of(request, key), spec_of(key, kind, precision=precision), is_wrong=True)

@@ -38,17 +38,17 @@ TWO_NODES: list[Run] = [
     *((key, STAGES) for key in ("gpipe", "1f1b", "zero_bubble", "interleaved_1f1b", "pipedream")),
 ]
 # What two nodes do not have: a ring with neighbours on two sides, groups over some of the nodes, halos along two axes,
-# stages that both receive and send, replicas of a stage, and stages of several ranks.
+# and stages that both receive and send.
 FOUR_NODES: list[Run] = [
     ("ddp", IMAGES),
     ("tensor", {**IMAGES, "dp_degree": 2, "tp_degree": 2}),
     ("spatial", {**VOLUMES, "sp_degree": 4, "options.grid": "1x2x2"}),
     ("zero_bubble", STAGES),
+]
+# Replicas of a stage, stages of several ranks, and the patterns above with other keys.
+OTHERS_ON_FOUR_NODES: list[Run] = [
     ("1f1b", {**STAGES, "options.stage_replicas": "2-1-1"}),
     ("1f1b", {**STAGES, "tp_degree": 2}),
-]
-# The same patterns again, with other keys.
-OTHERS_ON_FOUR_NODES: list[Run] = [
     *((key, IMAGES) for key in DATA_KEYS if key != "ddp"),
     ("channel", {**VOLUMES, "tp_degree": 4}),
     ("filter", {**VOLUMES, "dp_degree": 2, "tp_degree": 2}),
