@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import pwd
+import signal
 import socket
 from pathlib import Path
 
 import msgspec
+
+_PR_SET_PDEATHSIG = 1
+_PRCTL = getattr(ctypes.CDLL(None), "prctl", None)
+"""Looked up once and not in each child process; only Linux has it."""
 
 
 def account_name() -> str:
@@ -55,3 +61,9 @@ def find_process(pid: int) -> ProcessId | None:
         return ProcessId(process_namespace(), pid, float(fields[19])) if fields[0] != "Z" else None
     except (OSError, IndexError, ValueError):
         return None
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when its parent ends. For a child right after its fork; Linux alone does it."""
+    if _PRCTL is not None:
+        _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL)

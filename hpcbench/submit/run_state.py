@@ -294,11 +294,10 @@ def _last_log_line(run: SubmittedRun) -> str:
     scheduler = scheduler_class(run.record.scheduler, run.record.cluster)
     logs = (scheduler.job_log(run), run.folder / scheduler.queue_log if scheduler.queue_log else None)
     text = next(filter(None, (closing_lines(read_tail(log)) for log in logs if log)), "")
-    # A full disk keeps the log empty, too.
     with contextlib.suppress(OSError):
-        free_bytes = shutil.disk_usage(run.folder).free
-        if not text and free_bytes < _NEEDED_BYTES:
-            text = f"the file system of {run.folder} is full, {format_bytes(free_bytes)} are free"
+        # A full disk keeps the log empty, too.
+        if not text and (free_bytes := shutil.disk_usage(run.folder).free) < _NEEDED_BYTES:
+            text = f"the file system of {run.folder} is full: {format_bytes(free_bytes)} are free"
     return f": {text}" if text else ""
 
 

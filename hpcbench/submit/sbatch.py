@@ -18,7 +18,6 @@ later all the same, two jobs have the same runs: one of them is cancelled.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import os
 import re
@@ -37,7 +36,7 @@ import submitit
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.errors import SubmitError
 from hpcbench.fileio import printable_text, shared_umask
-from hpcbench.identity import account_name
+from hpcbench.identity import account_name, end_with_parent
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.submit.batches import sbatch_command
 from hpcbench.submit.journal import JobBatch, Journal, JournalWriter
@@ -55,9 +54,6 @@ from hpcbench.submit.submission_record import Submission, started_attempt
 _T = TypeVar("_T")
 
 _SBATCH_TIMEOUT_S = 60.0
-_PR_SET_PDEATHSIG = 1
-_PRCTL = getattr(ctypes.CDLL(None), "prctl", None)
-"""Looked up once and not in each child process; only Linux has it."""
 
 
 class SbatchExecutor(submitit.SlurmExecutor):
@@ -94,7 +90,8 @@ class SbatchExecutor(submitit.SlurmExecutor):
             [*wrapper, *command],
             env=self._environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             errors="replace",
-            preexec_fn=None if wrapper else _kill_with_parent,  # noqa: PLW1509 - its only other thread renews a lock
+            # An sbatch whose submit was killed must not submit its job later, when another submit has done so.
+            preexec_fn=None if wrapper else end_with_parent,  # noqa: PLW1509 - its only other thread renews a lock
             umask=shared_umask(self.folder), start_new_session=True,
         )  # fmt: skip
         try:
@@ -156,12 +153,6 @@ def _parent_death_command() -> tuple[str, ...]:
     except OSError:
         works = False
     return words if works else ()
-
-
-def _kill_with_parent() -> None:
-    """An sbatch whose submit was killed must not submit its job later, when another submit has done so."""
-    if _PRCTL is not None:
-        _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def check_job_parameters(parameters: Mapping[str, Any], folder: Path) -> None:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tests.distributed.forking import ForkedProgram
 
@@ -59,19 +60,17 @@ class Launch:
         self.start([*program, "--tasks", str(tasks), "--index", str(index)], **variables)
         return self
 
-    def torchrun(
-        self,
-        ranks: int,
-        tasks: Path,
-        index: int = 0,
-        program: list[str] = MODULE,
-        attempt: int | None = None,
-        **variables: str,
+    def torchrun(self, ranks: int, tasks: Path, program: list[str] = MODULE, **more: Any) -> Launch:
+        return self._launcher([*TORCHRUN, "--standalone", "--nproc-per-node", str(ranks), *program], tasks, **more)
+
+    def fork(self, ranks: int, tasks: Path, program: list[str] = MODULE, **more: Any) -> Launch:
+        return self._launcher([*program, "fork", "--ranks", str(ranks)], tasks, **more)
+
+    def _launcher(
+        self, words: list[str], tasks: Path, index: int = 0, attempt: int | None = None, **variables: str
     ) -> Launch:
-        words = [*TORCHRUN, "--standalone", "--nproc-per-node", str(ranks), *program]
         words += ["--tasks", str(tasks), "--index", str(index)]
-        words += [] if attempt is None else ["--attempt", str(attempt)]
-        self.start(words, **variables)
+        self.start(words if attempt is None else [*words, "--attempt", str(attempt)], **variables)
         return self
 
     def by_hand(

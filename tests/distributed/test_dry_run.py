@@ -101,6 +101,9 @@ PEAKS = [
     case("zero1", "vit", 5, 256, batch_size=64),
     case("fsdp", "vit", 511, 512, batch_size=64),
     case("fsdp", "gpt_1_3b", 0, 32, batch_size=1, precision="bf16_params", **RECOMPUTED),
+    pytest.param(
+        *case("fsdp", "gpt_17b", 0, 32, batch_size=1, precision="bf16_params", **RECOMPUTED), marks=pytest.mark.soak
+    ),
     # autocast would keep the cast of every block's gathered weights until the forward pass ends: 1.56 times as much.
     case("fsdp", "gpt_350m", 3, 4, precision="bf16"),
     case("filter", "cosmoflow", 3, 64, tp_degree=4),

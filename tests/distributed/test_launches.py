@@ -7,6 +7,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,11 +120,20 @@ def test_the_runs_own_variables_are_there_when_torch_starts(tmp_path: Path, whol
     assert result.provenance["env"]["MALLOC_ARENA_MAX"] == "3"
 
 
+def test_forked_ranks_have_the_runs_own_variables(tmp_path: Path, whole_launch: Launch) -> None:
+    spec = make_spec(strategy="ddp", tasks_per_node=2, dp_degree=2, steps=1, env={"MALLOC_ARENA_MAX": "3"})
+    tasks = write_tasks(tmp_path, spec)
+    assert whole_launch.fork(2, tasks).wait() == [0], whole_launch.logs()
+    result = result_of(tmp_path, spec)
+    assert (result.status, result.provenance["launcher"]) == ("ok", "fork")
+    assert result.provenance["env"]["MALLOC_ARENA_MAX"] == "3"
+
+
 def test_two_launches_of_one_job_do_not_meet(tmp_path: Path, launch: Launch) -> None:
     other = make_spec(strategy="ddp", tasks_per_node=2, dp_degree=2, seed=1)
     tasks = write_tasks(tmp_path, PAIR, other)
     for index in (0, 1):
-        launch.torchrun(2, tasks, index, SLURM_JOB_ID="7", SLURM_ARRAY_JOB_ID="7")
+        launch.torchrun(2, tasks, index=index, SLURM_JOB_ID="7", SLURM_ARRAY_JOB_ID="7")
     assert launch.wait() == [0, 0], launch.logs()
     assert result_of(tmp_path, PAIR).status == result_of(tmp_path, other).status == "ok"
     meetings = [json.loads(attempt_of(tmp_path, spec).rendezvous_path.read_bytes()) for spec in (PAIR, other)]
@@ -175,9 +185,13 @@ def test_a_signal_after_the_last_timed_step_takes_nothing_away(tmp_path: Path, l
     assert [warning for warning in result.warnings if "10000 profiled steps were made" in warning]
 
 
-def test_a_signal_cancels_both_ranks_with_their_measurements(tmp_path: Path, launch: Launch) -> None:
+LAUNCHERS = pytest.mark.parametrize("how", ["torchrun", "fork"])
+
+
+@LAUNCHERS
+def test_a_signal_cancels_both_ranks_with_their_measurements(tmp_path: Path, launch: Launch, how: str) -> None:
     tasks = write_tasks(tmp_path, ENDLESS_PAIR)
-    stop_at_step_4(launch, lambda **more: launch.torchrun(2, tasks, **more), signal.SIGTERM, 2)
+    stop_at_step_4(launch, partial(getattr(launch, how), 2, tasks), signal.SIGTERM, 2)
     result = result_of(tmp_path, ENDLESS_PAIR)
     assert result.status == "cancelled", launch.logs()
     assert result.metrics.samples_per_s is not None
@@ -215,10 +229,10 @@ def test_the_time_limit_ends_a_run_by_itself(tmp_path: Path, launch: Launch) -> 
 # Ranks that die
 
 
-def test_rank_1_is_killed(tmp_path: Path, launch: Launch) -> None:
+@pytest.mark.parametrize(("how", "code"), [("torchrun", 1), ("fork", 137)])
+def test_rank_1_is_killed(tmp_path: Path, launch: Launch, how: str, code: int) -> None:
     tasks = write_tasks(tmp_path, ENDLESS_PAIR)
-    codes = launch.torchrun(2, tasks, program=HOOKED, ACCIDENT="1:4:kill").wait()
-    assert codes[0] == 1
+    assert getattr(launch, how)(2, tasks, program=HOOKED, ACCIDENT="1:4:kill").wait() == [code]
     result = result_of(tmp_path, ENDLESS_PAIR)
     assert result.status == "failed", launch.logs()
     assert message_of(result).startswith("rank 1 ended without leaving a file")
@@ -226,10 +240,11 @@ def test_rank_1_is_killed(tmp_path: Path, launch: Launch) -> None:
     assert len(result.step_times_s) == 2
 
 
-def test_end_records_how_rank_0_was_killed(tmp_path: Path, launch: Launch) -> None:
+@LAUNCHERS
+def test_end_records_how_rank_0_was_killed(tmp_path: Path, launch: Launch, how: str) -> None:
     tasks = write_tasks(tmp_path, ENDLESS_PAIR)
     worker("begin", "--tasks", str(tasks), "--index", "0")
-    code = launch.torchrun(2, tasks, program=HOOKED, attempt=1, ACCIDENT="0:4:kill").wait()[0]
+    code = getattr(launch, how)(2, tasks, program=HOOKED, attempt=1, ACCIDENT="0:4:kill").wait()[0]
     assert code != 0
     assert tree_of(tmp_path).read_result(run_id(ENDLESS_PAIR)) is None
     ended = worker("end", "--tasks", str(tasks), "--index", "0", "--attempt", "1", "--exit-code", str(code))
@@ -242,7 +257,7 @@ def test_end_records_how_rank_0_was_killed(tmp_path: Path, launch: Launch) -> No
 
 @pytest.mark.parametrize(
     ("how", "rank", "step"),
-    [("torchrun", 1, 4), ("by_hand", 1, 4), ("by_hand", 0, -1)],
+    [("torchrun", 1, 4), ("fork", 1, 4), ("by_hand", 1, 4), ("by_hand", 0, -1)],
 )
 def test_an_exception_of_a_rank_is_the_runs_error(
     tmp_path: Path, launch: Launch, how: str, rank: int, step: int

@@ -12,6 +12,7 @@ from hpcbench.report.status_text import suspect_nodes_text
 from hpcbench.results.attempts import begin_attempt
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import FailureRecord, RunResult
+from hpcbench.submit import run_state
 from hpcbench.submit.plan import SweepPlan, make_plan
 from hpcbench.submit.run_state import closing_lines, record_scheduler_failures, run_states, suspect_nodes
 from hpcbench.submit.slurm_queue import parse_job_states
@@ -50,6 +51,25 @@ def test_the_reason_of_a_failed_job_has_its_node_and_the_error_before_its_conseq
     state = next(iter(run_states(cluster_tree, plan.runs, plan.profile, time.time()).values()))
     assert state.reason.startswith("FAILED: NonZeroExitCode on n2, no result was left: python: error while loading")
     assert state.nodes == "n2"
+
+
+def test_a_missing_result_of_a_full_disk_has_that_reason(
+    plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = submit(plan, cluster_tree).folder
+    assert folder is not None
+    (fake_slurm / "squeue").write_text("4711_0|FAILED|NonZeroExitCode|2020-01-01T00:00:00||n2\n")
+
+    def reason() -> str:
+        return next(iter(run_states(cluster_tree, plan.runs, plan.profile, time.time()).values())).reason
+
+    assert reason() == "FAILED: NonZeroExitCode on n2, no result was left"
+    monkeypatch.setattr(run_state, "_NEEDED_BYTES", 2**80)
+    assert reason().startswith(
+        f"FAILED: NonZeroExitCode on n2, no result was left: the file system of {folder} is full"
+    )
+    (folder / "0.4711.0.log").write_text("the log has another reason\n")
+    assert reason() == "FAILED: NonZeroExitCode on n2, no result was left: the log has another reason"
 
 
 def test_the_hint_below_the_last_error_of_a_log_is_no_reason() -> None:
