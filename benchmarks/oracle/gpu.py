@@ -18,12 +18,15 @@ import numpy as np
 
 from benchmarks.oracle.gpu_fit import (
     FIRST,
+    HOST_OF_FUSED,
     NODES,
     Array,
     Fit,
     fit_figures,
     fit_memory,
+    megatron_2021_factors,
     predicted_seconds,
+    unseen_factors,
 )
 from benchmarks.oracle.gpu_tables import (
     EXAM,
@@ -31,6 +34,7 @@ from benchmarks.oracle.gpu_tables import (
     FITS_EXAM,
     FITS_FIT,
     PublishedRow,
+    megatron_rows,
     read_outcomes,
     read_rows,
 )
@@ -132,6 +136,14 @@ def fitted(rows: Sequence[PublishedRow]) -> list[FittedMachine]:
     return machines
 
 
+def _software_factors(fit: Fit) -> dict[str, dict[str, float]]:
+    factors = {software: fit.factors(software) for software in SOFTWARE}
+    factors["megatron"] |= {"host_layer_s": HOST_OF_FUSED, "host_head_s": HOST_OF_FUSED}
+    factors["megatron_deepspeed"] = megatron_2021_factors(fit, megatron_rows())
+    factors["other"] = unseen_factors(fit)
+    return {software: rounded(values) for software, values in factors.items()}
+
+
 def _machine(
     name: str,
     rows: Sequence[PublishedRow],
@@ -147,7 +159,7 @@ def _machine(
         name=name,
         device=NODES[name],
         figures=rounded(fit.figures(name, "nanotron")),
-        software_factors={software: rounded(fit.factors(software)) for software in SOFTWARE},
+        software_factors=_software_factors(fit),
         log_error_low=rounded(bounds[0]),
         log_error_high=rounded(bounds[1]),
         memory=rounded(asdict(memory)),

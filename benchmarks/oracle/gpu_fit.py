@@ -75,6 +75,20 @@ BY_SOFTWARE = {
     "gather_wide_rate": 0.5,
     "reduce_wide_rate": 0.5,
 }
+UNSEEN_GATHER = 1 / 7.5
+"""Factor on the rate at which replicas gather parameters over nodes: nanotron's runs hide most of that time, and no
+other program is known to."""
+HOST_OF_FUSED = 0.5
+"""Factor on the host's time a layer where kernels are fused: about half as many are launched. No run determines it."""
+MEGATRON_2021: dict[str, tuple[float, float]] = {
+    "matmul": (1.0, 0.1),
+    "memory": (1.0, 0.2),
+    "tensor_rate": (1.0, 0.3),
+    "send_rate": (1.0, 0.5),
+    "reduce_wide_rate": (1.0, 0.5),
+    "optimizer": (1.0, 0.4),
+}
+"""Median and standard deviation of the logarithm of the factors of Megatron-LM with stored scores."""
 NOISE = {"nanotron": 0.08, "megatron": 0.04, "fsdp": 0.05, "torchtitan": 0.05}
 FIRST = "h100-80gb-sxm"
 NODES = {
@@ -207,6 +221,33 @@ def fit_figures(rows: Sequence[PublishedRow], start: Fit | None = None) -> Fit:
     first = means if start is None else start.values
     solution = least_squares(residuals, first, loss="soft_l1", max_nfev=60, ftol=1e-5)
     return Fit(names, solution.x)
+
+
+def megatron_2021_factors(fit: Fit, rows: Sequence[PublishedRow]) -> dict[str, float]:
+    """Fit the factors of Megatron-LM with stored scores; figures of the device and of other programs stay."""
+    base = fit.figures(rows[0].device, "nanotron")
+    fixed = {"gather_wide_rate": UNSEEN_GATHER, "host_layer_s": HOST_OF_FUSED, "host_head_s": HOST_OF_FUSED}
+    works, target = stacked([row_work(row) for row in rows]), np.log([row.step_time_s or 1.0 for row in rows])
+    means = np.log([median for median, _ in MEGATRON_2021.values()])
+    spreads = np.array([spread for _, spread in MEGATRON_2021.values()])
+
+    def factors(values: Array) -> dict[str, float]:
+        return {**fixed, **dict(zip(MEGATRON_2021, (float(value) for value in np.exp(values)), strict=True))}
+
+    def residuals(values: Array) -> Array:
+        chosen = factors(values)
+        figures = Figures(**{name: value * chosen.get(name, 1.0) for name, value in base.items()})
+        errors = (np.log(step_time(works, figures).total_s) - target) / NOISE["fsdp"]
+        return np.concatenate([(values - means) / spreads, errors])
+
+    return factors(least_squares(residuals, means, loss="soft_l1").x)
+
+
+def unseen_factors(fit: Fit) -> dict[str, float]:
+    """Return the factors of a program without runs: the geometric mean of the known ones', nanotron's 1 among them."""
+    known = [fit.factors(software) for software in ("megatron", "fsdp", "torchtitan")]
+    means = {name: float(np.exp(np.mean([0.0, *(np.log(one[name]) for one in known)]))) for name in BY_SOFTWARE}
+    return {**means, "gather_wide_rate": UNSEEN_GATHER, "host_layer_s": HOST_OF_FUSED, "host_head_s": HOST_OF_FUSED}
 
 
 def prior_fit() -> Fit:

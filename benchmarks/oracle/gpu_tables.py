@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.oracle.megatron_runs import published
+from benchmarks.oracle.megatron_table import TOKENS, VOCABULARY
 from hpcbench.config.command import Recompute, Software
 from hpcbench.errors import HpcbenchError
 from hpcbench.predict.decoder.layout import CollectiveRates, Layout
@@ -61,6 +63,8 @@ SOFTWARE: dict[str, Software] = {
     "ibm_fsdp": "fsdp",
 }
 MAX_FLOPS_SHARE = 1.0
+A100_PEAK_FLOPS = 312e12
+MEGATRON_RECOMPUTE: tuple[Recompute, ...] = ("full", "selective")
 
 
 @dataclass(frozen=True)
@@ -217,6 +221,33 @@ def read_rows(path: Path) -> tuple[list[PublishedRow], list[LeftOut]]:
             except (ValueError, HpcbenchError) as error:
                 left_out.append(LeftOut(row.get("id", "?"), " ".join(str(error).split())))
     return rows, left_out
+
+
+def megatron_rows() -> list[PublishedRow]:
+    """Return the iterations of ``megatron.toml``: GPTs on A100 by Megatron-LM of 2021 and 2022, with stored scores.
+
+    Rows of 2021 recompute all; those of 2022 either all, or the inner part of attention with sequence parallelism.
+    """
+    rows = []
+    for run in published():
+        shape = DecoderShape(
+            name=f"gpt_{run.name}", layers=run.layers, hidden=run.width, ffn=4 * run.width, heads=run.heads,
+            kv_heads=run.heads, vocabulary=VOCABULARY, tied=True, gated=False, biases=True, norm_vectors=2,
+            learned_positions=TOKENS,
+        )  # fmt: skip
+        for recompute in MEGATRON_RECOMPUTE:
+            step_s = run.published_s(recompute, A100_PEAK_FLOPS)
+            if step_s is None:
+                continue
+            layout = Layout(
+                gpus=run.devices, sequence=TOKENS, micro_batch=run.micro_batch, global_batch=run.batch,
+                replicas=run.dp, tensor=run.tp, pipeline=run.pp, chunks=run.interleaving, recompute=recompute,
+                software="megatron_deepspeed", fused_attention=False, overlap=False,
+                sequence_parallel=recompute == "selective",
+            )  # fmt: skip
+            name = f"{run.name}-{recompute}"
+            rows.append(PublishedRow(name, "selene", "a100-80gb-sxm", shape, layout, None, step_s, None))
+    return rows
 
 
 def read_outcomes(path: Path) -> dict[str, bool]:

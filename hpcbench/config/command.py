@@ -42,7 +42,7 @@ class CommandMetric(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """An expression of the number that was read, ``value``, and of the parameters; empty: the number itself."""
 
 
-Software = Literal["nanotron", "megatron", "fsdp", "torchtitan"]
+Software = Literal["nanotron", "megatron", "fsdp", "torchtitan", "megatron_deepspeed", "other"]
 """Conventions of a training loop: splitting of stages, buckets, precision of gradients."""
 Recompute = Literal["none", "selective", "full"]
 """Activations that the backward pass computes again."""

@@ -96,7 +96,15 @@ class LayoutTable(TomlTable):
     """The decoder that the program trains and its layout over devices, for predictions; no part of a run's identity."""
 
     model: str
-    """A shape by its name: ``llama_8b``."""
+    """A shape by its name: ``llama_8b``. ``layers`` and the other dimensions replace its own."""
+    layers: Quantity | None = None
+    hidden: Quantity | None = None
+    ffn: Quantity | None = None
+    """Width of the MLP's inner state."""
+    heads: Quantity | None = None
+    kv_heads: Quantity | None = None
+    vocabulary: Quantity | None = None
+    """Entries of the embedding, with the program's padding."""
     software: Software
     """The training loop whose published runs price it."""
     sequence: Quantity
@@ -122,6 +130,14 @@ class LayoutTable(TomlTable):
     recompute: Annotated[str, Field(min_length=1)] = "none"
     """``none``, ``selective``, ``full``, or an expression with one of these as its value."""
     compiled: bool | str = False
+    fused_attention: bool | str = True
+    """Attention in one kernel (flash attention); else its scores are stored."""
+    sequence_parallel: bool | str = True
+    """Ranks of a tensor group normalise their own tokens, else each all of them."""
+    overlap: bool | str = True
+    """Messages are sent while kernels compute."""
+    optimizer_shards: Annotated[int, Field(ge=0)] | str = 0
+    """Replicas that share the optimizer state under ``zero = 1``; 0: all."""
 
 
 class CommandTable(TomlTable):

@@ -94,6 +94,8 @@ class LinkConfig(TomlTable):
     bandwidth_bytes_per_s: BytesPerSecond
     per_node: PositiveInt = 1
     """Number of such links from a node to other nodes; groups of ranks that send at the same time share them."""
+    shared: bool = False
+    """Whether groups of ranks share the rate of `intra_node`, as over PCIe without NVLink."""
     mark: ValueSource = "nominal"
     """Source of the numbers. Vendors state no latency: that of a nominal link is a usual one of its kind."""
 

@@ -19,6 +19,10 @@ from hpcbench.submit.submission_record import read_sweep_record
 
 LAYOUT_FIELDS = {"dp": "replicas", "tp": "tensor", "pp": "pipeline", "cp": "context"}
 """Names of ``[command.layout]`` that ``Layout`` calls otherwise."""
+SHAPE_TERMS = ("layers", "hidden", "ffn", "heads", "kv_heads", "vocabulary")
+"""Names of ``[command.layout]`` that replace a dimension of the named decoder."""
+_SWITCHES = ("compiled", "fused_attention", "sequence_parallel", "overlap")
+_FROM_ZERO = ("zero", "optimizer_shards")
 _DEGREES = ("dp", "shards", "tp", "pp", "cp")
 _LARGEST = 2**31
 _NO_WORDS = Command(argv=[])
@@ -34,7 +38,6 @@ def layout_of_command(spec: RunSpec, declared: CommandLayout) -> tuple[DecoderSh
     for name, term in declared.terms.items():
         value = Expression(term, where=declared.where)(values) if isinstance(term, str) else term
         terms[name] = _checked_term(name, value, declared.where)
-    shape = named_shape(declared.model)
     degrees = {name: terms.get(name, 1) for name in _DEGREES}
     if prod(degrees.values()) != spec.devices:
         named = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "no degree above 1"
@@ -44,6 +47,8 @@ def layout_of_command(spec: RunSpec, declared: CommandLayout) -> tuple[DecoderSh
             where=declared.where,
         )
     try:
+        dimensions = {name: terms.pop(name) for name in SHAPE_TERMS if name in terms}
+        shape = replace(named_shape(declared.model), **dimensions)
         fields = {LAYOUT_FIELDS.get(name, name): value for name, value in terms.items()}
         layout = Layout(gpus=spec.devices, software=declared.software, **fields)
         check_layout(shape, layout)
@@ -60,14 +65,15 @@ def layout_of_command(spec: RunSpec, declared: CommandLayout) -> tuple[DecoderSh
 def _checked_term(name: str, value: Any, where: str) -> Any:
     if name == "recompute":
         return value
-    if name == "compiled":
+    if name in _SWITCHES:
         if isinstance(value, bool):
             return value
         raise ConfigError(f"layout: {name} is {value!r:.40}, true or false is needed", where=where)
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
         raise ConfigError(f"layout: {name} is {value!r:.40}, a whole number is needed", where=where)
-    if not (0 if name == "zero" else 1) <= value < _LARGEST:
-        raise ConfigError(f"layout: {name} is {value}, 1 to {_LARGEST - 1} can be priced", where=where)
+    least = 0 if name in _FROM_ZERO else 1
+    if not least <= value < _LARGEST:
+        raise ConfigError(f"layout: {name} is {value}, {least} to {_LARGEST - 1} can be priced", where=where)
     return int(value)
 
 

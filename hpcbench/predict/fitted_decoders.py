@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import exp, sqrt
 from typing import Any, NamedTuple
 
 import msgspec
@@ -13,37 +14,43 @@ from hpcbench.config.profile_tables import DeviceConfig
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError
 from hpcbench.predict.command_layouts import layout_of_command
-from hpcbench.predict.decoder.layout import Layout, nominal_rates
+from hpcbench.predict.decoder.allocated import allocated_memory
+from hpcbench.predict.decoder.layout import GpuNode, Layout, nominal_rates
 from hpcbench.predict.decoder.layout_search import priced_only_reason, software_of
-from hpcbench.predict.decoder.machines import FittedMachine, fitted_machine, loop_interval_s, predict_step
-from hpcbench.predict.decoder.memory import GIB, MemoryTerms, reserved_gib, stage_memory_terms
-from hpcbench.predict.decoder.pricing import StepTerms, step_terms, step_time
-from hpcbench.predict.decoder.work import step_work
+from hpcbench.predict.decoder.machines import FittedMachine, fitted_machine, loop_interval_s, machine_without_runs
+from hpcbench.predict.decoder.memory import GIB
+from hpcbench.predict.decoder.pricing import Figures, step_time
+from hpcbench.predict.decoder.site import Site, gradient, site_step, site_terms
+from hpcbench.predict.decoder.work import Work, step_work
 from hpcbench.predict.machine import Machine
+from hpcbench.predict.measured_factors import MAX_NEIGHBOURS_NAMED, Neighbour
 from hpcbench.predict.peak_memory import MemoryBreakdown
-from hpcbench.predict.prediction import Prediction, PredictionBasis, PredictionInterval
+from hpcbench.predict.prediction import NORMAL_90, Prediction, PredictionBasis, PredictionInterval
 from hpcbench.strategies.catalog import options_with_defaults, representative
 from hpcbench.strategies.decoder_shapes import DecoderShape, named_shape, named_shapes
 from hpcbench.strategies.layer_table import default_input_size
 
+USUAL_PROCESSORS, USUAL_LINK_BYTES_S, USUAL_BEST_PRODUCT = 128, 300e9, 0.8
+"""Figures of a device whose profile does not state them: multiprocessors, links between devices, share of the peak."""
+
 
 def machine_of_profile(profile: ClusterProfile, partition: str | None, per_node: int) -> FittedMachine:
-    """Return the fitted machine that a profile's device names, with the profile's links.
+    """Return the machine of a profile's device, with the profile's links: fitted, or by the vendor's figures alone.
 
-    An unknown name is a ConfigError with the valid ones.
+    An unknown name, and a device without figures, is a ConfigError.
     """
-    device = device_of_profile(profile, partition)
-    if device is None or device.fitted is None:
-        raise ConfigError(f"the profile {profile.name} names no fitted machine", hint="devices.X.fitted")
+    device, name = device_of_profile(profile, partition), profile.partition(partition).node.device_type
+    if reason := missing_machine_reason(profile, partition):
+        raise ConfigError(reason, where=profile.name)
+    assert device is not None, "it has figures"
     try:
-        machine = fitted_machine(device.fitted)
+        machine = fitted_machine(device.fitted) if device.fitted else machine_without_runs(_node_of(device, str(name)))
     except ConfigError as error:
-        name = profile.partition(partition).node.device_type
         raise ConfigError(error.message, where=f"{profile.name}: devices.{name}.fitted", hint=error.hint) from error
     node = replace(machine.device, gpus=per_node)
     intra, inter = profile.links.intra_node, profile.links.inter_node
     if intra is not None:
-        node = replace(node, nvlink_bytes_s=intra.bandwidth_bytes_per_s)
+        node = replace(node, nvlink_bytes_s=intra.bandwidth_bytes_per_s, is_shared=intra.shared)
     if inter is not None:
         devices = profile.partition(partition).node.devices or per_node
         node = replace(node, nic_bytes_s=inter.bandwidth_bytes_per_s * inter.per_node / devices)
@@ -51,12 +58,34 @@ def machine_of_profile(profile: ClusterProfile, partition: str | None, per_node:
 
 
 def missing_machine_reason(profile: ClusterProfile, partition: str | None) -> str | None:
-    """Return why a partition's device has no fitted machine; ``None`` where it has one."""
+    """Return why decoders cannot be priced on a partition's device; ``None`` where they can."""
     device = device_of_profile(profile, partition)
-    if device is not None and device.fitted is not None:
+    name = profile.partition(partition).node.device_type or "X"
+    if device is None:
+        return f"the profile describes no device of its nodes (devices.{name})"
+    if device.fitted is not None:
         return None
-    name = profile.partition(partition).node.device_type or "this device"
-    return f"no published run of {name} was learned from (the profile has no devices.{name}.fitted)"
+    needed = {
+        "peak_flops_per_s.bf16": device.peak_flops_per_s.get("bf16"),
+        "memory_bandwidth_bytes_per_s": device.memory_bandwidth_bytes_per_s, "memory_bytes": device.memory_bytes,
+    }  # fmt: skip
+    missing = [key for key, value in needed.items() if not value]
+    return f"devices.{name} has neither fitted nor {' and '.join(missing)}" if missing else None
+
+
+def _node_of(device: DeviceConfig, name: str) -> GpuNode:
+    """Return a node of the vendor's figures; the profile's links replace its own."""
+    return GpuNode(
+        name=name,
+        gpus=1,
+        peak_flops=device.peak_flops_per_s["bf16"],
+        memory_bytes_s=device.memory_bandwidth_bytes_per_s or 0.0,
+        memory_gib=(device.memory_bytes or 0) / GIB,
+        multiprocessors=device.processors or USUAL_PROCESSORS,
+        nvlink_bytes_s=USUAL_LINK_BYTES_S,
+        nic_bytes_s=USUAL_LINK_BYTES_S / 10,
+        best_product=device.flops_efficiency or USUAL_BEST_PRODUCT,
+    )
 
 
 def device_of_profile(profile: ClusterProfile, partition: str | None) -> DeviceConfig | None:
@@ -146,11 +175,14 @@ class PricedCommand(NamedTuple):
     layout: Layout
     machine: FittedMachine
 
-    def terms(self) -> StepTerms:
-        """Return the seconds of a step by their purpose."""
+    @property
+    def work(self) -> Work:
         node = self.machine.device
-        work = step_work(self.shape, self.layout, node, nominal_rates(node, self.layout.gpus))
-        return step_terms(work, self.machine.figures_of(self.layout.software))
+        return step_work(self.shape, self.layout, node, nominal_rates(node, self.layout.gpus))
+
+    @property
+    def figures(self) -> Figures:
+        return self.machine.figures_of(self.layout.software)
 
 
 def price_command(spec: RunSpec, declared: CommandLayout, profile: ClusterProfile) -> PricedCommand:
@@ -163,45 +195,59 @@ def price_command(spec: RunSpec, declared: CommandLayout, profile: ClusterProfil
     return PricedCommand(shape, layout, machine)
 
 
-def predict_command(priced: PricedCommand) -> Prediction:
-    """Predict a run's step and memory from published runs of its software."""
-    step, terms = predict_step(*priced), priced.terms()
-    limit_gib = priced.machine.fits_below_gib
+def predict_command(priced: PricedCommand, site: Site, key: str) -> Prediction:
+    """Predict a run's step and memory from published runs of its software, and from runs at the site.
+
+    Args:
+        priced: the run.
+        site: the factors of the cluster; those of ``Site()`` without runs.
+        key: identifies the run's configuration among the site's runs.
+    """
+    work, figures = priced.work, priced.figures
+    own_log, own_variance = site.own_log(key)
+    terms, own = site_terms(work, figures, site.logs), exp(own_log)
+    step_s = site_step(work, figures, site.logs).total_s * own
+    spread = sqrt(site.variance(gradient(work, figures, site.logs)) + own_variance)
+    memory = max(allocated_memory(priced.shape, priced.layout), key=lambda rank: rank.total)
+    limit = priced.machine.device.memory_gib * GIB
+    fits = memory.total * RESERVED_SHARE <= limit
     parts = {"compute": terms.own_s + terms.straggling, "bandwidth": terms.traffic_s, "bubble": terms.bubble}
     return Prediction(
-        step_time_s=step.step_time_s,
-        interval=PredictionInterval(low=step.step_time_low_s, high=step.step_time_high_s),
-        compute_s=terms.own_s,
-        comm_s=terms.traffic_s,
-        exposed_comm_s=terms.traffic_s,
-        bubble_fraction=terms.bubble / step.step_time_s,
-        straggler_s=terms.straggling,
-        samples_per_s=priced.layout.global_batch / step.step_time_s,
-        peak_memory_bytes=round(step.peak_memory_gib * GIB),
-        memory=_memory(priced),
-        bound_by=max(parts, key=lambda name: parts[name]) if step.fits else "memory",
-        fits=step.fits,
-        memory_limit_bytes=round(limit_gib * GIB),
+        step_time_s=step_s,
+        interval=PredictionInterval(low=step_s * exp(-NORMAL_90 * spread), high=step_s * exp(NORMAL_90 * spread)),
+        compute_s=terms.own_s * own,
+        comm_s=terms.traffic_s * own,
+        exposed_comm_s=terms.traffic_s * own,
+        bubble_fraction=terms.bubble * own / step_s,
+        straggler_s=terms.straggling * own,
+        samples_per_s=priced.layout.global_batch / step_s,
+        peak_memory_bytes=round(memory.total),
+        memory=MemoryBreakdown(
+            parameters_bytes=round(memory.weights), gradients_bytes=round(memory.gradients),
+            optimizer_bytes=round(memory.optimizer), activations_bytes=round(memory.activations),
+            buffers_bytes=round(memory.working),
+        ),
+        bound_by=max(parts, key=lambda name: parts[name]) if fits else "memory",
+        fits=fits,
+        memory_limit_bytes=round(limit),
         depth="nominal",
         source=f"published runs of {priced.layout.software}: {priced.machine.name}",
-        rests_on=PredictionBasis(kind="published runs"),
-    )
+        rests_on=_basis(site, key, step_s / step_time(work, figures).total_s, spread),
+    )  # fmt: skip
 
 
-def _memory(priced: PricedCommand) -> MemoryBreakdown:
-    """Return the reserved memory of the pipeline rank that holds most, by kind."""
-    factors = MemoryTerms(**priced.machine.memory)
-    stages = stage_memory_terms(priced.shape, priced.layout)
-    largest = max(stages, key=lambda stage: reserved_gib(stage, factors))
+RESERVED_SHARE = 1.05
+"""Bytes that an allocator reserves for each byte that tensors hold, about."""
 
-    def held(*names: str) -> int:
-        gib: float = sum(getattr(largest, name) * getattr(factors, name) for name in names)
-        return round(gib * GIB)
 
-    copies = ("gradients", "buckets", "sharding", "accumulation")
-    activations = [name for name in priced.machine.memory if name.startswith("held_")]
-    rest = [name for name in priced.machine.memory if name not in ("weights", "optimizer", *copies, *activations)]
-    return MemoryBreakdown(
-        parameters_bytes=held("weights"), gradients_bytes=held(*copies), optimizer_bytes=held("optimizer"),
-        activations_bytes=held(*activations), buffers_bytes=held(*rest),
+def _basis(site: Site, key: str, factor: float, spread: float) -> PredictionBasis:
+    if not site.runs:
+        return PredictionBasis(kind="published runs")
+    keys = [run.key for run in site.runs]
+    likes = [Neighbour(config_id=one, like="itself" if one == key else "cluster") for one in keys]
+    likes.sort(key=lambda one: one.like != "itself")
+    counts = {like: sum(one.like == like for one in likes) for like in ("itself", "cluster")}
+    return PredictionBasis(
+        kind="measured neighbours", base="published runs", factor=factor, spread=spread,
+        counts={like: count for like, count in counts.items() if count}, neighbours=likes[:MAX_NEIGHBOURS_NAMED],
     )  # fmt: skip

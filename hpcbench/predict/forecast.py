@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeVar
 
 import msgspec
@@ -27,11 +28,17 @@ from hpcbench.predict.calibration.calibration_store import (
     read_calibrations,
 )
 from hpcbench.predict.command_layouts import recorded_layouts
+from hpcbench.predict.decoder.site import Site, SiteRun, learn_site
 from hpcbench.predict.fitted_decoders import PricedCommand, by_published_runs, predict_command, price_command
 from hpcbench.predict.layer_table_cache import load_layer_table
 from hpcbench.predict.machine import Machine, assumed_link_notes
 from hpcbench.predict.measured_factors import MeasuredFactors
-from hpcbench.predict.measured_results import learn_factors, results_of_partition
+from hpcbench.predict.measured_results import (
+    MAX_LEARNED_CONFIGURATIONS,
+    launches_by_configuration,
+    learn_factors,
+    results_of_partition,
+)
 from hpcbench.predict.peak_memory import MemoryBreakdown
 from hpcbench.predict.prediction import (
     MemoryFit,
@@ -113,7 +120,8 @@ class Forecast:
         self._machines: dict[tuple[str | None, int], Machine] = {}
         self._memory: dict[Any, MemoryBreakdown | NotPredicted] = {}
         self._predictions: dict[Any, Prediction | NotPredicted] = {}
-        self._factors: dict[tuple[str | None, str], MeasuredFactors] = {}
+        self._factors: dict[str | None, MeasuredFactors] = {}
+        self._sites: dict[str | None, Site] = {}
         self._environment_notes: list[str] = []
 
     def predict(self, spec: RunSpec, *, limit: int | None = None, held_out: bool = False) -> Prediction | NotPredicted:
@@ -124,21 +132,17 @@ class Forecast:
             limit: Predict at most so many different configurations.
             held_out: Leave the results of the run's own configuration out, as every score must.
         """
+        if spec.workload == "command":
+            return self._predict_command(spec, limit, held_out)
         prediction = self.predict_alone(spec, limit=limit)
         if isinstance(prediction, NotPredicted) or self._tree is None:
             return prediction
-        learned = self._measured_factors(spec.partition, spec.workload).learned(
-            spec, config_id(spec), held_out=held_out
-        )
+        learned = self._measured_factors(spec.partition).learned(spec, config_id(spec), held_out=held_out)
         return prediction if learned is None else correct_prediction(prediction, learned)
 
-    def _measured_factors(self, partition: str | None, workload: str) -> MeasuredFactors:
-        """Factors on the predictions for a partition, from the tree's results.
-
-        Trainings and commands share none: other figures of the machine price them.
-        """
-        key = (partition, workload)
-        if key not in self._factors:
+    def _measured_factors(self, partition: str | None) -> MeasuredFactors:
+        """Factors on the predictions of trainings on a partition, from the tree's results."""
+        if partition not in self._factors:
             # Other people's models are never imported, and nothing is measured for their tables.
             tree, command = self._tree, self._command
             assert tree is not None, "only a tree has results"
@@ -147,9 +151,9 @@ class Forecast:
             results = results_of_partition(tree, self.profile, partition)
             calibration = calibration_of_partition(stored, self.profile, partition)
             self._environment_notes += environment_notes(calibration, results)
-            same = [result for result in results if result.spec.workload == workload]
-            self._factors[key] = learn_factors(stored, same, alone.predict_alone)
-        return self._factors[key]
+            trainings = [result for result in results if result.spec.workload != "command"]
+            self._factors[partition] = learn_factors(stored, trainings, alone.predict_alone)
+        return self._factors[partition]
 
     def predict_alone(self, spec: RunSpec, *, limit: int | None = None) -> Prediction | NotPredicted:
         """Predict as ``predict``, from the machine's numbers alone."""
@@ -161,9 +165,7 @@ class Forecast:
         if key not in self._predictions:
             if limit is not None and len(self._predictions) >= limit:
                 return NotPredicted(f"more than {limit} different ones")
-            self._predictions[key] = (
-                self._predict_command(spec) if spec.workload == "command" else self._predict_training(spec, machine)
-            )
+            self._predictions[key] = self._predict_training(spec, machine)
         return self._predictions[key]
 
     def _predict_training(self, spec: RunSpec, machine: Machine) -> Prediction | NotPredicted:
@@ -195,9 +197,32 @@ class Forecast:
         except HpcbenchError as error:
             return NotPredicted(f"{error.message} ({error.where})" if error.where else error.message)
 
-    def _predict_command(self, spec: RunSpec) -> Prediction | NotPredicted:
-        priced = self.price_command(spec)
-        return priced if isinstance(priced, NotPredicted) else predict_command(priced)
+    def _predict_command(self, spec: RunSpec, limit: int | None, held_out: bool) -> Prediction | NotPredicted:
+        key = (config_id(spec), held_out)
+        if key not in self._predictions:
+            if limit is not None and len(self._predictions) >= limit:
+                return NotPredicted(f"more than {limit} different ones")
+            priced, site = self.price_command(spec), self.site(spec.partition)
+            if held_out:
+                site = site.without(config_id(spec))
+            self._predictions[key] = (
+                priced if isinstance(priced, NotPredicted) else predict_command(priced, site, config_id(spec))
+            )
+        return self._predictions[key]
+
+    def site(self, partition: str | None) -> Site:
+        """Return what commands with a declared layout, measured on a partition, show of the cluster."""
+        if partition not in self._sites:
+            results = [] if self._tree is None else results_of_partition(self._tree, self.profile, partition)
+            launches, specs = launches_by_configuration(one for one in results if one.spec.workload == "command")
+            runs = []
+            for key in [*specs][:MAX_LEARNED_CONFIGURATIONS]:
+                priced = self.price_command(specs[key])
+                if not isinstance(priced, NotPredicted):
+                    times_s = launches[key]
+                    runs.append(SiteRun(key, priced.work, priced.figures, median(times_s), len(times_s)))
+            self._sites[partition] = learn_site(runs)
+        return self._sites[partition]
 
     def _price(self, spec: RunSpec, table: LayerTable, machine: Machine, memory: MemoryBreakdown) -> Prediction:
         prediction = predict(spec, table, machine, memory=memory)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 
 import msgspec
@@ -34,6 +34,23 @@ def results_of_partition(tree: ClusterTree, profile: ClusterProfile, partition: 
     return [result for result in _newest_results(tree) if (result.spec.partition or default) == (partition or default)]
 
 
+def launches_by_configuration(results: Iterable[RunResult]) -> tuple[dict[str, list[float]], dict[str, RunSpec]]:
+    """Return the median step time (s) of each launch, and the run, by the id of their configuration.
+
+    Left out: results whose spec is not that of their id, and times that no run takes.
+    """
+    launches: dict[str, list[float]] = defaultdict(list)
+    specs: dict[str, RunSpec] = {}
+    for result in results:
+        spec, times = result.spec, result.metrics.step_time_s
+        if times is not None and result.run_id == run_id(spec) and 0 < times.median < _IMPLAUSIBLE_S:
+            # Not the stored one, so that a run's own results are always held out.
+            key = config_id(spec)
+            specs.setdefault(key, spec)
+            launches[key].append(times.median)
+    return launches, specs
+
+
 def learn_factors(
     stored: Sequence[StoredCalibration],
     results: Sequence[RunResult],
@@ -49,19 +66,10 @@ def learn_factors(
         predict: the prediction of a run by the machine's numbers alone.
     """
     fitted = {key for entry in stored for key in entry.calibration.run_ids}
-    launches: dict[str, list[float]] = defaultdict(list)
-    specs: dict[str, RunSpec] = {}
-    for result in results:
-        spec, times = result.spec, result.metrics.step_time_s
-        if times is None or result.run_id in fitted or result.run_id != run_id(spec):
-            continue
-        if spec.workload != "command" and (spec.strategy not in STRATEGIES or find_cost(spec.strategy) is None):
-            continue
-        if 0 < times.median < _IMPLAUSIBLE_S:
-            # Not the stored one, so that a run's own results are always held out.
-            key = config_id(spec)
-            specs.setdefault(key, spec)
-            launches[key].append(times.median)
+    launches, specs = launches_by_configuration(
+        result for result in results
+        if result.run_id not in fitted and result.spec.strategy in STRATEGIES and find_cost(result.spec.strategy)
+    )  # fmt: skip
     ratios = []
     for key in [*specs][:MAX_LEARNED_CONFIGURATIONS]:
         prediction = predict(specs[key])

@@ -7,6 +7,7 @@ from typing import get_args
 
 from hpcbench.config.command import Recompute, Software
 from hpcbench.errors import ConfigError
+from hpcbench.predict.decoder.software import LOOPS
 from hpcbench.strategies.decoder_shapes import DecoderShape
 
 
@@ -15,6 +16,9 @@ class GpuNode:
     """One node by its vendor's figures: rates in units a second, of one GPU.
 
     ``nvlink_bytes_s`` and ``nic_bytes_s`` are one direction. ``memory_gib`` is the memory that a process can reserve.
+    ``best_product`` is the share of the peak that no large matrix product exceeds: 267.9 of an A100's 312 TFLOP/s were
+    the best of a search over shapes. ``is_shared``: devices have no links of their own (PCIe without NVLink), so that
+    groups that send at once share the rate, and a group over both halves of the node crosses its two sockets.
     """
 
     name: str
@@ -25,6 +29,8 @@ class GpuNode:
     multiprocessors: int
     nvlink_bytes_s: float
     nic_bytes_s: float
+    best_product: float = 0.86
+    is_shared: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +61,10 @@ class Layout:
     ``replicas`` is the data parallel degree without shards, ``shards`` that of fully sharded parameters, ``zero`` the
     ZeRO stage 0 or 1 over replicas. ``micro_batch`` counts samples of one replica and micro-batch.
     ``recompute_gathers``: sequence parallelism gathers its input again in the backward pass instead of keeping it.
+    ``fused_attention``: scores stay inside a kernel, as flash attention keeps them; else they are stored.
+    ``overlap``: messages are sent while kernels compute; else kernels wait for them. ``optimizer_shards``: replicas
+    that share the optimizer state under ZeRO 1, 0 for all of them. ``sequence_parallel``: ranks of a tensor group
+    normalise their own tokens, else each all of them.
     """
 
     gpus: int
@@ -72,6 +82,10 @@ class Layout:
     recompute: Recompute = "none"
     compiled: bool = False
     recompute_gathers: bool = True
+    fused_attention: bool = True
+    overlap: bool = True
+    optimizer_shards: int = 0
+    sequence_parallel: bool = True
     software: Software = "nanotron"
 
     def __post_init__(self) -> None:
@@ -115,7 +129,7 @@ class Layout:
 def check_layout(shape: DecoderShape, layout: Layout) -> None:
     """Raise ConfigError where the shape cannot be divided by the layout's degrees."""
     # Recipes with interleaving count the embedding and the loss as a layer each.
-    if layout.pipeline * layout.chunks > shape.layers + 2 and layout.software != "nanotron":
+    if layout.pipeline * layout.chunks > shape.layers + 2 and not LOOPS[layout.software].balances_products:
         raise ConfigError(
             f"{layout.pipeline * layout.chunks} stages for {shape.layers} layers", where=f"model {shape.name}"
         )
@@ -133,7 +147,7 @@ def stage_layers(shape: DecoderShape, layout: Layout) -> list[int]:
     evenly.
     """
     stages = layout.pipeline
-    if layout.software != "nanotron":
+    if not LOOPS[layout.software].balances_products:
         return [shape.layers // stages + (1 if stage < shape.layers % stages else 0) for stage in range(stages)]
     layer_cost = 4 * shape.hidden * shape.hidden + 3 * shape.hidden * shape.ffn
     total = shape.layers * layer_cost + shape.embedding_parameters

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from functools import cache
 from importlib import resources
-from math import exp, hypot
+from math import exp, hypot, prod
 from typing import Any
 
 import msgspec
@@ -47,7 +47,10 @@ class FittedMachine(msgspec.Struct, frozen=True, kw_only=True):
                 hint="valid: " + ", ".join(sorted(self.software_factors)),
             )
         factors = self.software_factors[software]
-        return Figures(**{name: value * factors.get(name, 1.0) for name, value in self.figures.items()})
+        figures = {name: value * factors.get(name, 1.0) for name, value in self.figures.items()}
+        # Factors of other devices may lead beyond what this one can reach.
+        figures["matmul"] = min(figures["matmul"], self.device.best_product)
+        return Figures(**figures)
 
 
 class StepPrediction(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +85,29 @@ def fitted_machine(name: str) -> FittedMachine:
     if name not in machines:
         raise ConfigError(f"no fitted figures of device {name!r}", hint="valid: " + ", ".join(sorted(machines)))
     return machines[name]
+
+
+LEARNED = ("h100-80gb-sxm", "a100-80gb-sxm")
+"""Machines whose figures a device without runs has, in their geometric mean."""
+
+
+def machine_without_runs(node: GpuNode) -> FittedMachine:
+    """Return a machine of the vendor's figures of ``node``, with the mean figures of the devices that had runs."""
+    first, *others = (fitted_machine(name) for name in LEARNED)
+    figures = {
+        name: prod(machine.figures[name] for machine in (first, *others)) ** (1 / len(LEARNED))
+        for name in first.figures
+    }  # fmt: skip
+    return msgspec.structs.replace(
+        first,
+        name=node.name,
+        device=node,
+        figures=figures,
+        fits_below_gib=first.fits_below_gib * node.memory_gib / first.device.memory_gib,
+        provenance=[
+            f"No run of this device: its vendor's figures, with the mean efficiency of {' and '.join(LEARNED)}."
+        ],
+    )
 
 
 def interval_class(layout: Layout, node: GpuNode) -> str:

@@ -142,6 +142,11 @@ def _tensor_rate(work: Work, figures: Figures) -> float:
     return figures.tensor_rate * (1.0 - work.tensor_is_wide) + wide_rate * work.tensor_is_wide
 
 
+def _exposed(share: float, work: Work) -> float:
+    """Return the part of messages that computation waits for: all where nothing overlaps."""
+    return share + (1.0 - share) * work.is_exposed
+
+
 def _layer_s(work: Work, figures: Figures) -> float:
     """GPU seconds of one layer, forward and backward, for one micro-batch."""
     attention = work.layer_attention_s / (figures.attention * work.head_width_ratio**figures.attention_head_power)
@@ -150,7 +155,7 @@ def _layer_s(work: Work, figures: Figures) -> float:
     wide = work.tensor_is_wide
     rate = _tensor_rate(work, figures)
     message = figures.tensor_message_s * (1.0 - wide) + figures.tensor_wide_message_s * wide * work.tensor / 16.0
-    tensor = figures.tensor_exposed * work.layer_tensor_s / rate + work.tensor_messages * message
+    tensor = _exposed(figures.tensor_exposed, work) * work.layer_tensor_s / rate + work.tensor_messages * message
     compute = (matmul + attention + work.layer_memory_s / figures.memory + tensor) * forward_again
     shard_rate = figures.shard_rate * (1.0 - work.shard_is_wide) + figures.shard_wide_rate * work.shard_is_wide
     shards = work.shard_layer_s / shard_rate + work.shard_messages * figures.shard_message_s * (
@@ -165,7 +170,7 @@ def _head_s(work: Work, figures: Figures) -> float:
     return (
         (work.head_matmul_s + figures.tile_passes * work.head_tile_s) / figures.matmul
         + (work.head_memory_s + work.head_accumulate_s) / figures.memory
-        + figures.tensor_exposed * work.head_tensor_s / rate
+        + _exposed(figures.tensor_exposed, work) * work.head_tensor_s / rate
     )
 
 
@@ -195,7 +200,8 @@ def step_time(work: Work, figures: Figures) -> StepTime:
     share = work.data_node_share**figures.wide_share_power * work.reduce_rate_ratio**figures.network_power
     reduce_rate = figures.reduce_rate * (1.0 - wide) + figures.reduce_wide_rate * wide * share
     reduce = work.reduce_s / reduce_rate + work.reduce_messages * work.data_nodes * figures.ring_hop_s
-    exposed = _larger(reduce - figures.overlap * BACKWARD_SHARE * slowest, 0.02 * reduce)
+    hidden = figures.overlap * BACKWARD_SHARE * slowest * (1.0 - work.is_exposed)
+    exposed = _larger(reduce - hidden, 0.02 * reduce)
     gather_rate = figures.gather_rate * (1.0 - wide) + figures.gather_wide_rate * wide * share
     gather = work.gather_s / gather_rate
     gather = gather + work.gather_messages * (figures.gather_message_s + work.data_nodes * figures.gather_hop_s)

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from hpcbench.predict.decoder.layout import CollectiveRates, GpuNode, Layout, check_layout, stage_layers
+from hpcbench.predict.decoder.software import LOOPS
 from hpcbench.strategies.decoder_shapes import DecoderShape
 
 TILE_ROWS, TILE_COLUMNS = 128, 256
@@ -22,6 +23,8 @@ NORM_AND_RESIDUAL_BYTES = 110
 GATED_BYTES, PLAIN_BYTES = 34, 16
 """Bytes for each element of the MLP's inner state: activation, product, and their gradients."""
 QKV_BYTES = 20
+SCORE_BYTES = 32
+"""Bytes for each attention score that is stored: products, masked softmax and dropout, forward and backward."""
 LOGIT_BYTES = 54
 """Bytes for each logit: casts to fp32, maximum, exponent, sum, division, gradient, cast back."""
 ACCUMULATE_BYTES = 10
@@ -29,6 +32,9 @@ OPTIMIZER_BYTES = 60
 """Bytes for each parameter: clipping, fused Adam in fp32, the copy to bf16, gradients set to zero."""
 BUCKET_BYTES = 25e6
 DISTURBED_BELOW = 0.95
+BETWEEN_SOCKETS = 0.65
+"""Rate of a PCIe group over both sockets relative to one inside a socket: measured on a node of 8 A100 PCIe, 0.61 for
+an all_reduce of all devices, 0.75 for groups of 2 and 4."""
 USUAL_GATHER_RATE, USUAL_REDUCE_RATE = 225e9, 185e9
 
 
@@ -71,6 +77,7 @@ class Work:
     stage_send_s: float
     stage_sends: float
     is_host_contended: float
+    is_exposed: float
     reduce_s: float
     gather_s: float
     reduce_is_wide: float
@@ -112,21 +119,34 @@ def _product(
 
 
 def _row_parts(layout: Layout) -> tuple[float, ...]:
-    """nanotron multiplies its own shard of the rows while the others arrive, then those before and after it."""
-    if layout.software != "nanotron" or layout.tensor == 1:
+    """The rank's own shard of the rows is multiplied while the others arrive, then those before and after it."""
+    if not LOOPS[layout.software].splits_products or layout.tensor == 1:
         return (1.0,)
     rest = 1.0 - 1.0 / layout.tensor
     return (1.0 / layout.tensor, rest) if layout.tensor == 2 else (1.0 / layout.tensor, rest / 2, rest / 2)
 
 
-def _group_seconds(payload_bytes: float, group: int, per_node: int, node: GpuNode) -> tuple[float, bool]:
-    """Return the seconds at nominal rates of one pass around a ring, and whether it leaves the node."""
+def _group_seconds(
+    payload_bytes: float, group: int, per_node: int, node: GpuNode, stride: int = 1
+) -> tuple[float, bool]:
+    """Return the seconds at nominal rates of one pass around a ring, and whether it leaves the node.
+
+    ``stride`` is the distance between neighbours: so many groups send at the same time.
+    """
     if group <= 1:
         return 0.0, False
     moved = payload_bytes * (group - 1) / group
     if group <= per_node:
-        return moved / node.nvlink_bytes_s, False
+        return moved / (node.nvlink_bytes_s * _share_of_link(node, group, stride)), False
     return moved / min(node.nvlink_bytes_s, node.nic_bytes_s * per_node), True
+
+
+def _share_of_link(node: GpuNode, group: int, stride: int) -> float:
+    """Return the part of a device's rate inside its node that a group has."""
+    if not node.is_shared:
+        return 1.0
+    crosses_sockets = 2 * group * stride > node.gpus
+    return (BETWEEN_SOCKETS if crosses_sockets else 1.0) / stride
 
 
 def step_work(shape: DecoderShape, layout: Layout, node: GpuNode, rates: CollectiveRates) -> Work:
@@ -158,14 +178,20 @@ def _compute_terms(shape: DecoderShape, layout: Layout, node: GpuNode) -> dict[s
     head = _product(tokens, shape.vocabulary / tensor, shape.hidden, node, parts)
     local_tokens = tokens / tensor
     inner = GATED_BYTES if shape.gated else PLAIN_BYTES
-    layer_bytes = local_tokens * (
-        NORM_AND_RESIDUAL_BYTES * shape.hidden + inner * shape.ffn + QKV_BYTES * (shape.hidden + 2 * shape.kv_width)
-    )
+    layer_bytes = local_tokens * (inner * shape.ffn + QKV_BYTES * (shape.hidden + 2 * shape.kv_width))
+    layer_bytes += (local_tokens if layout.sequence_parallel else tokens) * NORM_AND_RESIDUAL_BYTES * shape.hidden
+    products_s = sum(product[0] for product in products)
     # Forward 4 * tokens * sequence * hidden / 2 by the causal mask, backward 2.5 times that.
     attention_flops = 3.5 * 2.0 * tokens * layout.sequence * shape.hidden / tensor
+    if not layout.fused_attention:
+        # The mask saves nothing, and the backward pass has twice the products of the forward one.
+        again = 1.0 if layout.recompute == "selective" else 0.0
+        products_s += (3 + again) * 4.0 * tokens * layout.sequence * shape.hidden / tensor / node.peak_flops
+        attention_flops = 0.0
+        layer_bytes += tokens * layout.sequence * shape.heads / tensor * SCORE_BYTES * (1 + again / 3)
     hbm = node.memory_bytes_s
     return {
-        "layer_matmul_s": sum(product[0] for product in products),
+        "layer_matmul_s": products_s,
         "layer_tile_s": sum(product[1] for product in products),
         "layer_attention_s": attention_flops / node.peak_flops,
         "layer_memory_s": layer_bytes / hbm,
@@ -174,8 +200,9 @@ def _compute_terms(shape: DecoderShape, layout: Layout, node: GpuNode) -> dict[s
         "head_memory_s": local_tokens * shape.vocabulary * LOGIT_BYTES / hbm,
         "layer_accumulate_s": shape.layer_matmul_parameters / tensor * ACCUMULATE_BYTES / hbm,
         "head_accumulate_s": shape.embedding_parameters / tensor * ACCUMULATE_BYTES / hbm,
-        "recompute_share": {"none": 0.0, "selective": 0.5, "full": 1.0}[layout.recompute],
+        "recompute_share": {"none": 0.0, "selective": 0.5 * layout.fused_attention, "full": 1.0}[layout.recompute],
         "head_width_ratio": min(shape.head_width, 128) / 128,
+        "is_exposed": float(not layout.overlap),
         "hidden_ratio": shape.hidden / 4096,
     }
 
@@ -183,8 +210,10 @@ def _compute_terms(shape: DecoderShape, layout: Layout, node: GpuNode) -> dict[s
 def _stage_terms(shape: DecoderShape, layout: Layout, node: GpuNode, rates: CollectiveRates) -> dict[str, float]:
     counts = stage_layers(shape, layout)
     is_pipelined = layout.pipeline > 1
-    message = _tokens(layout) * shape.hidden * BF16 / layout.tensor
+    loop = LOOPS[layout.software]
+    message = _tokens(layout) * shape.hidden * BF16 / (1 if loop.sends_whole else layout.tensor)
     crosses = layout.gpus > node.gpus
+    inside = node.nvlink_bytes_s * _share_of_link(node, 2, layout.tensor * layout.data_degree)
     # Pipelines on the network of the later playbook runs, slower than usual, hold the host up in tensor parallelism.
     is_disturbed = rates.all_gather < DISTURBED_BELOW * usual_gather_rate(layout.gpus / node.gpus)
     return {
@@ -196,9 +225,9 @@ def _stage_terms(shape: DecoderShape, layout: Layout, node: GpuNode, rates: Coll
         "accumulation": layout.accumulation,
         "pipeline": layout.pipeline,
         "is_pipelined": float(is_pipelined),
-        "stage_send_s": message / (node.nic_bytes_s if crosses else node.nvlink_bytes_s) if is_pipelined else 0.0,
+        "stage_send_s": message / (node.nic_bytes_s if crosses else inside) if is_pipelined else 0.0,
         "stage_sends": 2.0 if is_pipelined else 0.0,
-        "is_host_contended": float(is_pipelined and layout.tensor > 1 and crosses and is_disturbed),
+        "is_host_contended": float(loop.holds_host and is_pipelined and layout.tensor > 1 and crosses and is_disturbed),
     }
 
 
@@ -207,7 +236,7 @@ def _tensor_terms(shape: DecoderShape, layout: Layout, node: GpuNode, rates: Col
     inputs again in the backward pass."""
     tensor = layout.tensor
     seconds, is_wide = _group_seconds(_tokens(layout) * shape.hidden * BF16, tensor, min(tensor, node.gpus), node)
-    passes = 10.0 if layout.software == "nanotron" else 8.0
+    passes = LOOPS[layout.software].tensor_passes
     return {
         "tensor": tensor,
         "is_tensor": float(tensor > 1),
@@ -231,15 +260,16 @@ def _data_terms(shape: DecoderShape, layout: Layout, node: GpuNode, rates: Colle
         for stage, count in enumerate(counts)
     )
     is_sharded = layout.shards > 1
-    splits_optimizer = layout.zero == 1 or layout.software == "megatron"
+    loop = LOOPS[layout.software]
+    splits_optimizer = layout.zero == 1 or loop.splits_optimizer
     stride = tensor * layout.shards
     per_node = max(1, min(replicas, node.gpus // min(stride, node.gpus)))
     # A ZeRO 1 step scatters the gradients in fp32 and gathers bf16 weights; the others all_reduce (two passes).
-    payload = largest / layout.shards * (BF16 if is_sharded else FP32)
+    payload = largest / layout.shards * (BF16 if is_sharded else loop.gradient_bytes)
     passes = 1.0 if splits_optimizer and not is_sharded else 2.0
-    reduce_s, is_wide = _group_seconds(payload * passes, replicas, per_node, node)
+    reduce_s, is_wide = _group_seconds(payload * passes, replicas, per_node, node, stride)
     gathered = largest * BF16 if splits_optimizer and not is_sharded else 0.0
-    gather_s = _group_seconds(gathered, replicas, per_node, node)[0]
+    gather_s = _group_seconds(gathered, replicas, per_node, node, stride)[0]
     ratio = 1.0
     if is_wide and not is_sharded:
         around = (replicas - 1) / replicas
@@ -248,11 +278,13 @@ def _data_terms(shape: DecoderShape, layout: Layout, node: GpuNode, rates: Colle
         reduce_s = payload * passes * around / usual
         gather_s = gathered * around / usual
     shard_s, shard_is_wide = _group_seconds(
-        layer_parameters * BF16, layout.shards, max(1, min(layout.shards, node.gpus // min(tensor, node.gpus))), node
-    )
+        layer_parameters * BF16, layout.shards, max(1, min(layout.shards, node.gpus // min(tensor, node.gpus))), node,
+        tensor,
+    )  # fmt: skip
     tensors = max(counts) * 6.0 + 2.0
     is_data = replicas > 1
-    own_parameters = largest / (layout.shards if is_sharded else replicas if splits_optimizer else 1)
+    sharers = layout.optimizer_shards or replicas
+    own_parameters = largest / (layout.shards if is_sharded else sharers if splits_optimizer else 1)
     return {
         "reduce_s": reduce_s,
         "gather_s": gather_s,

@@ -6,7 +6,8 @@ from dataclasses import asdict
 
 from hpcbench.fileio import printable_excerpt
 from hpcbench.predict.cluster_forecasts import ClusterForecasts
-from hpcbench.predict.decoder.machines import predict_step
+from hpcbench.predict.decoder.site import PRIOR_LOGS, Site, site_terms
+from hpcbench.predict.fitted_decoders import predict_command
 from hpcbench.predict.prediction import NotPredicted
 from hpcbench.report.findings.finding import (
     OBSERVED,
@@ -39,16 +40,15 @@ def _unexplained_finding(subject: str, best: ConfigurationLaunches, forecasts: C
     priced = forecast if isinstance(forecast, NotPredicted) else forecast.price_command(best.spec)
     if isinstance(priced, NotPredicted) or not measured_s:
         return None
-    step, terms = (
-        predict_step(*priced),
-        {name.replace("_", " "): value for name, value in asdict(priced.terms()).items()},
-    )
+    step = predict_command(priced, Site(), "")
+    found = asdict(site_terms(priced.work, priced.figures, PRIOR_LOGS))
+    terms = {name.replace("_", " "): value for name, value in found.items()}
     largest = max(terms, key=lambda name: terms[name])
     left_s = measured_s - step.step_time_s
-    bounds = f"[{format_seconds(step.step_time_low_s)} {format_seconds(step.step_time_high_s)}]"
+    bounds = f"[{format_seconds(step.interval.low)} {format_seconds(step.interval.high)}]"
     model = f"the model of {priced.layout.software} explains {format_seconds(step.step_time_s)} {bounds}"
     left = f"{format_percent(left_s / measured_s)} of it is not explained" if left_s > 0 else "all of it is explained"
-    is_inside = step.step_time_low_s <= measured_s <= step.step_time_high_s
+    is_inside = step.interval.low <= measured_s <= step.interval.high
     shares = ", ".join(
         f"{name} {format_seconds(value)}" for name, value in sorted(terms.items(), key=lambda term: -term[1])
         if value >= 0.005 * step.step_time_s
