@@ -1,13 +1,15 @@
 """``python -m benchmarks.oracle.exam2``: sites of which no run was ever seen, predicted as a user of hpcbench would.
 
 Each source of ``data/gpu_exam2_configs.csv.gz`` is a site: a profile, and a sweep of a command with a declared layout.
-The predictions rest on the profiles, on these layouts, and on the figures learned from other sources.
+The predictions rest on the profiles, on these layouts, on the figures learned from other sources, and on the first
+``pilots`` runs of the own source, which are results in the site's tree. Lines without pilots are never made again.
 """
 
 from __future__ import annotations
 
 import csv
 import gzip
+import hashlib
 import io
 import re
 import sys
@@ -19,17 +21,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
-from hpcbench.config.run_spec import RunSpec
+from hpcbench.config.run_spec import RunSpec, config_id, run_id
 from hpcbench.config.sweep_file import settings_lines
 from hpcbench.config.sweep_loader import Sweep, expand_sweep, load_sweep
 from hpcbench.predict.forecast import Forecast
 from hpcbench.predict.prediction import NotPredicted, Prediction
+from hpcbench.results.results_tree import ClusterTree, ResultsTree
+from hpcbench.results.schema import RunMetrics, RunResult
+from hpcbench.results.timing_statistics import step_time_statistics
 from hpcbench.strategies.resolve import PartitionLimits, resolve_point
 
 FOLDER = Path(__file__).parent
+PILOTS = FOLDER / "data" / "gpu_exam2_pilots.csv.gz"
 CONFIGS = FOLDER / "data" / "gpu_exam2_configs.csv.gz"
 PREDICTIONS = FOLDER / "gpu_exam2_predictions.csv"
-COLUMNS = ("pilots", "id", "step_time_s", "step_time_low_s", "step_time_high_s", "peak_memory_gib")
+BLIND_COMMIT = "f4b408bd"
+BLIND_SHA256 = "3d53b428e06ab638dfc8ba250ee46c8ade69457406fefed85938caeca5bf961e"
+"""The lines without pilots, by the code of that commit, before the pilots were read."""
+TOLERANCE = 0.002
 GIB = 2.0**30
 
 _OMNI_PATH = {"latency_s": 10e-6, "bandwidth_bytes_per_s": 12.5e9, "per_node": 4}
@@ -132,7 +141,7 @@ def sweep_table(source: str, rows: Sequence[Mapping[str, str]]) -> dict[str, Any
                 "recompute": "'full' if full_recompute else 'none'",
                 "fused_attention": software not in _STORED_SCORES,
                 "sequence_parallel": is_split_norm,
-                "overlap": False,
+                "overlap": "no communication overlap" not in rows[0]["notes"] and software == "other",
             },
         },
     }
@@ -165,12 +174,39 @@ def load_site(source: str, rows: Sequence[Mapping[str, str]], folder: Path) -> S
     return Site(load_cluster(str(profile_path))[0], sweep, runs)
 
 
-def blind_predictions() -> Iterator[tuple[str, Prediction]]:
-    """Predict every row without any result of its source."""
+def load_sites() -> Iterator[tuple[str, Site]]:
+    """Yield the name and the site of every source."""
     with tempfile.TemporaryDirectory() as name:
         for source, rows in read_table(CONFIGS).items():
-            site = load_site(source, rows, Path(name))
-            forecast = Forecast(site.profile, command=site.sweep.command)
+            yield source, load_site(source, rows, Path(name))
+
+
+def write_pilots(site: Site, rows: Sequence[Mapping[str, str]], tree: ClusterTree) -> None:
+    """Write published runs as the results of a site."""
+    for row in rows:
+        spec = site.runs[row["id"]]
+        step_s, memory = (float(row[name] or 0) for name in ("step_time_s", "peak_mem_gib"))
+        metrics = RunMetrics(
+            step_time_s=step_time_statistics([step_s]) if step_s else None,
+            peak_memory_bytes=round(memory * GIB) if memory else None,
+        )
+        tree.write_result(
+            RunResult(
+                run_id=run_id(spec), config_id=config_id(spec), attempt=1, sweep=site.sweep.name,
+                cluster=site.profile.name, spec=spec, status="ok", metrics=metrics,
+            )
+        )  # fmt: skip
+
+
+def predictions(pilots: int | None) -> Iterator[tuple[str, Prediction]]:
+    """Predict every row from the first ``pilots`` runs of its source, ``None`` being all of them."""
+    known = read_table(PILOTS) if pilots != 0 else {}
+    with tempfile.TemporaryDirectory() as name:
+        for source, site in load_sites():
+            tree = ResultsTree(Path(name)).cluster(site.profile.name)
+            order = sorted(known.get(source, ()), key=lambda row: int(row["pilot"]))
+            write_pilots(site, order[:pilots], tree)
+            forecast = Forecast(site.profile, tree, command=site.sweep.command)
             for row_id, spec in site.runs.items():
                 prediction = forecast.predict(spec)
                 if isinstance(prediction, NotPredicted):
@@ -188,12 +224,38 @@ def csv_lines(pilots: str, predictions: Iterator[tuple[str, Prediction]]) -> lis
     ]  # fmt: skip
 
 
-def main() -> int:
+def repeated_lines() -> list[str]:
+    """Return the lines of the predictions that rest on pilots."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    writer.writerows(csv_lines("0", blind_predictions()))
-    PREDICTIONS.write_text(text.getvalue(), encoding="utf-8")
+    for pilots, count in (("5", 5), ("all", None)):
+        writer.writerows(csv_lines(pilots, predictions(count)))
+    return text.getvalue().splitlines(keepends=True)
+
+
+def registered_lines() -> list[str]:
+    """Return the heading and the lines without pilots, which are never made again (``BLIND_SHA256``)."""
+    lines = PREDICTIONS.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [line for line in lines if line.startswith(("pilots,", "0,"))]
+
+
+def check() -> list[str]:
+    """Repeat the committed predictions, and return the differences."""
+    blind, problems = registered_lines(), []
+    if hashlib.sha256("".join(blind).encode()).hexdigest() != BLIND_SHA256:
+        problems.append(f"{PREDICTIONS.name}: the lines without pilots are not those of commit {BLIND_COMMIT}")
+    committed = PREDICTIONS.read_text(encoding="utf-8").splitlines(keepends=True)[len(blind) :]
+    for before, after in zip(committed, repeated_lines(), strict=True):
+        pairs = zip(before.split(",")[2:], after.split(",")[2:], strict=True)
+        if before.split(",")[:2] != after.split(",")[:2] or any(
+            abs(float(old) - float(new)) > TOLERANCE * float(old) for old, new in pairs
+        ):
+            problems.append(f"{PREDICTIONS.name}: {before.strip()} committed, {after.strip()} now")
+    return problems
+
+
+def main() -> int:
+    PREDICTIONS.write_text("".join([*registered_lines(), *repeated_lines()]), encoding="utf-8")
     return 0
 
 

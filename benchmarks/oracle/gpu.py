@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.oracle import exam2
 from benchmarks.oracle.gpu_fit import (
     FIRST,
     HOST_OF_FUSED,
@@ -255,8 +256,8 @@ def write() -> None:
 
 def main(arguments: Sequence[str]) -> int:
     if "--check" in arguments:
-        problems = check()
-        print("\n".join(problems) or "Both files of predictions are repeated.")
+        problems = [*check(), *exam2.check()]
+        print("\n".join(problems) or "All files of predictions are repeated.")
         return 1 if problems else 0
     if "--tables" in arguments:
         from benchmarks.oracle.gpu_report import print_tables

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import exp, sqrt
+from statistics import median
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,18 +16,20 @@ from hpcbench.config.profile_tables import DeviceConfig
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError
 from hpcbench.predict.command_layouts import layout_of_command
-from hpcbench.predict.decoder.allocated import allocated_memory
+from hpcbench.predict.decoder.allocated import AllocatedMemory, allocated_memory
 from hpcbench.predict.decoder.layout import GpuNode, Layout, nominal_rates
 from hpcbench.predict.decoder.layout_search import priced_only_reason, software_of
 from hpcbench.predict.decoder.machines import FittedMachine, fitted_machine, loop_interval_s, machine_without_runs
 from hpcbench.predict.decoder.memory import GIB
 from hpcbench.predict.decoder.pricing import Figures, step_time
-from hpcbench.predict.decoder.site import Site, gradient, site_step, site_terms
+from hpcbench.predict.decoder.site import Site, SiteRun, gradient, site_step, site_terms
 from hpcbench.predict.decoder.work import Work, step_work
 from hpcbench.predict.machine import Machine
 from hpcbench.predict.measured_factors import MAX_NEIGHBOURS_NAMED, Neighbour
+from hpcbench.predict.measured_results import IMPLAUSIBLE_S
 from hpcbench.predict.peak_memory import MemoryBreakdown
 from hpcbench.predict.prediction import NORMAL_90, Prediction, PredictionBasis, PredictionInterval
+from hpcbench.results.schema import RunResult
 from hpcbench.strategies.catalog import options_with_defaults, representative
 from hpcbench.strategies.decoder_shapes import DecoderShape, named_shape, named_shapes
 from hpcbench.strategies.layer_table import default_input_size
@@ -181,6 +185,11 @@ class PricedCommand(NamedTuple):
         return step_work(self.shape, self.layout, node, nominal_rates(node, self.layout.gpus))
 
     @property
+    def memory(self) -> AllocatedMemory:
+        """Return the memory of the pipeline rank that holds most."""
+        return max(allocated_memory(self.shape, self.layout), key=lambda rank: rank.total)
+
+    @property
     def figures(self) -> Figures:
         return self.machine.figures_of(self.layout.software)
 
@@ -193,6 +202,21 @@ def price_command(spec: RunSpec, declared: CommandLayout, profile: ClusterProfil
     machine = machine_of_profile(profile, spec.partition, spec.devices // spec.nodes)
     machine.figures_of(layout.software)
     return PricedCommand(shape, layout, machine)
+
+
+def site_run(key: str, priced: PricedCommand, launches: Sequence[RunResult]) -> SiteRun:
+    """Return a measured configuration of a command as an observation of its site."""
+    steps = (result.metrics.step_time_s for result in launches)
+    times_s = [step.median for step in steps if step is not None and 0 < step.median < IMPLAUSIBLE_S]
+    peaks = [peak for result in launches if (peak := result.metrics.peak_memory_bytes)]
+    return SiteRun(
+        key,
+        priced.work,
+        priced.figures,
+        median(times_s) if times_s else None,
+        len(times_s),
+        median(peaks) / priced.memory.total if peaks else None,
+    )
 
 
 def predict_command(priced: PricedCommand, site: Site, key: str) -> Prediction:
@@ -208,9 +232,9 @@ def predict_command(priced: PricedCommand, site: Site, key: str) -> Prediction:
     terms, own = site_terms(work, figures, site.logs), exp(own_log)
     step_s = site_step(work, figures, site.logs).total_s * own
     spread = sqrt(site.variance(gradient(work, figures, site.logs)) + own_variance)
-    memory = max(allocated_memory(priced.shape, priced.layout), key=lambda rank: rank.total)
-    limit = priced.machine.device.memory_gib * GIB
-    fits = memory.total * RESERVED_SHARE <= limit
+    memory, limit = priced.memory, priced.machine.device.memory_gib * GIB
+    peak = memory.total * site.memory_factor
+    fits = max(peak, memory.total * RESERVED_SHARE) <= limit
     parts = {"compute": terms.own_s + terms.straggling, "bandwidth": terms.traffic_s, "bubble": terms.bubble}
     return Prediction(
         step_time_s=step_s,
@@ -221,7 +245,7 @@ def predict_command(priced: PricedCommand, site: Site, key: str) -> Prediction:
         bubble_fraction=terms.bubble * own / step_s,
         straggler_s=terms.straggling * own,
         samples_per_s=priced.layout.global_batch / step_s,
-        peak_memory_bytes=round(memory.total),
+        peak_memory_bytes=round(peak),
         memory=MemoryBreakdown(
             parameters_bytes=round(memory.weights), gradients_bytes=round(memory.gradients),
             optimizer_bytes=round(memory.optimizer), activations_bytes=round(memory.activations),

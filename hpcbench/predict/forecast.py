@@ -5,13 +5,12 @@ do not fit.
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
-from statistics import median
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,7 +18,7 @@ import psutil
 
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.command import Command, CommandLayout
-from hpcbench.config.run_spec import RunSpec, config_id, run_label
+from hpcbench.config.run_spec import RunSpec, config_id, run_id, run_label
 from hpcbench.errors import HpcbenchError
 from hpcbench.predict.calibration.calibration_store import (
     calibration_of_partition,
@@ -28,17 +27,12 @@ from hpcbench.predict.calibration.calibration_store import (
     read_calibrations,
 )
 from hpcbench.predict.command_layouts import recorded_layouts
-from hpcbench.predict.decoder.site import Site, SiteRun, learn_site
-from hpcbench.predict.fitted_decoders import PricedCommand, by_published_runs, predict_command, price_command
+from hpcbench.predict.decoder.site import Site, learn_site
+from hpcbench.predict.fitted_decoders import PricedCommand, by_published_runs, predict_command, price_command, site_run
 from hpcbench.predict.layer_table_cache import load_layer_table
 from hpcbench.predict.machine import Machine, assumed_link_notes
 from hpcbench.predict.measured_factors import MeasuredFactors
-from hpcbench.predict.measured_results import (
-    MAX_LEARNED_CONFIGURATIONS,
-    launches_by_configuration,
-    learn_factors,
-    results_of_partition,
-)
+from hpcbench.predict.measured_results import MAX_LEARNED_CONFIGURATIONS, learn_factors, results_of_partition
 from hpcbench.predict.peak_memory import MemoryBreakdown
 from hpcbench.predict.prediction import (
     MemoryFit,
@@ -51,6 +45,7 @@ from hpcbench.predict.prediction import (
 )
 from hpcbench.predict.strategy_cost import count_operators, find_cost
 from hpcbench.results.results_tree import ClusterTree
+from hpcbench.results.schema import RunResult
 from hpcbench.results.timing_statistics import OPERATOR_S
 from hpcbench.strategies.catalog import STRATEGIES
 from hpcbench.strategies.check_names import custom_model_folder
@@ -214,14 +209,16 @@ class Forecast:
         """Return what commands with a declared layout, measured on a partition, show of the cluster."""
         if partition not in self._sites:
             results = [] if self._tree is None else results_of_partition(self._tree, self.profile, partition)
-            launches, specs = launches_by_configuration(one for one in results if one.spec.workload == "command")
-            runs = []
-            for key in [*specs][:MAX_LEARNED_CONFIGURATIONS]:
-                priced = self.price_command(specs[key])
-                if not isinstance(priced, NotPredicted):
-                    times_s = launches[key]
-                    runs.append(SiteRun(key, priced.work, priced.figures, median(times_s), len(times_s)))
-            self._sites[partition] = learn_site(runs)
+            launches: dict[str, list[RunResult]] = defaultdict(list)
+            for result in results:
+                if result.spec.workload == "command" and result.run_id == run_id(result.spec):
+                    launches[config_id(result.spec)].append(result)
+            own = [*launches.items()][:MAX_LEARNED_CONFIGURATIONS]
+            prices = [(key, self.price_command(results[0].spec), results) for key, results in own]
+            self._sites[partition] = learn_site([
+                site_run(key, priced, results) for key, priced, results in prices
+                if not isinstance(priced, NotPredicted)
+            ])  # fmt: skip
         return self._sites[partition]
 
     def _price(self, spec: RunSpec, table: LayerTable, machine: Machine, memory: MemoryBreakdown) -> Prediction:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import msgspec
@@ -25,30 +25,13 @@ MAX_LEARNED_RESULTS, MAX_LEARNED_CONFIGURATIONS = 1000, 300
 """The newest ones: a plan must stay quick."""
 _MAX_DATED = 20_000
 """Largest number of runs whose age is read; in larger trees they are chosen evenly by their ids."""
-_IMPLAUSIBLE_S = 1e9
+IMPLAUSIBLE_S = 1e9
 
 
 def results_of_partition(tree: ClusterTree, profile: ClusterProfile, partition: str | None) -> list[RunResult]:
     """Return the newest measured results of a partition, ``None`` being the default, the newest first."""
     default = profile.default_partition
     return [result for result in _newest_results(tree) if (result.spec.partition or default) == (partition or default)]
-
-
-def launches_by_configuration(results: Iterable[RunResult]) -> tuple[dict[str, list[float]], dict[str, RunSpec]]:
-    """Return the median step time (s) of each launch, and the run, by the id of their configuration.
-
-    Left out: results whose spec is not that of their id, and times that no run takes.
-    """
-    launches: dict[str, list[float]] = defaultdict(list)
-    specs: dict[str, RunSpec] = {}
-    for result in results:
-        spec, times = result.spec, result.metrics.step_time_s
-        if times is not None and result.run_id == run_id(spec) and 0 < times.median < _IMPLAUSIBLE_S:
-            # Not the stored one, so that a run's own results are always held out.
-            key = config_id(spec)
-            specs.setdefault(key, spec)
-            launches[key].append(times.median)
-    return launches, specs
 
 
 def learn_factors(
@@ -66,14 +49,23 @@ def learn_factors(
         predict: the prediction of a run by the machine's numbers alone.
     """
     fitted = {key for entry in stored for key in entry.calibration.run_ids}
-    launches, specs = launches_by_configuration(
-        result for result in results
-        if result.run_id not in fitted and result.spec.strategy in STRATEGIES and find_cost(result.spec.strategy)
-    )  # fmt: skip
+    launches: dict[str, list[float]] = defaultdict(list)
+    specs: dict[str, RunSpec] = {}
+    for result in results:
+        spec, times = result.spec, result.metrics.step_time_s
+        if times is None or result.run_id in fitted or result.run_id != run_id(spec):
+            continue
+        if spec.strategy not in STRATEGIES or find_cost(spec.strategy) is None:
+            continue
+        if 0 < times.median < IMPLAUSIBLE_S:
+            # Not the stored one, so that a run's own results are always held out.
+            key = config_id(spec)
+            specs.setdefault(key, spec)
+            launches[key].append(times.median)
     ratios = []
     for key in [*specs][:MAX_LEARNED_CONFIGURATIONS]:
         prediction = predict(specs[key])
-        if not isinstance(prediction, NotPredicted) and 0 < prediction.step_time_s < _IMPLAUSIBLE_S:
+        if not isinstance(prediction, NotPredicted) and 0 < prediction.step_time_s < IMPLAUSIBLE_S:
             times_s = tuple(launches[key])
             ratios.append(MeasuredRatio(key, specs[key], times_s, median(times_s), prediction.step_time_s))
     return MeasuredFactors(ratios)

@@ -19,20 +19,26 @@ from hpcbench.predict.decoder.work import Work
 _DATA_RATES = (
     "reduce_rate", "reduce_wide_rate", "gather_rate", "gather_wide_rate", "shard_rate", "shard_wide_rate",
 )  # fmt: skip
+_DATA_LATENCIES = ("ring_hop_s", "gather_message_s", "gather_hop_s", "shard_message_s")
 SITE_FACTORS: dict[str, tuple[tuple[str, ...], float]] = {
     "products": (("matmul",), 0.10),
     "memory-bound kernels": (("memory",), 0.25),
     "attention": (("attention",), 0.3),
-    "tensor parallel messages": (("tensor_rate", "tensor_wide_rate"), 0.3),
-    "data parallel messages": (_DATA_RATES, 0.5),
+    "tensor parallel messages": (("tensor_rate", "tensor_message_s"), 0.5),
+    "tensor parallel messages over nodes": (("tensor_wide_rate", "tensor_wide_message_s"), 0.5),
+    "data parallel rates": (_DATA_RATES, 0.5),
+    "data parallel latencies": (_DATA_LATENCIES, 1.0),
     "messages between stages": (("send_rate",), 0.5),
     "host": (("host_layer_s", "host_tensor_s", "host_head_s"), 0.4),
     "optimizer": (("optimizer",), 0.4),
-    "whole step": ((), 0.08),
+    "whole step": ((), 0.12),
 }
-"""Figures that a factor multiplies, and the standard deviation of its logarithm; no figure stands for the step."""
+"""Figures that a factor makes faster, and the standard deviation of its logarithm: efficiencies and rates grow, seconds
+shrink. The last one, without a figure, is on the speed of the whole step."""
 CONFIGURATION_SPREAD, LAUNCH_SPREAD = 0.07, 0.02
 """Standard deviations of the logarithm: the error of the formulas for a configuration, and the noise of a launch."""
+MEMORY_PRIOR_SPREAD, MEMORY_SPREAD = 0.3, 0.07
+"""Standard deviations of the logarithm of measured over counted memory: between sites, and between the configurations of a site."""
 MAX_LOG_FACTOR = 3.0
 _ITERATIONS, _STEP = 4, 0.01
 _CONTRADICTION = 3.0
@@ -42,19 +48,23 @@ PRIOR_LOGS: Logs = (0.0,) * len(SITE_FACTORS)
 
 
 class SiteRun(NamedTuple):
-    """A measured configuration: its work, the figures learned elsewhere, and the median of its launches."""
+    """A measured configuration: its work, the figures learned elsewhere, and the median of its launches.
+
+    ``memory_ratio`` is the measured peak memory over the bytes that tensors hold, where both are known.
+    """
 
     key: str
     work: Work
     figures: Figures
-    measured_s: float
+    measured_s: float | None
     launches: int = 1
+    memory_ratio: float | None = None
 
 
 def scale_figures(figures: Figures, logs: Logs) -> Figures:
     """Return the figures of a site with these logarithms of factors; that of the whole step is left out."""
     changes = {
-        name: getattr(figures, name) * exp(value)
+        name: getattr(figures, name) * exp(-value if name.endswith("_s") else value)
         for (names, _), value in zip(SITE_FACTORS.values(), logs, strict=True)
         if value
         for name in names
@@ -65,13 +75,13 @@ def scale_figures(figures: Figures, logs: Logs) -> Figures:
 def site_step(work: Work, figures: Figures, logs: Logs) -> StepTime:
     """Price a step at a site."""
     parts = step_time(work, scale_figures(figures, logs))
-    return StepTime(**{name: seconds * exp(logs[-1]) for name, seconds in asdict(parts).items()})
+    return StepTime(**{name: seconds * exp(-logs[-1]) for name, seconds in asdict(parts).items()})
 
 
 def site_terms(work: Work, figures: Figures, logs: Logs) -> StepTerms:
     """Split a step at a site by its terms."""
     terms = step_terms(work, scale_figures(figures, logs))
-    return StepTerms(**{name: seconds * exp(logs[-1]) for name, seconds in asdict(terms).items()})
+    return StepTerms(**{name: seconds * exp(-logs[-1]) for name, seconds in asdict(terms).items()})
 
 
 def gradient(work: Work, figures: Figures, logs: Logs) -> list[float]:
@@ -81,7 +91,7 @@ def gradient(work: Work, figures: Figures, logs: Logs) -> list[float]:
     for place, (names, _) in enumerate(SITE_FACTORS.values()):
         moved = (*logs[:place], logs[place] + _STEP, *logs[place + 1 :])
         step_s = step_time(work, scale_figures(figures, moved)).total_s if names else 0.0
-        slopes.append((log(step_s) - middle) / _STEP if names else 1.0)
+        slopes.append((log(step_s) - middle) / _STEP if names else -1.0)
     return slopes
 
 
@@ -110,7 +120,11 @@ class Site:
     logs: Logs = PRIOR_LOGS
     covariance: Matrix = PRIOR_COVARIANCE
     runs: tuple[SiteRun, ...] = ()
+    """The runs with a time."""
     observations: tuple[_Linear, ...] = ()
+    memory_factor: float = 1.0
+    """Measured peak memory over the bytes that tensors hold: the share that the allocator, the context and the
+    meter add."""
 
     def variance(self, slopes: Sequence[float], others: Sequence[float] | None = None) -> float:
         """Return the covariance of the logarithms of two steps with these gradients; of one, its variance."""
@@ -125,9 +139,12 @@ class Site:
             logs, covariance = _update(logs, covariance, replace(one, variance=-one.variance))
         kept = [place for place in range(len(self.runs)) if place not in places]
         return Site(
-            logs, covariance, tuple(self.runs[place] for place in kept),
+            logs,
+            covariance,
+            tuple(self.runs[place] for place in kept),
             tuple(self.observations[place] for place in kept),
-        )  # fmt: skip
+            self.memory_factor,
+        )
 
     def own_log(self, key: str) -> tuple[float, float]:
         """Return the logarithm of the measured over the predicted time of the configuration ``key``, and its variance.
@@ -135,7 +152,7 @@ class Site:
         Without a run of it, 0 and the variance of the formulas' error.
         """
         for run in self.runs:
-            if run.key == key:
+            if run.key == key and run.measured_s:
                 rest = log(run.measured_s / site_step(run.work, run.figures, self.logs).total_s)
                 launches = LAUNCH_SPREAD**2 / run.launches
                 gain = CONFIGURATION_SPREAD**2 / (CONFIGURATION_SPREAD**2 + launches)
@@ -147,7 +164,7 @@ class Site:
         measured to predicted seconds."""
         found = []
         for run, one in zip(self.runs, self.observations, strict=True):
-            ratio = run.measured_s / site_step(run.work, run.figures, self.logs).total_s
+            ratio = (run.measured_s or 0.0) / site_step(run.work, run.figures, self.logs).total_s
             if abs(log(ratio)) > _CONTRADICTION * sqrt(one.variance):
                 found.append((run, ratio))
         return found
@@ -156,19 +173,23 @@ class Site:
 def learn_site(runs: Sequence[SiteRun]) -> Site:
     """Return the factors of a site from its measured configurations, one entry each."""
     logs, covariance, observations = PRIOR_LOGS, PRIOR_COVARIANCE, list[_Linear]()
-    for _ in range(_ITERATIONS if runs else 0):
-        observations = [_linear(run, logs) for run in runs]
+    timed = [run for run in runs if run.measured_s]
+    for _ in range(_ITERATIONS if timed else 0):
+        observations = [_linear(run, logs) for run in timed]
         logs, covariance = PRIOR_LOGS, PRIOR_COVARIANCE
         for one in observations:
             logs, covariance = _update(logs, covariance, one)
         logs = tuple(max(-MAX_LOG_FACTOR, min(MAX_LOG_FACTOR, value)) for value in logs)
-    return Site(logs, covariance, tuple(runs), tuple(observations))
+    ratios = [log(run.memory_ratio) for run in runs if run.memory_ratio]
+    # The mean, shrunk towards 1 as by a normal prior.
+    memory_log = sum(ratios) / (len(ratios) + (MEMORY_SPREAD / MEMORY_PRIOR_SPREAD) ** 2)
+    return Site(logs, covariance, tuple(timed), tuple(observations), exp(memory_log))
 
 
 def _linear(run: SiteRun, logs: Logs) -> _Linear:
     """Return a run's observation around ``logs``. One that is far off counts less (Huber's weights)."""
     slopes = gradient(run.work, run.figures, logs)
-    rest = log(run.measured_s / site_step(run.work, run.figures, logs).total_s)
+    rest = log((run.measured_s or 0.0) / site_step(run.work, run.figures, logs).total_s)
     variance = CONFIGURATION_SPREAD**2 + LAUNCH_SPREAD**2 / run.launches
     if logs is not PRIOR_LOGS:
         variance *= max(1.0, abs(rest) / (2 * sqrt(variance)))

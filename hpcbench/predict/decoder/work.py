@@ -14,6 +14,9 @@ from hpcbench.predict.decoder.software import LOOPS
 from hpcbench.strategies.decoder_shapes import DecoderShape
 
 TILE_ROWS, TILE_COLUMNS = 128, 256
+ALIGNED_SIDE, MISALIGNED = 64, 1.1
+"""Sides of a product that are no multiple of 64 numbers (128 bytes) cost about a tenth (NVIDIA, Matrix Multiplication
+Background User's Guide, section on tensor cores)."""
 TILE_DEPTH = 64
 """Depth of one pass of a tile's main loop; the fitted prologue counts in these."""
 BF16, FP32 = 2, 4
@@ -99,6 +102,8 @@ def _matmul(rows: float, columns: float, depth: float, node: GpuNode) -> tuple[f
     """Return the seconds at peak of a product by whole waves of tiles, and of one pass of their main loops."""
     if not min(rows, columns, depth):
         return 0.0, 0.0
+    if any(side % ALIGNED_SIDE for side in (columns, depth)):
+        columns *= MISALIGNED
     tiles = math.ceil(rows / TILE_ROWS) * math.ceil(columns / TILE_COLUMNS)
     exact = rows * columns / (TILE_ROWS * TILE_COLUMNS)
     waves = math.ceil(tiles / node.multiprocessors) * node.multiprocessors

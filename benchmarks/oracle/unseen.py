@@ -1,0 +1,164 @@
+"""Errors at sites of which no run was fitted, by the number of their runs that are known: the old sources, held out.
+
+Each source is predicted by a fit to the others, as a program without runs (``unseen_factors``). Its runs on one device
+are a site: some of them, drawn at random, are given to ``hpcbench.predict.decoder.site``, and the rest is predicted.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from math import exp, log, sqrt
+from statistics import fmean
+
+from benchmarks.oracle import exam2
+from benchmarks.oracle.gpu_fit import BY_SOFTWARE, Fit, fit_figures, row_work, unseen_factors
+from benchmarks.oracle.gpu_tables import FIT, PublishedRow, megatron_rows, read_rows
+from hpcbench.predict.decoder import site as site_module
+from hpcbench.predict.decoder.pricing import Figures
+from hpcbench.predict.decoder.site import CONFIGURATION_SPREAD, Site, SiteRun, gradient, learn_site, site_step
+from hpcbench.predict.forecast import Forecast
+from hpcbench.predict.prediction import NORMAL_90, NotPredicted
+
+SOURCES = {
+    "nanotron_playbook": "playbook", "mosaicml": "MosaicML", "dgxc_benchmarking": "NVIDIA's recipes",
+    "ibm_fsdp": "IBM, torchtitan", "torchtitan": "IBM, torchtitan", "automodel": "IBM, torchtitan",
+    "selene": "Megatron-LM on Selene",
+}  # fmt: skip
+MIN_RUNS = 12
+"""Fewest runs of a site that can be drawn from and predicted."""
+MAX_PREDICTED, DRAWS = 60, 12
+PILOTS = (0, 2, 5, 10)
+
+
+@dataclass(frozen=True)
+class Score:
+    """Mean relative error, mean signed logarithm, and the part of the 90 % intervals that hold."""
+
+    error: float
+    signed: float
+    holds: float
+
+
+def held_out_sites() -> Iterator[tuple[str, list[SiteRun]]]:
+    """Yield each site with its runs, priced by a fit to the other sources."""
+    rows = [*read_rows(FIT)[0], *megatron_rows()]
+    for source in dict.fromkeys(SOURCES.values()):
+        own = [row for row in rows if SOURCES[row.source] == source]
+        fit = fit_figures([row for row in rows if SOURCES[row.source] != source and row.source != "selene"])
+        seen = {row.layout.software for row in rows if SOURCES[row.source] != source}
+        factors = _factors_without(fit, {row.layout.software for row in own} - seen)
+        for device in sorted({row.device for row in own}):
+            runs = [_site_run(row, fit, factors) for row in own if row.device == device]
+            if len(runs) >= MIN_RUNS:
+                yield f"{source}, {device}", runs
+
+
+def _factors_without(fit: Fit, unseen: Collection[str]) -> dict[str, float]:
+    """Return the factors of a program without runs, from those of all programs but ``unseen``."""
+    known = [software for software in ("megatron", "fsdp", "torchtitan") if software not in unseen]
+    logs = {name: [0.0, *(log(fit.factors(software)[name]) for software in known)] for name in BY_SOFTWARE}
+    return {**unseen_factors(fit), **{name: exp(fmean(values)) for name, values in logs.items() if "host" not in name}}
+
+
+def _site_run(row: PublishedRow, fit: Fit, factors: dict[str, float]) -> SiteRun:
+    base = fit.figures(row.device, "nanotron")
+    figures = Figures(**{name: value * factors.get(name, 1.0) for name, value in base.items()})
+    return SiteRun(row.id, row_work(row), figures, row.step_time_s)
+
+
+def score(known: Sequence[SiteRun], rest: Sequence[SiteRun]) -> Score:
+    """Return the score of predictions for ``rest`` from the runs ``known``."""
+    return _score(learn_site(known), rest)
+
+
+def _score(site: Site, rest: Sequence[SiteRun]) -> Score:
+    logs, inside = [], []
+    for run in rest:
+        rest_log = log(site_step(run.work, run.figures, site.logs).total_s / (run.measured_s or 1.0))
+        spread = sqrt(site.variance(gradient(run.work, run.figures, site.logs)) + CONFIGURATION_SPREAD**2)
+        logs.append(rest_log)
+        inside.append(abs(rest_log) <= NORMAL_90 * spread)
+    return Score(fmean(abs(exp(value) - 1) for value in logs), fmean(logs), fmean(inside))
+
+
+def drawn_score(runs: Sequence[SiteRun], pilots: int) -> Score:
+    """Return the mean score over draws of so many runs of a site."""
+    draws = random.Random(pilots)
+    scores = []
+    for _ in range(DRAWS if pilots else 1):
+        order = draws.sample(runs, len(runs))
+        rest = order[pilots:] if not pilots else order[pilots : pilots + MAX_PREDICTED]
+        scores.append(score(order[:pilots], rest))
+    return Score(*(fmean(getattr(one, name) for one in scores) for name in ("error", "signed", "holds")))
+
+
+def exam_sites() -> Iterator[tuple[str, list[SiteRun]]]:
+    """Yield each new source with its pilots in their order, where they have times."""
+    known = exam2.read_table(exam2.PILOTS)
+    for source, site in exam2.load_sites():
+        forecast, runs = Forecast(site.profile, command=site.sweep.command), []
+        for row in sorted(known[source], key=lambda row: int(row["pilot"])):
+            priced = forecast.price_command(site.runs[row["id"]])
+            if row["step_time_s"] and not isinstance(priced, NotPredicted):
+                runs.append(SiteRun(row["id"], priced.work, priced.figures, float(row["step_time_s"])))
+        if runs:
+            yield source, runs
+
+
+def left_one_out(runs: Sequence[SiteRun]) -> Score:
+    """Return the score of each run from all others."""
+    scores = [score([other for other in runs if other is not run], [run]) for run in runs]
+    return Score(*(fmean(getattr(one, name) for one in scores) for name in ("error", "signed", "holds")))
+
+
+def print_sites() -> None:
+    """Print the tables of errors by pilots, and the worth of each factor."""
+    old, new = list(held_out_sites()), list(exam_sites())
+    heads = " | ".join(f"{count} runs known" if count else "none known" for count in PILOTS)
+    print(f"\n| site, held out | runs | {heads} | 90 % intervals that hold |\n|{'---|' * (len(PILOTS) + 3)}")
+    totals: list[list[float]] = [[] for _ in PILOTS]
+    for name, runs in old:
+        scores = [drawn_score(runs, count) for count in PILOTS]
+        for total, one in zip(totals, scores, strict=True):
+            total.append(one.error)
+        cells = " | ".join(f"{one.error:.1%} ({one.signed:+.0%})" for one in scores)
+        print(f"| {name} | {len(runs)} | {cells} | {', '.join(f'{one.holds:.0%}' for one in scores)} |")
+    print(f"| mean of sites | | {' | '.join(f'{fmean(total):.1%}' for total in totals)} | |")
+    print(
+        "\n| new site | pilots | none known | each from all others | 90 % intervals that hold |\n|---|---|---|---|---|"
+    )
+    for name, runs in new:
+        blind, others = score([], runs), left_one_out(runs)
+        print(
+            f"| {name} | {len(runs)} | {blind.error:.1%} ({blind.signed:+.0%}) | {others.error:.1%} "
+            f"({others.signed:+.0%}) | {blind.holds:.0%}, {others.holds:.0%} |"
+        )
+    print("\n| without the factor | sites held out, 5 runs known | new sites, each from all others |\n|---|---|---|")
+
+    def both() -> tuple[float, float]:
+        return fmean(drawn_score(runs, 5).error for _, runs in old), fmean(left_one_out(runs).error for _, runs in new)
+
+    for name in ("none", *site_module.SITE_FACTORS):
+        first, second = _without_factor(name, both)
+        print(f"| {name} | {first:.1%} | {second:.1%} |")
+
+
+def _without_factor(name: str, measure: Callable[[], tuple[float, float]]) -> tuple[float, float]:
+    """Return ``measure`` with a factor that cannot move."""
+    kept = site_module.PRIOR_COVARIANCE
+    place = [*site_module.SITE_FACTORS].index(name) if name in site_module.SITE_FACTORS else None
+    frozen = tuple(
+        tuple(0.0 if place in (row, column) else value for column, value in enumerate(values))
+        for row, values in enumerate(kept)
+    )
+    site_module.PRIOR_COVARIANCE = frozen
+    try:
+        return measure()
+    finally:
+        site_module.PRIOR_COVARIANCE = kept
+
+
+if __name__ == "__main__":
+    print_sites()
