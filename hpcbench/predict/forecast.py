@@ -27,8 +27,15 @@ from hpcbench.predict.calibration.calibration_store import (
     read_calibrations,
 )
 from hpcbench.predict.command_layouts import recorded_layouts
-from hpcbench.predict.decoder.site import Site, learn_site
-from hpcbench.predict.fitted_decoders import PricedCommand, by_published_runs, predict_command, price_command, site_run
+from hpcbench.predict.decoder.site import NEW_DEVICE_SCALE, Site, learn_site
+from hpcbench.predict.fitted_decoders import (
+    PricedCommand,
+    by_published_runs,
+    device_of_profile,
+    predict_command,
+    price_command,
+    site_run,
+)
 from hpcbench.predict.layer_table_cache import load_layer_table
 from hpcbench.predict.machine import Machine, assumed_link_notes
 from hpcbench.predict.measured_factors import MeasuredFactors
@@ -215,10 +222,10 @@ class Forecast:
                     launches[config_id(result.spec)].append(result)
             own = [*launches.items()][:MAX_LEARNED_CONFIGURATIONS]
             prices = [(key, self.price_command(results[0].spec), results) for key, results in own]
-            self._sites[partition] = learn_site([
-                site_run(key, priced, results) for key, priced, results in prices
-                if not isinstance(priced, NotPredicted)
-            ])  # fmt: skip
+            runs = [site_run(key, one, own) for key, one, own in prices if not isinstance(one, NotPredicted)]
+            device = device_of_profile(self.profile, partition)
+            is_known = device is not None and device.fitted is not None
+            self._sites[partition] = learn_site(runs, 1.0 if is_known else NEW_DEVICE_SCALE)
         return self._sites[partition]
 
     def _price(self, spec: RunSpec, table: LayerTable, machine: Machine, memory: MemoryBreakdown) -> Prediction:

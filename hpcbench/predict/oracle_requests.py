@@ -183,7 +183,9 @@ def recommend_layouts(
             batches.append(batch)
         asked = LayoutWish(gpus=gpus, sequence=sequence, global_batch=batch, replica_batch=wish.batch_size)
         if trainer is not None:
-            asked = replace(asked, software=trainer.software, can_run=trainer.can_run)
+            asked = replace(
+                asked, software=trainer.software, can_run=trainer.can_run, site=forecast.site(wish.partition)
+            )
         run = {"dataset": wish.dataset, "input_size": sequence, "partition": wish.partition, "nodes": nodes}
         own_memory = partial(_own_memory_gib, forecast, limits, shape, {**run, "tasks_per_node": per_node})
         rankings[nodes] = rank_layouts(shape, machine, asked, own_memory=own_memory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from math import expm1
 from operator import attrgetter
 from statistics import median
 from typing import Any
@@ -13,9 +14,10 @@ from hpcbench.config.run_spec import spec_document, strategy_label
 from hpcbench.config.sweep_file import sweep_toml
 from hpcbench.predict.command_layouts import anyones_layout
 from hpcbench.predict.decoder.layout import Layout
-from hpcbench.predict.decoder.layout_search import LayoutRanking, RankedLayout
+from hpcbench.predict.decoder.layout_search import MAX_COMPARED, LayoutRanking, RankedLayout
 from hpcbench.predict.fitted_decoders import run_point
 from hpcbench.predict.oracle_requests import LayoutRecommendation
+from hpcbench.predict.prediction import NORMAL_90
 from hpcbench.predict.recommend import OBJECTIVES, Candidate, Recommendation, candidate_sweep_points
 from hpcbench.report.prediction_view import basis_columns, basis_notes, interval_text, memory_text, time_split_text
 from hpcbench.report.table_model import Column, View, text_column
@@ -264,6 +266,10 @@ def _view_notes(recommendation: LayoutRecommendation, ranking: LayoutRanking, mo
     )
     if equivalent := _count_equivalent(ranking.layouts):
         yield f"~: not significantly slower than the first ({pluralize(equivalent, 'layout')}); measure them"
+    if (advice := ranking.next_run) is not None:
+        now, then = (format_percent(expm1(NORMAL_90 * spread)) for spread in (advice.spread_now, advice.spread_then))
+        name = layout_name(advice.layout)
+        yield f"a run of {name} would narrow the ratios of the first {MAX_COMPARED} most: ±{now} to ±{then}"
     if ranking.tight:
         best = ranking.tight[0]
         yield (

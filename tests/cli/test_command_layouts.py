@@ -35,7 +35,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_sweep_record(plan, tree)
     forecast = Forecast(profile, tree)
     for number, (key, spec) in enumerate(plan.runs.items()):
-        predicted = forecast.predict_alone(spec)
+        predicted = forecast.predict(spec)
         assert not isinstance(predicted, NotPredicted)
         step_s = predicted.step_time_s * FACTORS[number // 3] * (1 + 0.001 * (number % 3))
         metrics = RunMetrics(step_time_s=step_time_statistics([step_s] * 20), samples_per_s=32 / step_s)
@@ -58,7 +58,7 @@ def test_validate_compares_commands_with_their_predictions(project: Path) -> Non
     cases = found["cases"]
     assert [case["samples_per_step"] for case in cases] == pytest.approx([32.0] * 3)
     # Each is predicted by the two others: 1.25 and 1.3 for 1.1, shrunk towards 1.
-    assert [round(case["error"], 2) for case in cases] == [-0.05, -0.1, 0.15]
+    assert [round(case["error"], 2) for case in cases] == [-0.06, -0.12, 0.13]
     assert "held out" in " ".join(found["notes"])
     (choice,) = found["choices"]
     assert choice["devices"] == 16
@@ -68,7 +68,7 @@ def test_report_states_the_part_that_the_model_does_not_explain(project: Path) -
     (finding,) = [one for one in output(project, "report", "megatron-llama_8b")["findings"] if one["kind"] == "model"]
     assert "of it is not explained: the model of megatron explains" in finding["text"]
     assert "of which compute is most" in finding["text"]
-    assert finding["why"].startswith("outside of the model's 90 % interval; terms: compute ")
+    assert finding["why"].startswith("inside the model's 90 % interval; terms: compute ")
 
 
 def test_recommend_shows_the_measured_winner(project: Path) -> None:
@@ -79,9 +79,9 @@ def test_recommend_shows_the_measured_winner(project: Path) -> None:
     measured = [row["measured_step_time_s"] for row in best]
     assert measured[3] is None
     predicted = [row["predicted"]["step_time_s"] for row in best]
-    assert [found / step_s for found, step_s in zip(measured[:3], predicted, strict=False)] == pytest.approx(
-        FACTORS, rel=2e-3
-    )
+    # Predictions without these runs are lower by FACTORS; those here have learned from them.
+    for found, step_s in zip(measured[:3], predicted, strict=False):
+        assert found / step_s == pytest.approx(1.0, abs=0.12)
     text = hpcbench(*words, "--measured", "megatron-llama_8b", "--top", "3", cwd=project).stdout
     assert "measured the fastest of 3 layouts: dp=4 pp=2x2 cp=2" in " ".join(text.split())
     failed = hpcbench(*words, "--measured", "megatron-llama_9b", cwd=project)

@@ -61,8 +61,9 @@ def _rank_memory(shape: DecoderShape, layout: Layout, stage: int, layers: int) -
         # The layer that runs and the one that is gathered, and the gradients of one.
         working += 3 * HALF * shape.layer_parameters / layout.tensor
     activations = layers * kept * in_flight(layout, stage)
-    if stage == 0:
-        activations += _norm_tokens(layout) * shape.hidden * HALF * in_flight(layout, stage)
+    if is_last:
+        # The last norm keeps its input and its output.
+        activations += 2 * _norm_tokens(layout) * shape.hidden * HALF * in_flight(layout, stage)
     return AllocatedMemory(
         weights=loop.weight_bytes * parameters,
         gradients=loop.kept_gradient_bytes * parameters,

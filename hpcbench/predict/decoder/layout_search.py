@@ -8,9 +8,11 @@ micro-batches of one sample: with more, fewer GPUs a sample have as many tokens 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import exp, hypot
+from math import exp, hypot, sqrt
+from statistics import fmean
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,8 +22,9 @@ from hpcbench.predict.candidate_points import divisors
 from hpcbench.predict.decoder.layout import CollectiveRates, Layout, nominal_rates
 from hpcbench.predict.decoder.machines import FittedMachine, fit_interval_s, interval_class, loop_interval_s
 from hpcbench.predict.decoder.memory import MemoryTerms, reserved_gib, stage_memory_terms
-from hpcbench.predict.decoder.pricing import Figures, StepTime, step_time
-from hpcbench.predict.decoder.work import step_work
+from hpcbench.predict.decoder.pricing import Figures, StepTime
+from hpcbench.predict.decoder.site import CONFIGURATION_SPREAD, Site, gradient, site_step
+from hpcbench.predict.decoder.work import Work, step_work
 from hpcbench.strategies.decoder_shapes import DecoderShape
 
 WHOLE_SOFTWARE: Software = "fsdp"
@@ -39,6 +42,8 @@ MAX_CHUNKS = 5
 RECOMPUTATION: tuple[Recompute, ...] = ("none", "full")
 """Selective recomputation is left out: with fused attention it frees nothing that the memory formulas count."""
 _NORMAL_90 = 1.645
+MAX_COMPARED = 10
+"""Layouts, the best ones, whose errors are compared factor by factor."""
 
 
 class RankedLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +75,15 @@ class RankedLayout(msgspec.Struct, frozen=True, kw_only=True):
         return self.ratio_low > 1.0
 
 
+class NextRun(NamedTuple):
+    """The layout among the best ones whose run would narrow the ratios to the best most, and by how much."""
+
+    layout: Layout
+    spread_now: float
+    """Mean standard deviation of the logarithm of the ratios."""
+    spread_then: float
+
+
 class LayoutRanking(msgspec.Struct, frozen=True, kw_only=True):
     """The layouts of a model on so many GPUs, the best first.
 
@@ -86,6 +100,7 @@ class LayoutRanking(msgspec.Struct, frozen=True, kw_only=True):
     examined: int
     priced: int
     refused: dict[str, int]
+    next_run: NextRun | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +115,8 @@ class LayoutWish:
     """The software that trains all layouts; absent: the one that trains each best, hpcbench's own loop among them."""
     can_run: Callable[[DecoderShape, Layout], bool] | None = None
     """Whether that software runs a layout; absent: it runs all."""
+    site: Site = field(default_factory=Site)
+    """Factors of the cluster, where ``software`` was measured there."""
 
     def global_batch_of(self, data_degree: int) -> int:
         """Return the samples of a step; 0 where replicas cannot share them evenly."""
@@ -207,9 +224,7 @@ class _Search:
         return max(reserved_gib(stage, self.factors) for stage in terms)
 
     def _priced(self, layout: Layout, peak_gib: float, priced_only: str | None) -> RankedLayout:
-        if layout.software not in self.figures:
-            self.figures[layout.software] = self.machine.figures_of(layout.software)
-        parts = step_time(step_work(self.shape, layout, self.machine.device, self.rates), self.figures[layout.software])
+        parts = site_step(self.work(layout), self.figures_of(layout), self.request.site.logs)
         interval_s = loop_interval_s if self.request.software is None else fit_interval_s
         low_s, high_s = interval_s(parts.total_s, layout, self.machine)
         self.priced += 1
@@ -222,6 +237,14 @@ class _Search:
             peak_memory_gib=peak_gib,
             priced_only=priced_only,
         )
+
+    def work(self, layout: Layout) -> Work:
+        return step_work(self.shape, layout, self.machine.device, self.rates)
+
+    def figures_of(self, layout: Layout) -> Figures:
+        if layout.software not in self.figures:
+            self.figures[layout.software] = self.machine.figures_of(layout.software)
+        return self.figures[layout.software]
 
 
 def rank_layouts(
@@ -246,14 +269,22 @@ def rank_layouts(
     ranked, tight = sorted(search.fitting, key=_rank_key), sorted(search.tight, key=_rank_key)
     if ranked:
         tight = [candidate for candidate in tight if _rank_key(candidate) < _rank_key(ranked[0])]
+    best = [gradient(search.work(one.layout), search.figures_of(one.layout), request.site.logs)
+            for one in ranked[:MAX_COMPARED]]  # fmt: skip
     return LayoutRanking(
         gpus=request.gpus,
         sequence=request.sequence,
-        layouts=[_with_ratio(candidate, ranked[0], machine) for candidate in ranked],
+        layouts=[
+            _at_site(candidate, ranked[0], request.site, best[place], best[0])
+            if request.site.runs and place < len(best)
+            else _with_ratio(candidate, ranked[0], machine)
+            for place, candidate in enumerate(ranked)
+        ],
         tight=[_with_ratio(candidate, (ranked or tight)[0], machine) for candidate in tight],
         examined=len(ranked) + sum(search.refused.values()),
         priced=search.priced,
         refused=dict(search.refused),
+        next_run=_next_run([one.layout for one in ranked[:MAX_COMPARED]], best, request.site),
     )
 
 
@@ -317,6 +348,44 @@ def _with_ratio(candidate: RankedLayout, best: RankedLayout, machine: FittedMach
     return msgspec.structs.replace(
         candidate, ratio=ratio, ratio_low=ratio * exp(-_NORMAL_90 * spread), ratio_high=ratio * exp(_NORMAL_90 * spread)
     )
+
+
+def _at_site(
+    candidate: RankedLayout, best: RankedLayout, site: Site, own: Sequence[float], of_best: Sequence[float]
+) -> RankedLayout:
+    """Return ``candidate`` with the intervals that runs at the site leave. Errors of factors are in both layouts."""
+    spread = hypot(sqrt(site.variance(own)), CONFIGURATION_SPREAD)
+    step_s = candidate.step_time_s
+    priced = msgspec.structs.replace(
+        candidate,
+        step_time_low_s=step_s * exp(-_NORMAL_90 * spread),
+        step_time_high_s=step_s * exp(_NORMAL_90 * spread),
+    )
+    if candidate is best:
+        return priced
+    ratio = step_s / candidate.layout.global_batch / (best.step_time_s / best.layout.global_batch)
+    between = _ratio_spread(site, own, of_best)
+    return msgspec.structs.replace(
+        priced, ratio=ratio, ratio_low=ratio * exp(-_NORMAL_90 * between), ratio_high=ratio * exp(_NORMAL_90 * between)
+    )
+
+
+def _ratio_spread(site: Site, own: Sequence[float], of_best: Sequence[float]) -> float:
+    difference = [left - right for left, right in zip(own, of_best, strict=True)]
+    return sqrt(site.variance(difference) + 2 * CONFIGURATION_SPREAD**2)
+
+
+def _next_run(layouts: Sequence[Layout], slopes: Sequence[Sequence[float]], site: Site) -> NextRun | None:
+    """Return the run that would narrow the ratios to the first layout most; ``None`` without two layouts."""
+    if len(layouts) < 2:
+        return None
+
+    def mean_spread(known: Site) -> float:
+        return fmean(_ratio_spread(known, own, slopes[0]) for own in slopes[1:])
+
+    spreads = [mean_spread(site.with_run(own)) for own in slopes]
+    place = min(range(len(layouts)), key=lambda number: spreads[number])
+    return NextRun(layouts[place], mean_spread(site), spreads[place])
 
 
 def _log_spread(candidate: RankedLayout, machine: FittedMachine) -> float:

@@ -91,6 +91,11 @@ LEARNED = ("h100-80gb-sxm", "a100-80gb-sxm")
 """Machines whose figures a device without runs has, in their geometric mean."""
 
 
+DEVICE_LOG_ERROR = 0.3
+"""Bound of 90 % of a new device's own factor, as a logarithm: blind predictions were 30 % too fast for the B200 and 2 %
+too slow for the A100 PCIe (``benchmarks/oracle/gpu.md``)."""
+
+
 def machine_without_runs(node: GpuNode) -> FittedMachine:
     """Return a machine of the vendor's figures of ``node``, with the mean figures of the devices that had runs."""
     first, *others = (fitted_machine(name) for name in LEARNED)
@@ -104,6 +109,8 @@ def machine_without_runs(node: GpuNode) -> FittedMachine:
         device=node,
         figures=figures,
         fits_below_gib=first.fits_below_gib * node.memory_gib / first.device.memory_gib,
+        log_error_low={kind: -hypot(error, DEVICE_LOG_ERROR) for kind, error in first.log_error_low.items()},
+        log_error_high={kind: hypot(error, DEVICE_LOG_ERROR) for kind, error in first.log_error_high.items()},
         provenance=[
             f"No run of this device: its vendor's figures, with the mean efficiency of {' and '.join(LEARNED)}."
         ],

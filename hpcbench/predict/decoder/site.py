@@ -38,10 +38,11 @@ shrink. The last one, without a figure, is on the speed of the whole step."""
 CONFIGURATION_SPREAD, LAUNCH_SPREAD = 0.07, 0.02
 """Standard deviations of the logarithm: the error of the formulas for a configuration, and the noise of a launch."""
 MEMORY_PRIOR_SPREAD, MEMORY_SPREAD = 0.3, 0.07
-"""Standard deviations of the logarithm of measured over counted memory: between sites, and between the configurations of a site."""
+"""Standard deviations of the logarithm of measured over counted memory: between sites, and within a site."""
 MAX_LOG_FACTOR = 3.0
 _ITERATIONS, _STEP = 4, 0.01
 _CONTRADICTION = 3.0
+_RUN_VARIANCE = CONFIGURATION_SPREAD**2 + LAUNCH_SPREAD**2
 
 Logs = tuple[float, ...]
 PRIOR_LOGS: Logs = (0.0,) * len(SITE_FACTORS)
@@ -74,6 +75,8 @@ def scale_figures(figures: Figures, logs: Logs) -> Figures:
 
 def site_step(work: Work, figures: Figures, logs: Logs) -> StepTime:
     """Price a step at a site."""
+    if not any(logs):
+        return step_time(work, figures)
     parts = step_time(work, scale_figures(figures, logs))
     return StepTime(**{name: seconds * exp(-logs[-1]) for name, seconds in asdict(parts).items()})
 
@@ -102,13 +105,20 @@ PRIOR_COVARIANCE: Matrix = tuple(
     tuple(spread**2 if row == column else 0.0 for column in range(len(SITE_FACTORS)))
     for row, (_, spread) in enumerate(SITE_FACTORS.values())
 )
+NEW_DEVICE_SCALE = 1.6
+"""Factor on the standard deviations for a device of which no run was published."""
+
+
+def prior_covariance(scale: float) -> Matrix:
+    """Return the covariance of the factors before any run."""
+    return tuple(tuple(scale**2 * value for value in row) for row in PRIOR_COVARIANCE)
 
 
 @dataclass(frozen=True)
 class _Linear:
     """A run as a linear observation: its logarithm is ``slopes`` times the factors plus an error of ``variance``."""
 
-    slopes: list[float]
+    slopes: Sequence[float]
     target: float
     variance: float
 
@@ -129,6 +139,11 @@ class Site:
     def variance(self, slopes: Sequence[float], others: Sequence[float] | None = None) -> float:
         """Return the covariance of the logarithms of two steps with these gradients; of one, its variance."""
         return _product(slopes, self.covariance, others or slopes)
+
+    def with_run(self, slopes: Sequence[float]) -> Site:
+        """Return the site as it would be after a run with this gradient: of the same factors, and better known."""
+        one = _Linear(slopes, sum(slope * value for slope, value in zip(slopes, self.logs, strict=True)), _RUN_VARIANCE)
+        return replace(self, covariance=_update(self.logs, self.covariance, one)[1])
 
     def without(self, key: str) -> Site:
         """Return the site without the run ``key``: the equations are linear, so that its part can be taken out."""
@@ -170,13 +185,17 @@ class Site:
         return found
 
 
-def learn_site(runs: Sequence[SiteRun]) -> Site:
-    """Return the factors of a site from its measured configurations, one entry each."""
-    logs, covariance, observations = PRIOR_LOGS, PRIOR_COVARIANCE, list[_Linear]()
+def learn_site(runs: Sequence[SiteRun], scale: float = 1.0) -> Site:
+    """Return the factors of a site from its measured configurations, one entry each.
+
+    ``scale`` multiplies the standard deviations of the factors: ``NEW_DEVICE_SCALE`` for a device without runs.
+    """
+    prior = prior_covariance(scale)
+    logs, covariance, observations = PRIOR_LOGS, prior, list[_Linear]()
     timed = [run for run in runs if run.measured_s]
     for _ in range(_ITERATIONS if timed else 0):
         observations = [_linear(run, logs) for run in timed]
-        logs, covariance = PRIOR_LOGS, PRIOR_COVARIANCE
+        logs, covariance = PRIOR_LOGS, prior
         for one in observations:
             logs, covariance = _update(logs, covariance, one)
         logs = tuple(max(-MAX_LOG_FACTOR, min(MAX_LOG_FACTOR, value)) for value in logs)
