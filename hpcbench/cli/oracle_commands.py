@@ -73,7 +73,7 @@ def predict_sweep(
         print_json(predictions_json(predictions, forecast.machines()))
         return
     title = f"{plan.sweep.name} on {plan.profile.name}: {pluralize(len(predictions), 'configuration')}, predicted"
-    show_view(predictions_view(predictions, title), machine_notes(forecast.machines()))
+    show_view(predictions_view(predictions, title), [*machine_notes(forecast.machines()), *forecast.site_notes()])
 
 
 @click.command("recommend")

@@ -13,7 +13,7 @@ import msgspec
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.command import CommandLayout
 from hpcbench.config.profile_tables import DeviceConfig
-from hpcbench.config.run_spec import RunSpec
+from hpcbench.config.run_spec import RunSpec, run_label
 from hpcbench.errors import ConfigError
 from hpcbench.predict.command_layouts import layout_of_command
 from hpcbench.predict.decoder.allocated import AllocatedMemory, allocated_memory
@@ -216,6 +216,7 @@ def site_run(key: str, priced: PricedCommand, launches: Sequence[RunResult]) -> 
         median(times_s) if times_s else None,
         len(times_s),
         median(peaks) / priced.memory.total if peaks else None,
+        run_label(msgspec.structs.replace(launches[0].spec, repeat=0)),
     )
 
 

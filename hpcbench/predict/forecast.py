@@ -20,6 +20,7 @@ from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.command import Command, CommandLayout
 from hpcbench.config.run_spec import RunSpec, config_id, run_id, run_label
 from hpcbench.errors import HpcbenchError
+from hpcbench.fileio import printable_excerpt
 from hpcbench.predict.calibration.calibration_store import (
     calibration_of_partition,
     environment_notes,
@@ -227,6 +228,15 @@ class Forecast:
             is_known = device is not None and device.fitted is not None
             self._sites[partition] = learn_site(runs, 1.0 if is_known else NEW_DEVICE_SCALE)
         return self._sites[partition]
+
+    def site_notes(self) -> list[str]:
+        """Return a note on each measured command that contradicts the others of its partition."""
+        return [
+            f"{printable_excerpt(run.label)} took {ratio:.2f} times as long as the cluster's other runs predict: "
+            "measure it again, or correct its layout"
+            for site in self._sites.values()
+            for run, ratio in site.contradictions()
+        ]
 
     def _price(self, spec: RunSpec, table: LayerTable, machine: Machine, memory: MemoryBreakdown) -> Prediction:
         prediction = predict(spec, table, machine, memory=memory)

@@ -216,3 +216,28 @@ def test_the_record_of_a_sweep_keeps_its_layout_and_results_adjust_predictions(
         predicted = Forecast(profile, tree).predict(run)
         assert not isinstance(predicted, NotPredicted)
         assert bool(predicted.rests_on.counts) == is_moved
+
+
+def test_a_measured_command_that_contradicts_the_others_is_named(write_sweep: WriteSweep, tmp_path: Path) -> None:
+    sweep, profile = write_sweep(SWEEP), profile_of(H100)
+    tree = ResultsTree(tmp_path / "results").cluster(profile.name)
+    plan = make_plan(sweep, profile, tree, layout_refusal(sweep.command))
+    write_sweep_record(plan, tree)
+    (one,) = plan.runs.values()
+    alone = Forecast(profile, command=sweep.command)
+    for nodes, factor in ((1, 1.0), (2, 1.02), (4, 0.98), (8, 2.0)):
+        spec = msgspec.structs.replace(one, nodes=nodes, parameters={"dp": 4 * nodes, "mb": 1})
+        predicted = alone.predict(spec)
+        assert not isinstance(predicted, NotPredicted)
+        metrics = RunMetrics(step_time_s=step_time_statistics([factor * predicted.step_time_s] * 9))
+        result = RunResult(
+            run_id=run_id(spec), config_id=config_id(spec), attempt=1, sweep="mine", cluster=profile.name, spec=spec,
+            status="ok", metrics=metrics,
+        )  # fmt: skip
+        tree.write_result(result)
+    forecast = Forecast(profile, tree)
+    assert forecast.site_notes() == []
+    forecast.predict(one)
+    (note,) = forecast.site_notes()
+    assert note.startswith("command on 64 devices, dp 32, mb 1 took 1.")
+    assert "times as long as the cluster's other runs predict" in note

@@ -60,6 +60,7 @@ class SiteRun(NamedTuple):
     measured_s: float | None
     launches: int = 1
     memory_ratio: float | None = None
+    label: str = ""
 
 
 def scale_figures(figures: Figures, logs: Logs) -> Figures:
