@@ -70,32 +70,35 @@ def classify(shift: LogRatioEstimate, p_value: float, threshold: float, *, great
     return EQUIVALENT if -minimum <= shift.low and shift.high <= minimum else INCONCLUSIVE
 
 
-def adjusted_p_values(shifts: Sequence[LogRatioEstimate], *, greater: bool) -> list[float]:
-    """Return for each shift its one-sided p-value, adjusted for all ``shifts``.
+def adjusted_p_values(shifts: Sequence[LogRatioEstimate], *, greater: bool, among: int | None = None) -> list[float]:
+    """Return for each shift its one-sided p-value, adjusted for all ``shifts``, or for ``among`` tests.
+
+    The tests that are not among ``shifts`` must have larger p-values.
 
     Holm's correction of Welch's tests, and separately of the rank tests of shifts that have them; of both the smaller
     one, doubled. Rank tests of few launches cannot reach the small p-values that many configurations need; Welch's
     can, but are sensitive to outliers: a rank test above ``SIGNIFICANCE_LEVEL`` vetoes.
     """
     side = 0 if greater else 1
-    welch = holm_adjust([shift.welch[side] for shift in shifts])
+    welch = holm_adjust([shift.welch[side] for shift in shifts], among)
     rank_p_values = {number: shift.ranks[side] for number, shift in enumerate(shifts) if shift.ranks is not None}
     if not rank_p_values:
         return welch
-    ranks = dict(zip(rank_p_values, holm_adjust([*rank_p_values.values()]), strict=True))
+    ranks = dict(zip(rank_p_values, holm_adjust([*rank_p_values.values()], among), strict=True))
     return [
         1.0 if rank_p_values.get(number, 0.0) > SIGNIFICANCE_LEVEL else min(1.0, 2 * min(p, ranks.get(number, p)))
         for number, p in enumerate(welch)
     ]
 
 
-def holm_adjust(p_values: Sequence[float]) -> list[float]:
-    """Return Holm's (1979) adjusted p-values, in the order of ``p_values``."""
+def holm_adjust(p_values: Sequence[float], among: int | None = None) -> list[float]:
+    """Return Holm's (1979) adjusted p-values, in the order of ``p_values``: the smallest of ``among`` tests, or all."""
+    count = len(p_values) if among is None else among
     order = sorted(range(len(p_values)), key=lambda number: p_values[number])
     adjusted = [0.0] * len(p_values)
     largest = 0.0
     for rank, number in enumerate(order):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[number]))
+        largest = max(largest, min(1.0, (count - rank) * p_values[number]))
         adjusted[number] = largest
     return adjusted
 

@@ -12,10 +12,12 @@ import pytest
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec, config_id, run_id
 from hpcbench.errors import ConfigError
+from hpcbench.report.findings import node_findings as judged
 from hpcbench.report.findings.finding import Finding
 from hpcbench.report.findings.findings_report import derive_findings
 from hpcbench.report.findings.node_exclusions import write_exclusions
 from hpcbench.report.findings.node_findings import find_slow, node_findings
+from hpcbench.report.hypothesis_tests import LogRatioEstimate, estimate_log_ratio
 from hpcbench.results.frame import results_frame
 from hpcbench.results.probe_records import CollectiveProbe, ProbeResults
 from hpcbench.results.schema import RunMetrics, RunResult, StepTimeStatistics
@@ -44,6 +46,21 @@ def test_a_slowed_node_is_named(nodes: int, repeats: int, factor: float) -> None
         assert [one.name for one in named][:1] == ["n2"]
         assert named[0].ratio == pytest.approx(factor, abs=0.06)
         assert named[0].p_value <= 0.01
+
+
+def test_many_nodes_take_few_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test reads the launches of all nodes."""
+    tests: list[int] = []
+
+    def counted(base: list[float], new: list[float]) -> LogRatioEstimate:
+        tests.append(len(base))
+        return estimate_log_ratio(base, new)
+
+    monkeypatch.setattr(judged, "estimate_log_ratio", counted)
+    rng = random.Random(0)
+    sweep = {f"n{node}": launches(rng, 10, 1.1 if node == 2 else 1.0) for node in range(200)}
+    assert [one.name for one in find_slow(sweep)] == ["n2"]
+    assert len(tests) < 60
 
 
 @pytest.mark.parametrize(

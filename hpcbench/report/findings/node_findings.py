@@ -6,6 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from statistics import fmean, median, median_low
 from typing import NamedTuple
 
 import msgspec
@@ -18,6 +19,7 @@ from hpcbench.report.findings.finding import OBSERVED, Certainty, Finding
 from hpcbench.report.findings.throughput_findings import MIN_DIFFERENCE
 from hpcbench.report.hypothesis_tests import (
     INCONCLUSIVE,
+    MIN_LAUNCHES_RANK_TEST,
     MIN_LAUNCHES_T_TEST,
     SIGNIFICANT,
     adjusted_p_values,
@@ -58,18 +60,28 @@ def find_slow(readings_s: Mapping[str, Sequence[float]]) -> list[Outlier]:
 
 
 def _slower_than_others(readings_s: Mapping[str, Sequence[float]]) -> list[Outlier]:
-    tested = [name for name, own in readings_s.items() if len(own) >= MIN_LAUNCHES_T_TEST]
+    testable = [name for name, own in readings_s.items() if len(own) >= MIN_LAUNCHES_T_TEST]
     if len(readings_s) < 2:
         return []
+    # A test reads the launches of all nodes: only those above the usual time are worth one, and all of them count.
+    least_s = median_low(median(own) for own in readings_s.values()) * (1 + 0.75 * MIN_DIFFERENCE)
+    tested = [name for name in testable if _middle_s(readings_s[name]) >= least_s]
     shifts = []
     for name in tested:
         others = [*chain.from_iterable(own for other, own in readings_s.items() if other != name)]
         shifts.append(estimate_log_ratio(others, readings_s[name]))
     return [
         Outlier(name, math.exp(shift.estimate), p_value)
-        for name, shift, p_value in zip(tested, shifts, adjusted_p_values(shifts, greater=True), strict=True)
+        for name, shift, p_value in zip(
+            tested, shifts, adjusted_p_values(shifts, greater=True, among=len(testable)), strict=True
+        )
         if p_value <= OUTLIER_LEVEL and shift.estimate >= math.log1p(MIN_DIFFERENCE)
     ]
+
+
+def _middle_s(readings_s: Sequence[float]) -> float:
+    """Return the median, or the mean of so few that their means are tested."""
+    return median(readings_s) if len(readings_s) >= MIN_LAUNCHES_RANK_TEST else fmean(readings_s)
 
 
 def node_findings(frame: pl.DataFrame, whole: ReadFullResults | None) -> list[Finding]:
