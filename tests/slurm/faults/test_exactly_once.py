@@ -51,7 +51,7 @@ def no_run_was_doubled(project: Project, sweep: str) -> None:
     ("plants", "hang_s"),
     [
         pytest.param("", 45, id="both guards, 45 s", marks=pytest.mark.slurm),
-        pytest.param("settle", 45, id="begin alone, 45 s", marks=pytest.mark.slurm),
+        pytest.param("settle", 45, id="begin alone, 45 s"),
         pytest.param("begin", 45, id="settle alone, 45 s"),
         pytest.param("", 25, id="both guards, 25 s"),
         pytest.param("settle", 25, id="begin alone, 25 s"),
@@ -142,8 +142,10 @@ def test_another_account_does_not_resolve_an_sbatch_that_it_cannot_see(
     no_run_was_doubled(shared, "private")
 
 
-@pytest.mark.slurm
-@pytest.mark.parametrize("plants", ["", "order"], ids=["both guards", "begin alone"])
+@pytest.mark.parametrize(
+    "plants",
+    [pytest.param("", id="both guards", marks=pytest.mark.slurm), pytest.param("order", id="begin alone")],
+)
 def test_the_clock_of_a_login_node_decides_nothing(plants: str, project: Project) -> None:
     """The first submission came from a login node whose clock is 10 minutes ahead."""
     project.variables["CHAOS_PLANTS"] = plants

@@ -47,6 +47,7 @@ def test_jobs_hold_a_broken_node_so_that_others_run_the_rest(scenario: Project) 
     runs = scenario.status("eaten")
     failed = [run for run in runs if run["state"] != "ok"]
     assert len(runs) - len(failed) >= 3, "each of the three other nodes runs the first job that it gets"
+    assert all(run["job_id"] for run in failed), failed
     for run in failed:
         held_s = scenario.slurm("sacct", "-n", "-X", "-P", "-j", run["job_id"], "-o", "ElapsedRaw")
         assert int(held_s) >= BEGIN_PAUSE_S
