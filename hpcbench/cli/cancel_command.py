@@ -14,6 +14,7 @@ import msgspec
 from hpcbench.cli.common import (
     cluster_filter_option,
     complete_runs,
+    filter_runs,
     output_options,
     print_json,
     print_message,
@@ -78,7 +79,7 @@ def cancel_sweep(
         surplus = audit_tree(tree, queue, {record.sweep}) if queue is not None else []
         states = {run_id: state for run_id, state in states.items() if run_id.startswith(prefix or "")}
         if where is not None:
-            states = RunCatalog(tree).satisfying(states, where)
+            states = filter_runs(RunCatalog(tree), states, where, record.sweep)
         outcome = cancel_runs(tree, states, profile)
         problems += _print_cancelled(record.sweep, cluster, states, outcome, waits=waits)
         further, refused = cancel_findings(surplus, profile)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import msgspec
@@ -23,6 +23,11 @@ from hpcbench.errors import ConfigError
 from hpcbench.fileio import escape_control_characters, printable_text
 from hpcbench.paths import project_folder, results_folder, search_folders
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
+from hpcbench.units import pluralize
+
+if TYPE_CHECKING:
+    from hpcbench.submit.run_state import RunState
+    from hpcbench.submit.watcher import RunCatalog
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _MAX_RUNS = 1000
@@ -206,6 +211,14 @@ plan_options = all_of(sweep_argument, cluster_option(), overrides_option)
 output_options = all_of(results_option, json_option)
 read_options = all_of(read_results_option, json_option)
 filter_options = all_of(cluster_filter_option, where_option)
+
+
+def filter_runs(catalog: RunCatalog, states: Mapping[str, RunState], where: str, sweep: str) -> dict[str, RunState]:
+    """The runs of ``sweep`` that satisfy ``where``; a message states that there are none."""
+    chosen = catalog.satisfying(states, where)
+    if states and not chosen:
+        print_message(f"none of the {pluralize(len(states), 'run')} of {sweep} satisfies --where {where!r}")
+    return chosen
 
 
 def why_nothing(tree: ResultsTree, sources: Sequence[str], runs: int, where: str | None = None) -> str:

@@ -156,10 +156,10 @@ def _load_sides(
     needed = 1 if since else 2
     if len(sources) != needed and not (one_side and len(sources) == 1):
         raise ConfigError(
-            f"{len(sources)} sources are given, and {needed} needed",
+            f"{pluralize(len(sources), 'source')} given, {needed} needed",
             hint="compare BASE NEW, compare SOURCE --since DATE, or compare NEW --bands FILE",
         )
-    condition = Condition(where, "--where") if where else None
+    condition = Condition(where, "--where") if where is not None else None
     clusters = [cluster] if cluster else None
     frames = []
     for source in sources:

@@ -8,7 +8,14 @@ import time
 
 import click
 
-from hpcbench.cli.common import cluster_filter_option, print_json, print_message, read_options, sweep_argument
+from hpcbench.cli.common import (
+    cluster_filter_option,
+    filter_runs,
+    print_json,
+    print_message,
+    read_options,
+    sweep_argument,
+)
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.fileio import write_error
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
@@ -66,7 +73,7 @@ def _removable_runs(tree: ClusterTree, record: SweepRecord, cluster: str, where:
     profile, _ = load_cluster(record.profile)
     states = run_states(tree, record.run_ids, profile, time.time())
     if where is not None:
-        states = RunCatalog(tree).satisfying(states, where)
+        states = filter_runs(RunCatalog(tree), states, where, record.sweep)
     others = select_sweeps(ResultsTree(tree.root.parent), (), cluster)
     shared = {run_id for _, other in others if other.sweep != record.sweep for run_id in other.run_ids}
     active = {run_id for run_id, state in states.items() if state.state in ACTIVE_STATES}

@@ -90,7 +90,7 @@ def report_findings(
     if out is not None and out.suffix not in _PAGE_SUFFIXES:
         raise ConfigError(f"cannot write {out}: a report is a page", hint=f"endings: {', '.join(_PAGE_SUFFIXES)}")
     clusters = [cluster_name] if cluster_name else None
-    condition = Condition(where, "--where") if where else None
+    condition = Condition(where, "--where") if where is not None else None
     frame = load_frame(results, sources, clusters)
     title = ", ".join(Path(source).name for source in sources) if sources else str(results.root)
     sweeps, forecasts = unfinished_sweeps(results, sources, clusters, frame), ClusterForecasts(results)

@@ -152,7 +152,7 @@ def show_table(
         frame = frame.sort(["cluster", *ROW_ORDER], nulls_last=True)
     kept = filter_launches(frame, request.where if request else None)
     rows = rows_from_frame(kept, request.baseline if request else None)
-    if request and request.sort:
+    if request and request.sort is not None:
         rows = sort_rows(rows, request.sort)
     title = _table_title(results, sources)
     if as_json:

@@ -188,9 +188,6 @@ def _submit_and_print(plan: SweepPlan, *, over_budget: bool, remeasure: bool) ->
     selection = RunSelection(remeasure=remeasure, over_budget=over_budget)
     outcome = submit_plan(plan, plan.tree, selection, print_message)
     print_submit_outcome(plan, outcome)
-    partitions = {plan.shape(plan.runs[run_id]).partition.key for run_id in accepted_runs(outcome)}
-    for name, reason in closed_partitions(plan.profile, partitions).items():
-        print_message(f"warning: partition {name} {reason}: its jobs wait until that changes")
     if plan.elsewhere and not remeasure:
         print_message(f"  {len(plan.elsewhere)} were measured in another environment: --remeasure runs them again")
     left = Counter(status for status in plan.finished.values() if status != "ok")
@@ -204,7 +201,7 @@ def _submit_and_print(plan: SweepPlan, *, over_budget: bool, remeasure: bool) ->
 
 
 def print_submit_outcome(plan: SweepPlan, outcome: SubmitOutcome) -> None:
-    """Print how many runs the scheduler took, in one line or two."""
+    """Print how many runs the scheduler took, and which partitions keep them waiting."""
     submitted = len(outcome.run_ids)
     if outcome.sent.refused or outcome.sent.waiting or outcome.sent.failed is not None:
         # A run is submitted once the scheduler has answered.
@@ -227,6 +224,14 @@ def print_submit_outcome(plan: SweepPlan, outcome: SubmitOutcome) -> None:
     if outcome.sent.waiting:
         held_back = pluralize(outcome.sent.waiting, "job")
         print_message(f"  {held_back} held back ({outcome.sent.reason}): run submit again, or submit --wait")
+    _warn_of_closed_partitions(plan, outcome)
+
+
+def _warn_of_closed_partitions(plan: SweepPlan, outcome: SubmitOutcome) -> None:
+    """State which partitions of the submitted runs start no job of this user at present."""
+    partitions = {plan.shape(plan.runs[run_id]).partition.key for run_id in accepted_runs(outcome)}
+    for name, reason in closed_partitions(plan.profile, partitions).items():
+        print_message(f"warning: partition {name} {reason}: its jobs wait until that changes")
 
 
 def watch_runs(plan: SweepPlan, superseded: Mapping[str, str]) -> dict[str, RunState]:
@@ -283,6 +288,7 @@ def retry_sweep(
         print_json(_submit_outcome_json(plan, outcome))
     runs = pluralize(len(outcome.run_ids), "run")
     print_message(f"sweep {plan.sweep.name} on {plan.profile.name}: {runs} submitted again")
+    _warn_of_closed_partitions(plan, outcome)
     if not outcome.run_ids:
         print_message(_why_none(plan, outcome, again))
     check_send_outcome(outcome.sent, waits=False)

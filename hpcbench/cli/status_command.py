@@ -22,6 +22,7 @@ from hpcbench.cli.common import (
     cluster_filter_option,
     complete_choices,
     complete_sweeps,
+    filter_runs,
     make_console,
     print_json,
     print_message,
@@ -147,7 +148,9 @@ def status(
             states = query_sweeps(results, sweeps, cluster_name)
     catalogs = {cluster: RunCatalog(results.cluster(cluster)) for _, cluster, _ in states}
     if where is not None:
-        states = [(sweep, cluster, catalogs[cluster].satisfying(runs, where)) for sweep, cluster, runs in states]
+        states = [
+            (sweep, cluster, filter_runs(catalogs[cluster], runs, where, sweep)) for sweep, cluster, runs in states
+        ]
     if wanted:
         states = [
             (sweep, cluster, {run_id: state for run_id, state in runs.items() if state.state in wanted})

@@ -44,7 +44,7 @@ def validate_predictions(
     Each prediction leaves out the results of its own configuration. The regret of the predicted best is printed next to
     that of always choosing ddp. Runs that failed although they were predicted to run are counted.
     """
-    condition = Condition(where, "--where") if where else None
+    condition = Condition(where, "--where") if where is not None else None
     columns = [*VALIDATION_COLUMNS, "warnings", *(condition.columns if condition else [])]
     frame = load_frame(results, sources, [cluster_name] if cluster_name else None, columns)
     if condition:

@@ -87,6 +87,8 @@ class Expression:
         """
         try:
             return self._evaluate(values)
+        except ZeroDivisionError as error:
+            raise self._error("cannot be computed: a division by zero") from error
         except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
             raise self._error(f"cannot be computed: {error}") from error
 
@@ -190,6 +192,8 @@ def _make_comparison(kinds: list[type[ast.cmpop]], parts: list[_Evaluator]) -> _
         left = first(values)
         for compare, is_order, other in links:
             right = other(values)
+            if is_order and isinstance(left, str) != isinstance(right, str) and None not in (left, right):
+                raise TypeError(f"{left!r:.40} and {right!r:.40} have no order: one is a text")
             if (is_order and (left is None or right is None)) or not compare(left, right):
                 return False
             left = right

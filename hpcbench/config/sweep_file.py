@@ -218,6 +218,21 @@ def parse_stop_rules(
     return [StopRule(ended, parameters) for parameters, ended in statuses.items()]
 
 
+def find_equal_steps(
+    place: tuple[str | int, ...], steps: Iterable[Mapping[ParameterPath, Any]], source: TomlSource
+) -> HpcbenchError | None:
+    """The error of an axis with equal steps: both would be counted as points, and be measured as one run."""
+    seen: set[str] = set()
+    for step in steps:
+        # 1, 1.0 and true are equal to Python, not to who wrote them.
+        if (written := repr(step)) in seen:
+            words = ", ".join(f"{'.'.join(parameter)} = {value}" for parameter, value in step.items())
+            hint = "for several launches of every run set repeats = 2"
+            return source.error(f"{words} is listed twice", *place, *next(iter(step), ()), hint=hint)
+        seen.add(written)
+    return None
+
+
 def sweep_toml(settings: Mapping[str, Any], fixed: Mapping[str, Any], points: Iterable[Mapping[str, Any]]) -> str:
     """Return a sweep file with top-level ``settings``, the table ``[fixed]`` and one ``[[include]]`` per point."""
     lines = [*settings_lines(settings), "", "[fixed]", *settings_lines(fixed)]

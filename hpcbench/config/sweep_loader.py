@@ -24,6 +24,7 @@ from hpcbench.config.sweep_file import (
     SubmitTable,
     SweepFile,
     apply_overrides,
+    find_equal_steps,
     parameter_types,
     parse_stop_rules,
 )
@@ -196,6 +197,7 @@ def parse_sweep(data: dict[str, Any], source: TomlSource) -> Sweep:
         command=command,
     )
     problems += _find_duplicate_settings(sweep)
+    problems += filter(None, (find_equal_steps(axis.place, axis.steps, source) for axis in axes))
     if (points := count_points(sweep)) > MAX_POINTS:
         factors = [f"{'.'.join(next(iter(axis.steps[0])))} {len(axis.steps)}" for axis in axes]
         message = f"{points:,} points, at most {MAX_POINTS:,}: {' x '.join([*factors, f'repeats {sweep.repeats}'])}"
@@ -409,7 +411,8 @@ def _convert_derived(parameter: ParameterPath, value: Any, where: str | None) ->
     try:
         return msgspec.convert(value, _PARAMETER_TYPES[name])
     except msgspec.ValidationError as error:
-        raise ConfigError(f"derive: {name} = {value!r} does not fit: {error}", where=where) from error
+        hint = "// divides without a rest, round() and floor() round" if isinstance(value, float) else None
+        raise ConfigError(f"derive: {name} = {value!r} does not fit: {error}", where=where, hint=hint) from error
 
 
 _PARAMETER_TYPES = {"global_batch_size": int} | {entry.name: entry.type for entry in msgspec.structs.fields(RunSpec)}

@@ -262,9 +262,11 @@ def _describe_problem(model: type[BaseModel], key_path: KeyPath, detail: Any, so
         return source.error(message, *key_path, hint=hint)
     if detail["type"] == "missing":
         return source.error(f"{name} is missing", *key_path[:-1])
-    if detail["type"] == "string_pattern_mismatch" and detail["ctx"]["pattern"] == NAME_PATTERN:
-        words = "letters, digits, '.', '_' and '-' are allowed, 64 at most, a letter or digit first"
-        return ConfigError(f"{name}: {words}, not {detail['input']!r:.80}", where=source.where(key_path))
+    if detail["type"] == "string_pattern_mismatch" and (words := _PATTERN_WORDS.get(detail["ctx"]["pattern"])):
+        return source.error(f"{name}: {words}, not {detail['input']!r:.80}", *key_path)
+    if detail["type"] in ("model_type", "dict_type"):
+        message = f"{name}: a table is needed, not {detail['input']!r:.80}"
+        return source.error(message, *key_path, hint=_table_hint(model, key_path, detail["input"]))
     text = detail["msg"].removeprefix("Value error, ")
     if not key_path and (found := re.match(r"([a-z_]+(?:\.[a-z_]+)*) = ", text)):
         # A rule about several keys begins with the first of them.
@@ -272,7 +274,37 @@ def _describe_problem(model: type[BaseModel], key_path: KeyPath, detail: Any, so
     if detail["type"] == "too_short" and not detail["input"]:
         return source.error(f"{name} is empty: at least one value is needed", *key_path)
     value = "" if detail["type"] == "value_error" else f", not {detail['input']!r:.80}"
-    return source.error(f"{name}: {text[:1].lower()}{text[1:]}{value}", *key_path)
+    message = f"{name}: {text[:1].lower()}{text[1:]}{value}"
+    return source.error(message, *key_path, hint=_notation_hint(model, key_path, detail))
+
+
+def _table_hint(model: type[BaseModel], key_path: KeyPath, value: Any) -> str | None:
+    """The notation of the table at ``key_path``, where ``value`` is none."""
+    table, keys = ".".join(map(str, key_path)), known_keys(model, key_path)
+    if isinstance(value, list) and key_path:
+        named = not keys and known_keys(model, (*key_path, "NAME"))
+        return f"one pair of brackets: [{table}{'.NAME' if named else ''}]"
+    return f"its keys: {', '.join(keys)}" if keys else f"lines NAME = VALUE below [{table}]"
+
+
+def _notation_hint(model: type[BaseModel], key_path: KeyPath, detail: Any) -> str | None:
+    """The TOML notation of a value of the expected type; ``None`` where the message itself shows it."""
+    kind, value = detail["type"], detail["input"]
+    key = next((step for step in reversed(key_path) if isinstance(step, str)), "")
+    if kind == "list_type" and isinstance(value, dict) and known_keys(model, (*key_path, 0)):
+        return f"two pairs of brackets: [[{'.'.join(map(str, key_path))}]]"
+    if kind == "list_type":
+        example = "1, 2" if isinstance(value, (int, float, dict)) else '"a", "b"'
+        return f"a list has brackets: {key} = [{example}]"
+    if kind == "string_type" and isinstance(value, (int, float)):
+        return f'a text has quotes: "{str(value).lower() if isinstance(value, bool) else value}"'
+    if kind in ("int_type", "float_type") and isinstance(parse_toml_value(str(value)), (int, float)):
+        return f"a number has no quotes: {value}" if isinstance(value, str) else None
+    if kind == "bool_type" and value in ("true", "false"):
+        return f"no quotes: {value}"
+    if isinstance(value, list) and key_path[0] == "fixed" and "grid" in model.model_fields:
+        return f"several values of {key} belong in [grid]"
+    return None
 
 
 def known_keys(model: type[BaseModel], path: Sequence[str | int]) -> list[str]:
@@ -295,7 +327,7 @@ def _other_place(model: type[BaseModel], key: str) -> str:
 def _type_at_step(kind: Any, step: str | int) -> Any:
     """The type of what stands at ``step`` in a table, a dictionary or a list of type ``kind``."""
     if _is_model(kind):
-        field = kind.model_fields.get(step)
+        field = next((entry for name, entry in kind.model_fields.items() if (entry.alias or name) == step), None)
         return field.annotation if field is not None else None
     arguments = [argument for argument in get_args(kind) if argument is not type(None)]
     if get_origin(kind) in (dict, list):
@@ -332,6 +364,13 @@ VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
 SingleLineText = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*$")]
 NonSpaceText = Annotated[str, Field(pattern=r"^[^\x00-\x20\x7f]+$")]
 VariableName = Annotated[str, Field(pattern=VARIABLE_PATTERN)]
+_PATTERN_WORDS = {
+    NAME_PATTERN: "letters, digits, '.', '_' and '-' are allowed, 64 at most, a letter or digit first",
+    VARIABLE_PATTERN: "letters, digits and '_' are allowed, no digit first",
+    r"^[^\x00-\x1f\x7f]*$": "text of one line is needed, without control characters",
+    r"^[^\x00-\x20\x7f]+$": "one word without blanks is needed",
+    r"^[^\x00]*$": "text without NUL is needed",
+}
 EnvironmentVariables = dict[VariableName, str]
 Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 PositiveInt = Annotated[int, Field(ge=1, le=MAX_COUNT)]

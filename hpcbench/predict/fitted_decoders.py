@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from math import exp, sqrt
-from statistics import median
 from typing import Any, NamedTuple
 
 import msgspec
@@ -13,7 +11,7 @@ import msgspec
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.command import CommandLayout
 from hpcbench.config.profile_tables import DeviceConfig
-from hpcbench.config.run_spec import RunSpec, run_label
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError
 from hpcbench.predict.command_layouts import layout_of_command
 from hpcbench.predict.decoder.allocated import AllocatedMemory, allocated_memory
@@ -22,14 +20,12 @@ from hpcbench.predict.decoder.layout_search import priced_only_reason, software_
 from hpcbench.predict.decoder.machines import FittedMachine, fitted_machine, loop_interval_s, machine_without_runs
 from hpcbench.predict.decoder.memory import GIB
 from hpcbench.predict.decoder.pricing import Figures, step_time
-from hpcbench.predict.decoder.site import Site, SiteRun, gradient, site_step, site_terms
+from hpcbench.predict.decoder.site import Site, gradient, site_step, site_terms
 from hpcbench.predict.decoder.work import Work, step_work
 from hpcbench.predict.machine import Machine
 from hpcbench.predict.measured_factors import MAX_NEIGHBOURS_NAMED, Neighbour
-from hpcbench.predict.measured_results import IMPLAUSIBLE_S
 from hpcbench.predict.peak_memory import MemoryBreakdown
 from hpcbench.predict.prediction import NORMAL_90, Prediction, PredictionBasis, PredictionInterval
-from hpcbench.results.schema import RunResult
 from hpcbench.strategies.catalog import options_with_defaults, representative
 from hpcbench.strategies.decoder_shapes import DecoderShape, named_shape, named_shapes
 from hpcbench.strategies.layer_table import default_input_size
@@ -202,22 +198,6 @@ def price_command(spec: RunSpec, declared: CommandLayout, profile: ClusterProfil
     machine = machine_of_profile(profile, spec.partition, spec.devices // spec.nodes)
     machine.figures_of(layout.software)
     return PricedCommand(shape, layout, machine)
-
-
-def site_run(key: str, priced: PricedCommand, launches: Sequence[RunResult]) -> SiteRun:
-    """Return a measured configuration of a command as an observation of its site."""
-    steps = (result.metrics.step_time_s for result in launches)
-    times_s = [step.median for step in steps if step is not None and 0 < step.median < IMPLAUSIBLE_S]
-    peaks = [peak for result in launches if (peak := result.metrics.peak_memory_bytes)]
-    return SiteRun(
-        key,
-        priced.work,
-        priced.figures,
-        median(times_s) if times_s else None,
-        len(times_s),
-        median(peaks) / priced.memory.total if peaks else None,
-        run_label(msgspec.structs.replace(launches[0].spec, repeat=0)),
-    )
 
 
 def predict_command(priced: PricedCommand, site: Site, key: str) -> Prediction:

@@ -5,7 +5,7 @@ do not fit.
 from __future__ import annotations
 
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +18,7 @@ import psutil
 
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.command import Command, CommandLayout
-from hpcbench.config.run_spec import RunSpec, config_id, run_id, run_label
+from hpcbench.config.run_spec import RunSpec, config_id, run_label
 from hpcbench.errors import HpcbenchError
 from hpcbench.fileio import printable_excerpt
 from hpcbench.predict.calibration.calibration_store import (
@@ -28,19 +28,17 @@ from hpcbench.predict.calibration.calibration_store import (
     read_calibrations,
 )
 from hpcbench.predict.command_layouts import recorded_layouts
-from hpcbench.predict.decoder.site import NEW_DEVICE_SCALE, Site, learn_site
+from hpcbench.predict.decoder.site import Site
 from hpcbench.predict.fitted_decoders import (
     PricedCommand,
     by_published_runs,
-    device_of_profile,
     predict_command,
     price_command,
-    site_run,
 )
 from hpcbench.predict.layer_table_cache import load_layer_table
 from hpcbench.predict.machine import Machine, assumed_link_notes
 from hpcbench.predict.measured_factors import MeasuredFactors
-from hpcbench.predict.measured_results import MAX_LEARNED_CONFIGURATIONS, learn_factors, results_of_partition
+from hpcbench.predict.measured_results import learn_commands, learn_factors, results_of_partition
 from hpcbench.predict.peak_memory import MemoryBreakdown
 from hpcbench.predict.prediction import (
     MemoryFit,
@@ -53,7 +51,6 @@ from hpcbench.predict.prediction import (
 )
 from hpcbench.predict.strategy_cost import count_operators, find_cost
 from hpcbench.results.results_tree import ClusterTree
-from hpcbench.results.schema import RunResult
 from hpcbench.results.timing_statistics import OPERATOR_S
 from hpcbench.strategies.catalog import STRATEGIES
 from hpcbench.strategies.check_names import custom_model_folder
@@ -217,16 +214,7 @@ class Forecast:
         """Return what commands with a declared layout, measured on a partition, show of the cluster."""
         if partition not in self._sites:
             results = [] if self._tree is None else results_of_partition(self._tree, self.profile, partition)
-            launches: dict[str, list[RunResult]] = defaultdict(list)
-            for result in results:
-                if result.spec.workload == "command" and result.run_id == run_id(result.spec):
-                    launches[config_id(result.spec)].append(result)
-            own = [*launches.items()][:MAX_LEARNED_CONFIGURATIONS]
-            prices = [(key, self.price_command(results[0].spec), results) for key, results in own]
-            runs = [site_run(key, one, own) for key, one, own in prices if not isinstance(one, NotPredicted)]
-            device = device_of_profile(self.profile, partition)
-            is_known = device is not None and device.fitted is not None
-            self._sites[partition] = learn_site(runs, 1.0 if is_known else NEW_DEVICE_SCALE)
+            self._sites[partition] = learn_commands(results, self.price_command, self.profile, partition)
         return self._sites[partition]
 
     def site_notes(self) -> list[str]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 
 import msgspec
 
 from hpcbench.config.cluster_profile import ClusterProfile
-from hpcbench.config.run_spec import RunSpec, config_id, run_id
+from hpcbench.config.run_spec import RunSpec, config_id, run_id, run_label
 from hpcbench.errors import StorageError
 from hpcbench.predict.calibration.calibration_store import StoredCalibration
+from hpcbench.predict.decoder.site import NEW_DEVICE_SCALE, Site, SiteRun, learn_site
+from hpcbench.predict.fitted_decoders import PricedCommand, device_of_profile
 from hpcbench.predict.measured_factors import MeasuredFactors, MeasuredRatio
 from hpcbench.predict.prediction import NotPredicted, Prediction
 from hpcbench.predict.strategy_cost import find_cost
@@ -69,6 +71,49 @@ def learn_factors(
             times_s = tuple(launches[key])
             ratios.append(MeasuredRatio(key, specs[key], times_s, median(times_s), prediction.step_time_s))
     return MeasuredFactors(ratios)
+
+
+def learn_commands(
+    results: Iterable[RunResult],
+    price: Callable[[RunSpec], PricedCommand | NotPredicted],
+    profile: ClusterProfile,
+    partition: str | None,
+) -> Site:
+    """Learn the factors of a partition from its measured commands that have a declared layout.
+
+    Args:
+        results: of measured runs that ended well, the newest first.
+        price: the decoder, layout and machine of a command's run.
+        profile: of the cluster.
+        partition: ``None`` is the default.
+    """
+    launches: dict[str, list[RunResult]] = defaultdict(list)
+    for result in results:
+        if result.spec.workload == "command" and result.run_id == run_id(result.spec):
+            launches[config_id(result.spec)].append(result)
+    runs = []
+    for key in [*launches][:MAX_LEARNED_CONFIGURATIONS]:
+        priced = price(launches[key][0].spec)
+        if not isinstance(priced, NotPredicted):
+            runs.append(_site_run(key, priced, launches[key]))
+    device = device_of_profile(profile, partition)
+    return learn_site(runs, 1.0 if device is not None and device.fitted is not None else NEW_DEVICE_SCALE)
+
+
+def _site_run(key: str, priced: PricedCommand, launches: Sequence[RunResult]) -> SiteRun:
+    """Return a measured configuration of a command as an observation of its site."""
+    steps = (result.metrics.step_time_s for result in launches)
+    times_s = [step.median for step in steps if step is not None and 0 < step.median < IMPLAUSIBLE_S]
+    peaks = [peak for result in launches if (peak := result.metrics.peak_memory_bytes)]
+    return SiteRun(
+        key,
+        priced.work,
+        priced.figures,
+        median(times_s) if times_s else None,
+        len(times_s),
+        median(peaks) / priced.memory.total if peaks else None,
+        run_label(msgspec.structs.replace(launches[0].spec, repeat=0)),
+    )
 
 
 def _newest_results(tree: ClusterTree) -> list[RunResult]:

@@ -118,9 +118,9 @@ def parse_table_request(**options: Any) -> TableRequest:
     Raises:
         ConfigError: a name is not a column, a metric is not a figure, or the layout is unknown.
     """
-    selected = {name: value for name, value in options.items() if value}
+    selected = {name: value for name, value in options.items() if value not in (None, False)}
     layout = selected.pop("layout", None)
-    if layout and layout not in TABLE_LAYOUTS:
+    if layout is not None and layout not in TABLE_LAYOUTS:
         raise ConfigError(f"no layout {layout!r}", hint=did_you_mean(layout, TABLE_LAYOUTS))
     for name in {"by", "metrics"} & selected.keys():
         selected[name] = tuple(column_names.resolve_column(column.strip()) for column in selected[name].split(","))
@@ -129,11 +129,8 @@ def parse_table_request(**options: Any) -> TableRequest:
     if "pivot" in selected:
         selected["pivot"] = column_names.resolve_column(selected["pivot"])
     for name in selected.get("metrics", ()):
-        is_derived = name in {
-            *column_names.COMPUTED_COLUMNS,
-            *column_names.DERIVED_COLUMNS,
-            *column_names.PREDICTED_COLUMNS,
-        }
+        computed = (column_names.COMPUTED_COLUMNS, column_names.DERIVED_COLUMNS, column_names.PREDICTED_COLUMNS)
+        is_derived = any(name in columns for columns in computed)
         is_figure = column_types().get(name) in _FIGURE_TYPES or column_names.own_metric_name(name)
         if not is_derived and not is_figure:
             raise ConfigError(
@@ -451,5 +448,7 @@ def table(
     else:
         frame = load_frame(tree, names, clusters)
         rows = configurations.rows_from_frame(configurations.filter_launches(frame, request.where), request.baseline)
-        view = results_data_view(configurations.sort_rows(rows, request.sort) if request.sort else rows, "table")
+        if request.sort is not None:
+            rows = configurations.sort_rows(rows, request.sort)
+        view = results_data_view(rows, "table")
     return pl.DataFrame(view.raw, unique_column_names(view), orient="row", infer_schema_length=None, strict=False)

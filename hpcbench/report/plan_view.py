@@ -106,7 +106,7 @@ def plan_renderables(plan: SweepPlan, plan_forecast: PlanForecast | None = None)
     _, shared = split_parameters(list(plan.runs.values()))
     parts: list[RenderableType] = [
         Text(printable_text(headline), style="bold"),
-        Text(printable_text(f"all runs: {shared}")),
+        *([Text(printable_text(f"all runs: {shared}"))] if shared else []),
         *(Text(printable_text(note)) for note in _plan_notes(plan, groups)),
         *(Text(printable_text(warning)) for warning in plan.node_warnings()),
     ]
@@ -166,7 +166,7 @@ def _arrays_view(plan: SweepPlan, groups: list[JobGroup], plan_forecast: PlanFor
         Column("time_limit_s", "run limit", attrgetter("shape.time_limit_s"), compact_heading="run\nlimit"),
         Column("limit_s", "job limit", attrgetter("limit_s"), compact_heading="job\nlimit"),
         Column("node_hours", "node-h", lambda group: group.node_hours, lambda group: f"{group.node_hours:.2f}"),
-        text_column("partition", lambda group: group.shape.partition.key or "default", compact_heading="parti-\ntion"),
+        text_column("partition", lambda group: group.shape.partition.key or "default"),
         text_column("strategies", lambda group: _strategy_counts(plan, group), wraps=True),
     ]
     if plan_forecast is not None and plan_forecast.predictions:

@@ -55,7 +55,7 @@ def predict_configurations(
     Raises ``ConfigError`` if ``where`` is not an expression.
     """
     names = [*RunSpec.__struct_fields__, *COMPUTED_NAMES, *PREDICTION_FIGURES]
-    condition = Expression(where, names, "--where") if where else None
+    condition = Expression(where, names, "--where") if where is not None else None
     by_config: dict[str, PredictedConfiguration] = {}
     for run_id, spec in runs.items():
         key = config_id(spec)

@@ -55,7 +55,9 @@ def _check_module(name: str) -> dict[str, Any]:
     try:
         module = _load_module(name)
     except BaseException as error:  # noqa: BLE001 - a broken package can raise anything, and that is the finding
-        return {"works": False, "error": f"{type(error).__name__}: {error}", "hint": install_hint(name)}
+        # The text of hpcbench's own errors ends with their hint.
+        text = error.message if isinstance(error, HpcbenchError) else f"{type(error).__name__}: {error}"
+        return {"works": False, "error": text, "hint": install_hint(name)}
     top = sys.modules.get(name.partition(".")[0], module)
     return {"works": True, "version": str(getattr(top, "__version__", "")) or None}
 

@@ -206,6 +206,9 @@ def test_removed_results_are_measured_anew(project: Path) -> None:
     assert "1 run kept: in another sweep, too" in shown.stderr
     assert re.search(r"mine on local: 1 run, [0-9.]+ [KM]iB to remove; nothing was changed, --yes", shown.stderr)
     assert len(results(project)) == 2
+    for command in (["results", "rm"], ["status"], ["cancel"]):
+        none = hpcbench(*command, "mine", "--where", "repeat == 7", cwd=project)
+        assert "none of the 2 runs of mine satisfies --where 'repeat == 7'\n" in none.stderr
     done = hpcbench("results", "rm", "mine", "--where", "repeat == 1", "--yes", cwd=project)
     assert (done.returncode, len(results(project))) == (0, 1), done.stderr
     assert "planned" in hpcbench("status", "mine", "--all", cwd=project).stdout

@@ -145,3 +145,16 @@ def test_the_metrics_that_a_table_takes_are_listed(tree: Path) -> None:
     assert {"samples_per_s", "speedup", "step_time_s", "mfu", "prediction_error"} <= {*names}
     assert "own" not in names
     assert call(tree, "table", "--list-metrics").stdout.split() == names
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "table --where", "table --baseline", "table --by", "table --metric", "table --pivot", "table --sort",
+        "report --where", "compare made-up made-up --where", "plot throughput --where", "plot throughput --by",
+        "validate --where",
+    ],
+)  # fmt: skip
+def test_an_option_with_an_empty_value_is_not_taken_as_absent(tree: Path, command: str) -> None:
+    with pytest.raises(ConfigError):
+        call(tree, *command.split(), "")

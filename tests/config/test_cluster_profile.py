@@ -142,6 +142,10 @@ def test_the_longest_job_time_follows_nodes_steps_and_node_hours(
             "partitions.a.time_limit_min = 4320 is longer than its max_time_min, 60",
         ),
         (
+            {"partitions": {"a": {"min_nodes": 4, "max_nodes": 2}}},
+            "partitions.a.min_nodes = 4 is above its max_nodes, 2",
+        ),
+        (
             {"partitions": {"a": {"max_time_min": 60}, "b": {"max_time_min": 90}}, "time_limit_min": 100},
             "time_limit_min = 100 is longer than any partition allows: the largest max_time_min is 90",
         ),

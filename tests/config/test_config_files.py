@@ -101,7 +101,7 @@ def test_a_key_path_gives_its_line_in_the_file(path: tuple[str | int, ...], line
 
 
 def test_values_of_a_parameter_are_distinguished_by_type(write_sweep: Write) -> None:
-    sweep = write_sweep('name = "s"\n[grid.options]\nx = [true, 1, 1.0, 1, true]\n')
+    sweep = write_sweep('name = "s"\n[grid.options]\nx = [true, 1, 1.0]\n[[include]]\noptions.x = 1\n')
     assert [repr(value) for value in sweep.values("options", "x")] == ["True", "1", "1.0"]
 
 

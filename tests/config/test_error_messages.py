@@ -40,6 +40,16 @@ def test_strategy_names_of_other_tools_get_a_suggestion(wrong: str, meant: str) 
         (GOOD + "[gird.options]\nx = [1]\n", "s.toml:11: unknown key 'gird'"),
         (GOOD + '[[exclude]]\nwhen = "nodes =! 2"\n', "not a valid expression: invalid syntax at character 7, '=! 2'\n  did you mean '!='?"),
         (GOOD + '[[exclude]]\nwhen = "batch_size = 8"\n', "'= 8'\n  did you mean '=='?"),
+        (GOOD + "[zip]\nseed = [1, 2]\n", "\n  two pairs of brackets: [[zip]]"),
+        (GOOD + "[command]\nargv = 'python3 x.py'\n", "\n  a list has brackets: argv = [\"a\", \"b\"]"),
+        (GOOD + "[command.metrics]\nname = 'x'\n", "\n  two pairs of brackets: [[command.metrics]]"),
+        (GOOD + "[[submit]]\npack = 1\n", "s.toml:11: submit: a table is needed, not [{'pack': 1}]\n  one pair of brackets: [submit]"),
+        (GOOD + "[command]\nparameters.lr = 0.1\n", "parameters.lr: a table is needed, not 0.1\n  its keys: type, unit, default, description"),
+        (GOOD + "[fixed.env]\nX = 1\n", "fixed.env.X: input should be a valid string, not 1\n  a text has quotes: \"1\""),
+        (GOOD + "[fixed.env]\n'A B' = '1'\n", "fixed.env.A B: letters, digits and '_' are allowed, no digit first, not 'A B'"),
+        (GOOD.replace("steps = 2", "steps = [2, 3]"), "steps: input should be a valid integer, not [2, 3]\n  several values of steps belong in [grid]"),
+        (GOOD.replace("[1, 2]", "[1, 2, 1]"), "s.toml:10: tasks_per_node = 1 is listed twice\n  for several launches of every run set repeats = 2"),
+        (GOOD + "[scaling]\nkind = 'weak'\nnodes = [2, 2]\n", "nodes = 2 is listed twice"),
     ],
 )  # fmt: skip
 def test_mistakes_are_reported_with_line_and_suggestion(tmp_path: Path, text: str, message: str) -> None:

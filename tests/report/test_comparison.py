@@ -271,7 +271,7 @@ def test_an_invalid_band_is_reported_with_its_place(trees: Path, text: str, mess
 
 
 def test_a_wrong_number_of_sources_is_refused(trees: Path) -> None:
-    with pytest.raises(ConfigError, match="1 sources are given, and 2 needed"):
+    with pytest.raises(ConfigError, match="1 source given, 2 needed"):
         call(trees / "new")
-    with pytest.raises(ConfigError, match="2 sources are given, and 1 needed"):
+    with pytest.raises(ConfigError, match="2 sources given, 1 needed"):
         call(trees / "new", trees / "old", "--since", "2021-01-01")

@@ -109,6 +109,10 @@ def test_the_summary_leads_with_the_interval() -> None:
     lead = re.sub("<.*?>", "", re.findall("<td.*?</td>", table)[2])
     assert re.fullmatch(r"\+\d\.\d % \[-\d\.\d \+\d\.\d\]", lead), lead
     assert "all rows: nodes 4, devices 4, cluster c" in page
+    assert "lead: samples/s" in page
+    alone = planted.frame_of(planted.overlapping()).filter(polars.col("spec.strategy") == "ddp")
+    page = page_of(alone, ReportRequest("t", ["t"]))
+    assert ("lead: samples/s" in page, "fastest strategy" in page) == (False, True)
 
 
 def test_the_summary_has_the_three_commonest_warnings() -> None:

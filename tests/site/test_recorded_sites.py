@@ -14,14 +14,17 @@ import pytest
 import tomli
 from click.testing import CliRunner
 
+from hpcbench.cli.load_plan import load_plan
 from hpcbench.cli.main import cli
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster_file
 from hpcbench.config.toml_tables import TomlSource
+from hpcbench.results.results_tree import ResultsTree
 from hpcbench.site import slurm_facts
 from hpcbench.site.cluster_doctor import _check_slurm
 from hpcbench.site.profile_check import check_against_scheduler, closed_partitions, compare_profile
 from hpcbench.site.profile_writer import profile_toml
 from hpcbench.site.slurm_facts import SiteFacts, query_site
+from tests.submit.test_submit import finish
 
 RECORDED = Path(__file__).resolve().parents[1] / "fakes" / "recorded"
 REFUSED = {
@@ -116,7 +119,7 @@ def test_partitions_that_exclude_a_user_are_named_by_check_doctor_and_submit(sit
     assert closed_partitions(profile, list(profile.partitions)) == REFUSED
 
 
-def test_submit_names_a_partition_in_which_its_jobs_wait(
+def test_submit_and_retry_name_a_partition_in_which_its_jobs_wait(
     site: SiteFacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "bin" / "sbatch").write_text("#!/bin/sh\necho 4711\n")
@@ -130,6 +133,13 @@ def test_submit_names_a_partition_in_which_its_jobs_wait(
         done = CliRunner().invoke(cli, words, catch_exceptions=False)
         assert (done.exit_code, "1 submitted" in done.stderr) == (0, True), done.stderr
         assert "".join(line for line in done.stderr.splitlines(keepends=True) if "partition" in line) == expected
+        failed = ResultsTree(tmp_path / "failed")
+        plan = load_plan(str(sweep), str(profile), failed, [f"partition={partition}"])
+        finish(plan.tree, plan, next(iter(plan.runs)), "failed")
+        words = ["retry", *words[1:], "--results", str(failed.root)]
+        again = CliRunner().invoke(cli, words, catch_exceptions=False)
+        assert "1 run submitted again" in again.stderr
+        assert "".join(line for line in again.stderr.splitlines(keepends=True) if "warning" in line) == expected
 
 
 def test_what_is_out_of_service_today_is_no_error_of_the_profile(site: SiteFacts) -> None:

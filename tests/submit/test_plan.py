@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Callable
 
@@ -131,8 +132,9 @@ def test_each_node_is_of_one_partition_and_of_a_scheduler_that_lists_nodes(
     with pytest.raises(ConfigError, match='node = "each" is of one partition, not of small, large'):
         make_plan(write_sweep(text), profile, cluster_tree)
     pbs = slurm_profile.model_copy(update={"scheduler": slurm_profile.scheduler.model_copy(update={"kind": "pbs"})})
-    with pytest.raises(ConfigError, match="is run by PBS"):
+    with pytest.raises(ConfigError, match="is run by PBS") as caught:
         make_plan(write_sweep(f'{BASE}batch_size = 8\n[grid]\nnode = "each"\n'), pbs, cluster_tree)
+    assert re.search(r"sweep.toml:\d+$", caught.value.where or "")
 
 
 def test_a_sweep_of_millions_of_points_is_refused_before_it_is_expanded(write_sweep: Write) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from hpcbench.strategies.catalog import options_with_defaults
 from hpcbench.strategies.horovod.train import assign_slots, horovod_variables, warmup_learning_rate
+from hpcbench.worker.__main__ import _check_module
 from hpcbench.worker.failure import is_peer_lost
 from tests.worker.helpers import make_spec
 
@@ -61,3 +64,13 @@ class HorovodInternalError(RuntimeError):
 )
 def test_horovods_errors_about_a_lost_peer_are_recognised(message: str, lost: bool) -> None:
     assert is_peer_lost(HorovodInternalError(message)) is lost
+
+
+def test_the_check_of_a_machine_states_why_horovod_is_absent_without_the_advice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "horovod.torch", None)
+    found = _check_module("horovod.torch")
+    assert (found["works"], "has no Horovod that works with torch" in found["error"]) == (False, True)
+    assert "\n" not in found["error"]
+    assert "build_horovod" in found["hint"]

@@ -250,8 +250,10 @@ def _scales_table(findings: Findings) -> View | None:
         return None
     shared = ", ".join(f"{name} {getattr(fastest[0], name)}" for name in scales if name not in varying)
     caption = "The fastest strategy per workload, scale and cluster"
-    notes = ["lead: samples/s over those of the next strategy, with the 95 % interval"]
-    return page_view("glance", caption, columns, fastest, [*([f"all rows: {shared}"] if shared else []), *notes])
+    notes = [f"all rows: {shared}"] if shared else []
+    if any(map(lead, fastest)):
+        notes.append("lead: samples/s over those of the next strategy, with the 95 % interval")
+    return page_view("glance", caption, columns, fastest, notes)
 
 
 def _predicted_table(frame: pl.DataFrame | None) -> View | None:

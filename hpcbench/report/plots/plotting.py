@@ -187,8 +187,8 @@ def plot_results(
     if metric is not None and kind != "history":
         raise ConfigError(f"--metric: the plot {kind} has its own", hint="history shows any metric")
     column = comparison_metric(metric) if metric is not None else STEP_TIME
-    keys = tuple(resolve_column(name.strip()) for name in by.split(",")) if by else ()
-    condition = Condition(where, "--where") if where else None
+    keys = tuple(resolve_column(name.strip()) for name in by.split(",")) if by is not None else ()
+    condition = Condition(where, "--where") if where is not None else None
     columns = [*plot_columns(kind), *source_columns([*keys, column]), *(condition.columns if condition else [])]
     columns += [*SPEC_COLUMNS] if x else []
 
