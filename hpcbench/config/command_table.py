@@ -84,7 +84,8 @@ class MetricTable(TomlTable):
     @model_validator(mode="after")
     def _one_source(self) -> MetricTable:
         if (self.pattern is None) == (self.json_ is None):
-            raise ValueError("either pattern or json is needed, not both")
+            given = "neither is given" if self.pattern is None else "both are given"
+            raise ValueError(f"either pattern or json is needed, and {given}")
         return self
 
 

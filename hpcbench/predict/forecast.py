@@ -57,7 +57,7 @@ from hpcbench.strategies.check_names import custom_model_folder
 from hpcbench.strategies.layer_table import LayerTable, LayerTableRequest
 from hpcbench.strategies.resolve import InfeasiblePoint, PartitionLimits, resolve_point, table_exclusion_reason
 from hpcbench.submit.plan import SweepPlan, available_cores
-from hpcbench.units import format_seconds
+from hpcbench.units import format_seconds, pluralize
 from hpcbench.workloads.datasets import DATASETS
 from hpcbench.workloads.models import MODELS, is_custom_model
 
@@ -413,7 +413,7 @@ class PlanForecast:
         if total:
             reason, count = self.unpriced.most_common(1)[0]
             more = f", {count} of them: " if count < total else ": "
-            lines.append(f"nothing is predicted for {total} runs{more}{reason}")
+            lines.append(f"nothing is predicted for {pluralize(total, 'run')}{more}{reason}")
         return lines
 
 
