@@ -1,0 +1,88 @@
+"""Predictions for sites without published runs: the committed files, new devices, and the run to make next."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.oracle import exam2
+from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.errors import ConfigError
+from hpcbench.predict.decoder.layout import GpuNode, Layout, nominal_rates
+from hpcbench.predict.decoder.layout_search import LayoutWish, rank_layouts
+from hpcbench.predict.decoder.machines import LEARNED, fitted_machine, predict_step
+from hpcbench.predict.decoder.pricing import step_time
+from hpcbench.predict.decoder.site import SITE_FACTORS, SiteRun, learn_site
+from hpcbench.predict.decoder.work import step_work
+from hpcbench.predict.fitted_decoders import machine_of_profile
+from hpcbench.strategies.decoder_shapes import named_shape
+
+SHAPE = named_shape("llama_8b")
+H100 = fitted_machine("h100-80gb-sxm")
+WISH = LayoutWish(gpus=16, sequence=4096, global_batch=64, software="megatron")
+
+
+def test_the_committed_predictions_are_repeated() -> None:
+    assert exam2.check() == []
+
+
+def test_every_row_has_a_prediction_for_each_number_of_pilots() -> None:
+    rows = {row["id"] for own in exam2.read_table(exam2.CONFIGS).values() for row in own}
+    lines = [line.split(",") for line in exam2.PREDICTIONS.read_text(encoding="utf-8").splitlines()[1:]]
+    for pilots in ("0", "5", "all"):
+        assert sorted(line[1] for line in lines if line[0] == pilots) == sorted(rows)
+    for _, _, step, low, high, memory in lines:
+        assert 0 < float(low) < float(step) < float(high)
+        assert 0 < float(memory) < 400
+
+
+@pytest.mark.parametrize("cluster", ["b200-180gb-ib", "a100-80gb-pcie", "mi300x-192gb-ib", "vista", "lumi-g"])
+def test_a_device_without_runs_has_its_own_peaks_and_mean_efficiencies(cluster: str) -> None:
+    profile, _ = load_cluster(cluster)
+    device = profile.devices[str(profile.node.device_type)]
+    machine = machine_of_profile(profile, None, 8)
+    assert machine.device.peak_flops == device.peak_flops_per_s["bf16"]
+    assert machine.device.memory_bytes_s == device.memory_bandwidth_bytes_per_s
+    first, second = (fitted_machine(name).figures["memory"] for name in LEARNED)
+    assert machine.figures["memory"] == pytest.approx((first * second) ** 0.5)
+    assert machine.figures_of("megatron").matmul <= machine.device.best_product
+    layout = Layout(gpus=8, sequence=4096, micro_batch=1, global_batch=64, replicas=8, zero=1, software="megatron")
+    step = predict_step(SHAPE, layout, machine)
+    tokens = layout.global_batch * layout.sequence
+    rate = tokens * SHAPE.flops_per_token(layout.sequence) / step.step_time_s / layout.gpus
+    assert 0.15 < rate / machine.device.peak_flops < 0.85
+    assert step.step_time_high_s / step.step_time_s > 1.3, "wider than for a device with runs"
+
+
+def test_a_device_without_figures_is_refused_with_the_keys() -> None:
+    with pytest.raises(ConfigError, match="devices.v100 has neither fitted nor peak_flops_per_s.bf16"):
+        machine_of_profile(load_cluster("abci-v100")[0], None, 4)
+
+
+def test_the_next_run_narrows_the_ranking_and_runs_at_the_site_move_it() -> None:
+    blind = rank_layouts(SHAPE, H100, WISH)
+    advice = blind.next_run
+    assert advice is not None
+    assert advice.layout in [row.layout for row in blind.layouts[:10]]
+    assert 0 < advice.spread_then < advice.spread_now
+    # Tensor groups are three times as slow here: layouts without them come first.
+    slow = replace(H100.device, nvlink_bytes_s=H100.device.nvlink_bytes_s / 3)
+    runs = [measured_with(slow, tensor) for tensor in (2, 4, 8)]
+    site = learn_site(runs)
+    assert dict(zip(SITE_FACTORS, site.logs, strict=True))["tensor parallel messages"] < -0.3
+    known = rank_layouts(SHAPE, H100, replace(WISH, site=site))
+    places = [{row.layout: place for place, row in enumerate(each.layouts)} for each in (blind, known)]
+    wide = [layout for layout in places[0] if layout.tensor == 8]
+    assert sum(places[1][layout] for layout in wide) > sum(places[0][layout] for layout in wide)
+
+
+def measured_with(device: GpuNode, tensor: int) -> SiteRun:
+    """Return a run as it would be on ``device``, priced by the H100's own figures."""
+    layout = Layout(
+        gpus=16, sequence=4096, micro_batch=1, global_batch=64, replicas=16 // tensor, zero=1, tensor=tensor,
+        software="megatron",
+    )  # fmt: skip
+    figures = H100.figures_of("megatron")
+    work, truth = (step_work(SHAPE, layout, each, nominal_rates(each, 16)) for each in (H100.device, device))
+    return SiteRun(f"tp{tensor}", work, figures, step_time(truth, figures).total_s)
