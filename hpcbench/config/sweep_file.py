@@ -17,6 +17,7 @@ from pydantic import ConfigDict, Field, create_model, model_validator
 
 from hpcbench.config import toml_tables
 from hpcbench.config.command_table import CommandTable
+from hpcbench.config.expression import Expression
 from hpcbench.config.run_spec import NodeName, RunSpec
 from hpcbench.config.toml_tables import NAME_PATTERN, KeyPath, Minutes, PositiveInt, TomlSource, TomlTable
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
@@ -250,6 +251,16 @@ def settings_lines(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         else:
             # JSON's strings, numbers, truth values and lists are TOML's, except for DEL.
             yield f"{key} = {json.dumps(value)}".replace("\x7f", "\\u007f")
+
+
+def values_read_too_early(derived: Mapping[tuple[str, ...], Expression], source: TomlSource) -> Iterator[HpcbenchError]:
+    """Yield an error for each derived parameter that reads one below it, whose value is not computed yet."""
+    names = [path[-1] if path[0] == "parameters" else ".".join(path) for path in derived]
+    for place, (path, expression) in enumerate(derived.items()):
+        for name in sorted(expression.names.intersection(names[place + 1 :])):
+            message = f"derive: {names[place]} reads {name}, which is derived below it"
+            hint = f"put {name} above it; values that read each other cannot be computed"
+            yield source.error(message, "derive", ".".join(path), hint=hint)
 
 
 _SETTABLE_TABLES = ("fixed", "grid", "scaling", "derive", "stop", "submit")

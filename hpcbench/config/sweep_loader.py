@@ -27,6 +27,7 @@ from hpcbench.config.sweep_file import (
     find_equal_steps,
     parameter_types,
     parse_stop_rules,
+    values_read_too_early,
 )
 from hpcbench.config.toml_tables import TomlSource, number_problem, read_toml, validate_table
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
@@ -283,8 +284,7 @@ def _read_axes(
 def _parse_derived(
     file: SweepFile, source: TomlSource, problems: list[HpcbenchError]
 ) -> dict[ParameterPath, Expression]:
-    derived: dict[ParameterPath, Expression] = {}
-    parameters = parameter_types()
+    derived, parameters = dict[ParameterPath, Expression](), parameter_types()
     for name, text in file.derive.items():
         parameter = tuple(name.split(".", 1)) if name.partition(".")[0] in TABLE_PARAMETERS else (name,)
         if parameter[0] not in parameters or (parameter[0] in TABLE_PARAMETERS and len(parameter) == 1):
@@ -292,9 +292,9 @@ def _parse_derived(
             problems.append(source.error(message, "derive", name, hint=did_you_mean(name, parameters)))
             continue
         declared = file.command.parameters if file.command is not None else {}
-        expression = _parse_expression(text, source.where(("derive", name)), problems, declared)
-        if expression is not None:
+        if expression := _parse_expression(text, source.where(("derive", name)), problems, declared):
             derived[parameter] = expression
+    problems += values_read_too_early(derived, source)
     return derived
 
 

@@ -132,6 +132,14 @@ def test_weak_and_strong_scaling_set_batch_per_node_count(write_sweep: Write) ->
         ),
         ("[fixed]\nnodes = 1\n[scaling]\nkind = 'weak'\nnodes = [1]", r"nodes is set in \[fixed\] and in \[scaling\]"),
         ("[fixed]\nnodes = 1\n[derive]\nnodes = '2'", r"sweep.toml:5: nodes is set in \[fixed\] and in \[derive\]"),
+        (
+            "[derive]\nbatch_size = 'steps * 2'\nsteps = 'batch_size // 2'",
+            r"sweep.toml:3: derive: batch_size reads steps, which is derived below it\n  put steps above it",
+        ),
+        (
+            "[derive]\nsteps = 'options.x + 1'\n'options.x' = '2'",
+            r"sweep.toml:3: derive: steps reads options.x, which is derived below it",
+        ),
         ("[derive]\nnodess = '2'", r"sweep.toml:3: derive: unknown parameter 'nodess'\n  did you mean 'nodes'"),
         (
             "[derive]\nnodes = 'stepps * 2'",
