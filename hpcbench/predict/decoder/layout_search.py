@@ -370,9 +370,13 @@ def _at_site(
     )
 
 
-def _ratio_spread(site: Site, own: Sequence[float], of_best: Sequence[float]) -> float:
+def _ratio_spread(site: Site, own: Sequence[float], of_best: Sequence[float], unmeasured: int = 2) -> float:
+    """Return the standard deviation of the logarithm of a ratio to the best layout.
+
+    ``unmeasured`` of the two layouts have the error of the formulas for a single configuration.
+    """
     difference = [left - right for left, right in zip(own, of_best, strict=True)]
-    return sqrt(site.variance(difference) + 2 * CONFIGURATION_SPREAD**2)
+    return sqrt(site.variance(difference) + unmeasured * CONFIGURATION_SPREAD**2)
 
 
 def _next_run(layouts: Sequence[Layout], slopes: Sequence[Sequence[float]], site: Site) -> NextRun | None:
@@ -380,12 +384,15 @@ def _next_run(layouts: Sequence[Layout], slopes: Sequence[Sequence[float]], site
     if len(layouts) < 2:
         return None
 
-    def mean_spread(known: Site) -> float:
-        return fmean(_ratio_spread(known, own, slopes[0]) for own in slopes[1:])
+    def mean_spread(known: Site, measured: int | None) -> float:
+        return fmean(
+            _ratio_spread(known, own, slopes[0], 2 - (measured in (0, place)))
+            for place, own in enumerate(slopes) if place > 0
+        )  # fmt: skip
 
-    spreads = [mean_spread(site.with_run(own)) for own in slopes]
+    spreads = [mean_spread(site.with_run(own), place) for place, own in enumerate(slopes)]
     place = min(range(len(layouts)), key=lambda number: spreads[number])
-    return NextRun(layouts[place], mean_spread(site), spreads[place])
+    return NextRun(layouts[place], mean_spread(site, None), spreads[place])
 
 
 def _log_spread(candidate: RankedLayout, machine: FittedMachine) -> float:
