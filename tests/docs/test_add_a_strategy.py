@@ -106,6 +106,7 @@ def test_a_strategy_of_three_files_passes_the_tests_of_the_registry(followed: Pa
                 "test_bf16_parameters_hold_the_memory_that_the_cost_predicts",
             },
             id="copies of gradients",
+            marks=pytest.mark.soak,
         ),
     ],
 )

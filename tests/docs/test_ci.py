@@ -70,7 +70,8 @@ def execute(commands: list[str], environment: dict[str, str], folder: Path) -> l
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("server", ["github", "gitlab"])
+# The commands of both are compared with each other by a test below.
+@pytest.mark.parametrize("server", ["github", pytest.param("gitlab", marks=pytest.mark.soak)])
 def test_a_request_is_compared_with_the_baseline(repository: Path, server: str) -> None:
     baseline = github_commands("push") if server == "github" else gitlab_commands("baseline")
     request = github_commands("pull_request") if server == "github" else gitlab_commands("compare")
