@@ -24,7 +24,7 @@ SHAPE_TERMS = ("layers", "hidden", "ffn", "heads", "kv_heads", "vocabulary")
 _SWITCHES = ("compiled", "fused_attention", "sequence_parallel", "overlap")
 _FROM_ZERO = ("zero", "optimizer_shards")
 _DEGREES = ("dp", "shards", "tp", "pp", "cp")
-_LARGEST = 2**31
+_LARGEST, _MOST_LAYERS = 2**31, 10_000
 _NO_WORDS = Command(argv=[])
 
 
@@ -72,8 +72,9 @@ def _checked_term(name: str, value: Any, where: str) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
         raise ConfigError(f"layout: {name} is {value!r:.40}, a whole number is needed", where=where)
     least = 0 if name in _FROM_ZERO else 1
-    if not least <= value < _LARGEST:
-        raise ConfigError(f"layout: {name} is {value}, {least} to {_LARGEST - 1} can be priced", where=where)
+    most = _MOST_LAYERS if name == "layers" else _LARGEST - 1
+    if not least <= value <= most:
+        raise ConfigError(f"layout: {name} is {value}, {least} to {most} can be priced", where=where)
     return int(value)
 
 

@@ -241,3 +241,32 @@ def test_a_measured_command_that_contradicts_the_others_is_named(write_sweep: Wr
     (note,) = forecast.site_notes()
     assert note.startswith("command on 64 devices, dp 32, mb 1 took 1.")
     assert "times as long as the cluster's other runs predict" in note
+
+
+def test_dimensions_of_a_layout_replace_those_of_the_decoder(write_sweep: WriteSweep) -> None:
+    text = SWEEP.replace("tp = 2", "tp = 2\nlayers = 'mb + 3'\nhidden = 8192\nheads = 64\nsequence_parallel = 'mb > 1'")
+    sweep = write_sweep(text)
+    assert sweep.command is not None
+    assert sweep.command.layout is not None
+    shape, layout = layout_of_command(spec_of(sweep), sweep.command.layout)
+    assert (shape.layers, shape.hidden, shape.heads, shape.ffn) == (4, 8192, 64, named_shape("llama_8b").ffn)
+    assert not layout.sequence_parallel
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("layers = 10001", "layers is 10001, 1 to 10000 can be priced"),
+        ("layers = 'mb - 1'", "layers is 0, 1 to 10000 can be priced"),
+        ("heads = 7", "hidden 4096 must be a multiple of heads 7, and heads of kv_heads 8"),
+        ("fused_attention = '3'", "fused_attention is 3, true or false is needed"),
+        ("optimizer_shards = 'mb / 2'", "optimizer_shards is 0.5, a whole number is needed"),
+    ],
+)
+def test_wrong_dimensions_are_refused(write_sweep: WriteSweep, lines: str, message: str) -> None:
+    sweep = write_sweep(SWEEP.replace("tp = 2", f"tp = 2\n{lines}"))
+    assert sweep.command is not None
+    assert sweep.command.layout is not None
+    with pytest.raises(ConfigError) as refused:
+        layout_of_command(spec_of(sweep), sweep.command.layout)
+    assert message in refused.value.message
