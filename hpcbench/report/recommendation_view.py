@@ -268,8 +268,11 @@ def _view_notes(recommendation: LayoutRecommendation, ranking: LayoutRanking, mo
         yield f"~: not significantly slower than the first ({pluralize(equivalent, 'layout')}); measure them"
     if (advice := ranking.next_run) is not None:
         now, then = (format_percent(expm1(NORMAL_90 * spread)) for spread in (advice.spread_now, advice.spread_then))
-        name = layout_name(advice.layout)
-        yield f"a run of {name} would narrow the ratios of the first {MAX_COMPARED} most: ±{now} to ±{then}"
+        compared = min(MAX_COMPARED, len(ranking.layouts))
+        yield (
+            f"a run of {layout_name(advice.layout)} would narrow the ratios of the first {compared} most: ±{now} to "
+            f"±{then}"
+        )
     if ranking.tight:
         best = ranking.tight[0]
         yield (
