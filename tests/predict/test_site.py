@@ -157,3 +157,16 @@ def test_groups_without_links_of_their_own_share_the_rate_and_cross_sockets() ->
         for device in (node, A100.device)
     )
     assert shared == pytest.approx(alone * 2 / 0.65), "two groups of replicas at a time, each of both sockets"
+
+
+def test_groups_that_share_the_optimizer_gather_inside_their_node() -> None:
+    whole = layout_of(1, gpus=64)
+    work = {
+        shards: step_work(SHAPE, replace(whole, optimizer_shards=shards), A100.device, nominal_rates(A100.device, 64))
+        for shards in (0, 8, 16)
+    }
+    assert [work[shards].gather_is_wide for shards in (0, 8, 16)] == [1.0, 0.0, 1.0]
+    assert [work[shards].gather_nodes for shards in (0, 8, 16)] == [8.0, 1.0, 2.0]
+    assert work[8].gather_s < work[16].gather_s < work[0].gather_s
+    assert work[8].reduce_s > 1.5 * work[0].reduce_s, "gradients are summed over all replicas: two passes"
+    assert work[8].optimizer_s == pytest.approx(8 * work[0].optimizer_s)

@@ -202,9 +202,10 @@ def step_time(work: Work, figures: Figures) -> StepTime:
     reduce = work.reduce_s / reduce_rate + work.reduce_messages * work.data_nodes * figures.ring_hop_s
     hidden = figures.overlap * BACKWARD_SHARE * slowest * (1.0 - work.is_exposed)
     exposed = _larger(reduce - hidden, 0.02 * reduce)
+    wide = work.gather_is_wide
     gather_rate = figures.gather_rate * (1.0 - wide) + figures.gather_wide_rate * wide * share
     gather = work.gather_s / gather_rate
-    gather = gather + work.gather_messages * (figures.gather_message_s + work.data_nodes * figures.gather_hop_s)
+    gather = gather + work.gather_messages * (figures.gather_message_s + work.gather_nodes * figures.gather_hop_s)
     return StepTime(
         pipeline_s=pipeline,
         reduce_exposed_s=exposed,

@@ -88,6 +88,8 @@ class Work:
     reduce_messages: float
     gather_messages: float
     data_nodes: float
+    gather_is_wide: float
+    gather_nodes: float
     shard_layer_s: float
     shard_is_wide: float
     shard_messages: float
@@ -271,24 +273,28 @@ def _data_terms(shape: DecoderShape, layout: Layout, node: GpuNode, rates: Colle
     per_node = max(1, min(replicas, node.gpus // min(stride, node.gpus)))
     # A ZeRO 1 step scatters the gradients in fp32 and gathers bf16 weights; the others all_reduce (two passes).
     payload = largest / layout.shards * (BF16 if is_sharded else loop.gradient_bytes)
-    passes = 1.0 if splits_optimizer and not is_sharded else 2.0
+    sharers = layout.optimizer_shards or replicas
+    # Where groups share the optimizer, gradients are summed over all replicas, and gathering stays in a group.
+    in_groups = splits_optimizer and sharers < replicas
+    passes = 1.0 if splits_optimizer and not is_sharded and not in_groups else 2.0
     reduce_s, is_wide = _group_seconds(payload * passes, replicas, per_node, node, stride)
     gathered = largest * BF16 if splits_optimizer and not is_sharded else 0.0
-    gather_s = _group_seconds(gathered, replicas, per_node, node, stride)[0]
+    gather_s, gather_is_wide = _group_seconds(gathered, sharers, min(per_node, sharers), node, stride)
     ratio = 1.0
     if is_wide and not is_sharded:
         around = (replicas - 1) / replicas
-        usual = usual_gather_rate(layout.gpus / node.gpus) if splits_optimizer else USUAL_REDUCE_RATE
-        ratio = (rates.reduce_scatter if splits_optimizer else rates.all_reduce) / usual
+        scatters = splits_optimizer and not in_groups
+        usual = usual_gather_rate(layout.gpus / node.gpus) if scatters else USUAL_REDUCE_RATE
+        ratio = (rates.reduce_scatter if scatters else rates.all_reduce) / usual
         reduce_s = payload * passes * around / usual
-        gather_s = gathered * around / usual
+        if gather_is_wide:
+            gather_s = gathered * (sharers - 1) / sharers / usual
     shard_s, shard_is_wide = _group_seconds(
         layer_parameters * BF16, layout.shards, max(1, min(layout.shards, node.gpus // min(tensor, node.gpus))), node,
         tensor,
     )  # fmt: skip
     tensors = max(counts) * 6.0 + 2.0
     is_data = replicas > 1
-    sharers = layout.optimizer_shards or replicas
     own_parameters = largest / (layout.shards if is_sharded else sharers if splits_optimizer else 1)
     return {
         "reduce_s": reduce_s,
@@ -298,6 +304,8 @@ def _data_terms(shape: DecoderShape, layout: Layout, node: GpuNode, rates: Colle
         "reduce_messages": math.ceil(largest * BF16 / BUCKET_BYTES) if is_data and not is_sharded else 0.0,
         "gather_messages": tensors if is_data and layout.zero else 0.0,
         "data_nodes": max(1.0, replicas / per_node) if is_wide else 1.0,
+        "gather_is_wide": float(gather_is_wide),
+        "gather_nodes": max(1.0, sharers / per_node) if gather_is_wide else 1.0,
         "data_node_share": per_node / node.gpus,
         "shard_layer_s": shard_s * (3.0 if layout.reshard_after_forward else 2.0),
         "shard_is_wide": float(shard_is_wide),
