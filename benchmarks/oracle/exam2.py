@@ -131,17 +131,13 @@ def sweep_table(source: str, rows: Sequence[Mapping[str, str]]) -> dict[str, Any
             "argv": ["train", *(f"--{name}={{{name}}}" for name in PARAMETERS)],
             "parameters": {name: {"type": "int", "default": 1} for name in PARAMETERS},
             "layout": {
-                "model": "gpt3_175b"
-                if is_gpt
-                else "llama_8b"
-                if rows[0]["kv_heads"] != rows[0]["heads"]
-                else "llama2_7b",
+                "model": "gpt3_175b" if is_gpt else "llama_8b",
                 "software": software,
                 **dict(zip(terms, terms, strict=True)),
                 "recompute": "'full' if full_recompute else 'none'",
                 "fused_attention": software not in _STORED_SCORES,
                 "sequence_parallel": is_split_norm,
-                "overlap": "no communication overlap" not in rows[0]["notes"] and software == "other",
+                "overlap": software == "other",
             },
         },
     }

@@ -246,9 +246,9 @@ RESERVED_SHARE = 1.05
 
 
 def _basis(site: Site, key: str, factor: float, spread: float) -> PredictionBasis:
-    if not site.runs:
+    if not site.timed:
         return PredictionBasis(kind="published runs")
-    keys = [run.key for run in site.runs]
+    keys = [run.key for run in site.timed]
     likes = [Neighbour(config_id=one, like="itself" if one == key else "cluster") for one in keys]
     likes.sort(key=lambda one: one.like != "itself")
     counts = {like: sum(one.like == like for one in likes) for like in ("itself", "cluster")}

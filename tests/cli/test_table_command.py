@@ -151,6 +151,7 @@ def test_the_metrics_that_a_table_takes_are_listed(tree: Path) -> None:
     "command",
     [
         "table --where", "table --baseline", "table --by", "table --metric", "table --pivot", "table --sort",
+        # The tree has one cluster, called made-up.
         "report --where", "compare made-up made-up --where", "plot throughput --where", "plot throughput --by",
         "validate --where",
     ],

@@ -260,6 +260,7 @@ def test_dimensions_of_a_layout_replace_those_of_the_decoder(write_sweep: WriteS
         ("layers = 'mb - 1'", "layers is 0, 1 to 10000 can be priced"),
         ("heads = 7", "hidden 4096 must be a multiple of heads 7, and heads of kv_heads 8"),
         ("fused_attention = '3'", "fused_attention is 3, true or false is needed"),
+        ("optimizer_shards = 3", "groups of 3 replicas that share the optimizer do not divide 1 replicas"),
         ("optimizer_shards = 'mb / 2'", "optimizer_shards is 0.5, a whole number is needed"),
     ],
 )

@@ -142,6 +142,9 @@ def test_measured_memory_moves_the_memory_of_other_runs() -> None:
     assert 1.45 < site.memory_factor < 1.5
     assert 1.3 < learn_site(runs[:1]).memory_factor < site.memory_factor
     assert learn_site([run._replace(memory_ratio=None) for run in runs]).memory_factor == 1.0
+    odd = run_of(LAYOUTS[4])._replace(memory_ratio=9.0)
+    without_it = learn_site([*runs, odd]).without(odd.key)
+    assert without_it.memory_factor == site.memory_factor, "a score leaves the memory of the run itself out, too"
 
 
 def test_groups_without_links_of_their_own_share_the_rate_and_cross_sockets() -> None:

@@ -109,6 +109,12 @@ class Layout:
                 where="layout",
                 hint="replicas * shards * tensor * pipeline * context must equal gpus",
             )
+        if self.optimizer_shards and self.replicas * self.context % self.optimizer_shards:
+            raise ConfigError(
+                f"groups of {self.optimizer_shards} replicas that share the optimizer do not divide "
+                f"{self.replicas * self.context} replicas",
+                where="layout",
+            )
         if self.global_batch % (self.data_degree * self.micro_batch):
             raise ConfigError(
                 f"global batch {self.global_batch} is not a multiple of {self.data_degree} replicas times micro-batch "

@@ -276,7 +276,7 @@ def rank_layouts(
         sequence=request.sequence,
         layouts=[
             _at_site(candidate, ranked[0], request.site, best[place], best[0])
-            if request.site.runs and place < len(best)
+            if request.site.observations and place < len(best)
             else _with_ratio(candidate, ranked[0], machine)
             for place, candidate in enumerate(ranked)
         ],

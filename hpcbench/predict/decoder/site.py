@@ -1,7 +1,7 @@
 """Factors of a site on figures that runs of other sites determined, learned from the site's own runs.
 
-A factor's logarithm is normal around 0 before any run. Its standard deviation is the spread between the sources of
-published runs: each was predicted from the others (``benchmarks/oracle/gpu.md``). Measured runs move the factors by
+A factor's logarithm is normal around 0 before any run. The standard deviations were chosen by the errors of sources of
+published runs that were predicted from the others (``benchmarks/oracle/gpu.md``). Measured runs move the factors by
 least squares on the logarithm of the step time, linear around the last estimate (Gauss-Newton); the same equations give
 the interval of a prediction, and how much a further run would narrow it.
 """
@@ -131,36 +131,41 @@ class Site:
     logs: Logs = PRIOR_LOGS
     covariance: Matrix = PRIOR_COVARIANCE
     runs: tuple[SiteRun, ...] = ()
-    """The runs with a time."""
     observations: tuple[_Linear, ...] = ()
-    memory_factor: float = 1.0
-    """Measured peak memory over the bytes that tensors hold: the share that the allocator, the context and the
-    meter add."""
+    """The linear equations of the runs in ``timed``, in that order."""
 
-    def variance(self, slopes: Sequence[float], others: Sequence[float] | None = None) -> float:
-        """Return the covariance of the logarithms of two steps with these gradients; of one, its variance."""
-        return _product(slopes, self.covariance, others or slopes)
+    @property
+    def timed(self) -> list[SiteRun]:
+        """The runs with a time; the others have a memory alone."""
+        return [run for run in self.runs if run.measured_s]
+
+    @property
+    def memory_factor(self) -> float:
+        """Measured peak memory over the bytes that tensors hold: the share that allocator, context and meter add.
+
+        The mean of the logarithms is shrunk towards 0 as by a normal prior.
+        """
+        ratios = [log(run.memory_ratio) for run in self.runs if run.memory_ratio]
+        return exp(sum(ratios) / (len(ratios) + (MEMORY_SPREAD / MEMORY_PRIOR_SPREAD) ** 2))
+
+    def variance(self, slopes: Sequence[float]) -> float:
+        """Return the variance of the logarithm of a step with this gradient."""
+        return _dot(slopes, [_dot(row, slopes) for row in self.covariance])
 
     def with_run(self, slopes: Sequence[float]) -> Site:
         """Return the site as it would be after a run with this gradient: of the same factors, and better known."""
-        one = _Linear(slopes, sum(slope * value for slope, value in zip(slopes, self.logs, strict=True)), _RUN_VARIANCE)
+        one = _Linear(slopes, _dot(slopes, self.logs), _RUN_VARIANCE)
         return replace(self, covariance=_update(self.logs, self.covariance, one)[1])
 
     def without(self, key: str) -> Site:
         """Return the site without the run ``key``: the equations are linear, so that its part can be taken out."""
-        places = [place for place, run in enumerate(self.runs) if run.key == key]
-        logs, covariance = self.logs, self.covariance
-        for place in places:
-            one = self.observations[place]
-            logs, covariance = _update(logs, covariance, replace(one, variance=-one.variance))
-        kept = [place for place in range(len(self.runs)) if place not in places]
-        return Site(
-            logs,
-            covariance,
-            tuple(self.runs[place] for place in kept),
-            tuple(self.observations[place] for place in kept),
-            self.memory_factor,
-        )
+        logs, covariance, kept = self.logs, self.covariance, list[_Linear]()
+        for run, one in zip(self.timed, self.observations, strict=True):
+            if run.key == key:
+                logs, covariance = _update(logs, covariance, replace(one, variance=-one.variance))
+            else:
+                kept.append(one)
+        return Site(logs, covariance, tuple(run for run in self.runs if run.key != key), tuple(kept))
 
     def own_log(self, key: str) -> tuple[float, float]:
         """Return the logarithm of the measured over the predicted time of the configuration ``key``, and its variance.
@@ -179,7 +184,7 @@ class Site:
         """Return the runs that differ from the fit to all runs by more than three times their noise, with the ratio of
         measured to predicted seconds."""
         found = []
-        for run, one in zip(self.runs, self.observations, strict=True):
+        for run, one in zip(self.timed, self.observations, strict=True):
             ratio = (run.measured_s or 0.0) / site_step(run.work, run.figures, self.logs).total_s
             if abs(log(ratio)) > _CONTRADICTION * sqrt(one.variance):
                 found.append((run, ratio))
@@ -193,17 +198,13 @@ def learn_site(runs: Sequence[SiteRun], scale: float = 1.0) -> Site:
     """
     prior = prior_covariance(scale)
     logs, covariance, observations = PRIOR_LOGS, prior, list[_Linear]()
-    timed = [run for run in runs if run.measured_s]
-    for _ in range(_ITERATIONS if timed else 0):
-        observations = [_linear(run, logs) for run in timed]
+    for _ in range(_ITERATIONS):
+        observations = [_linear(run, logs) for run in runs if run.measured_s]
         logs, covariance = PRIOR_LOGS, prior
         for one in observations:
             logs, covariance = _update(logs, covariance, one)
         logs = tuple(max(-MAX_LOG_FACTOR, min(MAX_LOG_FACTOR, value)) for value in logs)
-    ratios = [log(run.memory_ratio) for run in runs if run.memory_ratio]
-    # The mean, shrunk towards 1 as by a normal prior.
-    memory_log = sum(ratios) / (len(ratios) + (MEMORY_SPREAD / MEMORY_PRIOR_SPREAD) ** 2)
-    return Site(logs, covariance, tuple(timed), tuple(observations), exp(memory_log))
+    return Site(logs, covariance, tuple(runs), tuple(observations))
 
 
 def _linear(run: SiteRun, logs: Logs) -> _Linear:
@@ -213,21 +214,18 @@ def _linear(run: SiteRun, logs: Logs) -> _Linear:
     variance = CONFIGURATION_SPREAD**2 + LAUNCH_SPREAD**2 / run.launches
     if logs is not PRIOR_LOGS:
         variance *= max(1.0, abs(rest) / (2 * sqrt(variance)))
-    return _Linear(slopes, rest + sum(slope * value for slope, value in zip(slopes, logs, strict=True)), variance)
+    return _Linear(slopes, rest + _dot(slopes, logs), variance)
 
 
-def _product(left: Sequence[float], matrix: Matrix, right: Sequence[float]) -> float:
-    return sum(
-        one * sum(value * other for value, other in zip(row, right, strict=True))
-        for one, row in zip(left, matrix, strict=True)
-    )
+def _dot(left: Sequence[float], right: Sequence[float]) -> float:
+    return sum(one * other for one, other in zip(left, right, strict=True))
 
 
 def _update(logs: Logs, covariance: Matrix, one: _Linear) -> tuple[Logs, Matrix]:
     """Return mean and covariance after an observation (recursive least squares); a negative variance removes it."""
-    shared = [sum(value * slope for value, slope in zip(row, one.slopes, strict=True)) for row in covariance]
-    variance = sum(slope * value for slope, value in zip(one.slopes, shared, strict=True)) + one.variance
-    rest = one.target - sum(slope * value for slope, value in zip(one.slopes, logs, strict=True))
+    shared = [_dot(row, one.slopes) for row in covariance]
+    variance = _dot(one.slopes, shared) + one.variance
+    rest = one.target - _dot(one.slopes, logs)
     mean = tuple(value + each * rest / variance for value, each in zip(logs, shared, strict=True))
     reduced = tuple(
         tuple(value - each * other / variance for value, other in zip(row, shared, strict=True))

@@ -15,8 +15,8 @@ from hpcbench.strategies.decoder_shapes import DecoderShape
 
 TILE_ROWS, TILE_COLUMNS = 128, 256
 ALIGNED_SIDE, MISALIGNED = 64, 1.1
-"""Sides of a product that are no multiple of 64 numbers (128 bytes) cost about a tenth (NVIDIA, Matrix Multiplication
-Background User's Guide, section on tensor cores)."""
+"""NVIDIA's Matrix Multiplication Background User's Guide recommends sides that are multiples of 64 numbers (128 bytes).
+Products with others take about a tenth longer in BigScience's published runs."""
 TILE_DEPTH = 64
 """Depth of one pass of a tile's main loop; the fitted prologue counts in these."""
 BF16, FP32 = 2, 4
