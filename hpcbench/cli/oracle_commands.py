@@ -22,14 +22,26 @@ from hpcbench.cli.common import (
 )
 from hpcbench.cli.load_plan import check_options, load_plan
 from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.config.run_spec import run_label
 from hpcbench.errors import ConfigError
 from hpcbench.fileio import printable_excerpt, write_atomic
 from hpcbench.predict.command_layouts import measured_layouts
+from hpcbench.predict.explain import explain
 from hpcbench.predict.forecast import Forecast
+from hpcbench.predict.measured_results import measured_launches
 from hpcbench.predict.oracle_requests import LayoutRecommendation, RecommendRequest, recommend_for, recommend_layouts
+from hpcbench.predict.prediction import NotPredicted
 from hpcbench.predict.recommend import Recommendation
 from hpcbench.predict.trainers import TRAINERS, Trainer, trainer_sweep_toml
-from hpcbench.report.prediction_view import machine_notes, predict_configurations, predictions_json, predictions_view
+from hpcbench.report.prediction_view import (
+    PredictedConfiguration,
+    explanation_json,
+    explanation_view,
+    machine_notes,
+    predict_configurations,
+    predictions_json,
+    predictions_view,
+)
 from hpcbench.report.recommendation_view import (
     layouts_json,
     layouts_sweep_toml,
@@ -43,11 +55,14 @@ from hpcbench.report.recommendation_view import (
 )
 from hpcbench.report.table_model import View
 from hpcbench.report.table_output import render_view
-from hpcbench.results.results_tree import ResultsTree
+from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.strategies.check_names import custom_model_folder
 from hpcbench.units import pluralize
 from hpcbench.workloads.datasets import DATASETS
 from hpcbench.workloads.models import MODELS
+
+MAX_EXPLAINED = 6
+"""Configurations that one screenful explains."""
 
 
 @click.command("predict")
@@ -55,10 +70,12 @@ from hpcbench.workloads.models import MODELS
 @click.option(
     "--where", metavar="EXPR", help="Only runs that satisfy the expression, for example 'strategy == \"ddp\" and fits'."
 )
+@click.option("--explain", "explains", is_flag=True, help="Show the terms of each step, and what they rest on.")
 @output_options
 def predict_sweep(
-    sweep: str, cluster_name: str, overrides: tuple[str, ...], where: str | None, results: ResultsTree, as_json: bool
-) -> None:
+    sweep: str, cluster_name: str, overrides: tuple[str, ...], where: str | None, explains: bool,
+    results: ResultsTree, as_json: bool,
+) -> None:  # fmt: skip
     """Predict step time, bottleneck and memory of every run of SWEEP on a cluster.
 
     Nothing is submitted and no scheduler is queried. The machine parameters come from the cluster's newest calibration,
@@ -68,12 +85,37 @@ def predict_sweep(
     plan = load_plan(sweep, cluster_name, results, overrides)
     models, command = custom_model_folder(plan.sweep, plan.profile), plan.sweep.command
     forecast = Forecast(plan.profile, plan.tree, models, command=command)
-    predictions = predict_configurations(plan.runs, forecast, where)
+    predictions = predict_configurations(plan.runs, forecast, where, command.defaults if command else {})
+    if explains:
+        _explain(predictions, forecast, plan.tree, as_json=as_json)
+        return
     if as_json:
         print_json(predictions_json(predictions, forecast.machines()))
         return
     title = f"{plan.sweep.name} on {plan.profile.name}: {pluralize(len(predictions), 'configuration')}, predicted"
     show_view(predictions_view(predictions, title), [*machine_notes(forecast.machines()), *forecast.site_notes()])
+
+
+def _explain(
+    configurations: list[PredictedConfiguration], forecast: Forecast, tree: ClusterTree, *, as_json: bool
+) -> None:
+    """Print the terms of every configuration, with its measured step where there is one."""
+    if len(configurations) > MAX_EXPLAINED and not as_json:
+        message = f"{len(configurations)} configurations, at most {MAX_EXPLAINED} are explained at once"
+        raise ConfigError(message, where="--explain", hint="--where EXPR selects some, --json explains all")
+    documents = []
+    for number, entry in enumerate(configurations):
+        explained = explain(entry.spec, forecast)
+        measured_s = measured_launches(tree, entry.run_ids)
+        if isinstance(explained, NotPredicted):
+            print_message(f"{run_label(entry.spec)}: not predicted: {explained.reason}")
+        elif as_json:
+            documents.append(explanation_json(entry, explained, measured_s))
+        else:
+            notes = [] if number else [*machine_notes(forecast.machines()), *forecast.site_notes()]
+            show_view(explanation_view(entry, explained, measured_s), [*notes, ""])
+    if as_json:
+        print_json({"explanations": documents})
 
 
 @click.command("recommend")
@@ -97,7 +139,8 @@ def predict_sweep(
     metavar="P",
     default="fp32",
     show_default=True,
-    help="fp64, fp32, tf32, bf16, fp16, or bf16_params: bf16 parameters with fp32 master weights.",
+    help="fp64, fp32, tf32, bf16, fp16, or bf16_params: bf16 parameters with fp32 master weights. Layouts are in bf16, "
+    "or in fp8_delayed, fp8_current, fp8_block, mxfp8, nvfp4.",
 )
 @click.option("--optimizer", metavar="O", default="sgd", show_default=True, help="sgd, adam or adamw.")
 @click.option("--partition", metavar="P", help="Partition of the profile. (default: the profile's)")

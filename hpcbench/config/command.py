@@ -46,6 +46,8 @@ Software = Literal["nanotron", "megatron", "fsdp", "torchtitan", "megatron_deeps
 """Conventions of a training loop: splitting of stages, buckets, precision of gradients."""
 Recompute = Literal["none", "selective", "full"]
 """Activations that the backward pass computes again."""
+LayerPrecision = Literal["bf16", "fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4"]
+"""Precision of the layers' linear products, with the recipe that scales it."""
 
 
 class CommandLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -53,7 +55,7 @@ class CommandLayout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     model: str
     software: Software
-    terms: dict[str, int | bool | str]
+    terms: dict[str, int | float | bool | str]
     """Value or expression of each quantity; the absent ones have their defaults."""
     where: str = ""
     """``file:line`` of the declaration."""

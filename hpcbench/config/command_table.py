@@ -16,6 +16,7 @@ from hpcbench.config.command import (
     Command,
     CommandLayout,
     CommandMetric,
+    LayerPrecision,
     Recompute,
     Software,
 )
@@ -139,6 +140,13 @@ class LayoutTable(TomlTable):
     """Messages are sent while kernels compute."""
     optimizer_shards: Annotated[int, Field(ge=0)] | str = 0
     """Replicas that share the optimizer state under ``zero = 1``; 0: all."""
+    ep: Quantity = 1
+    """Expert parallel degree: neighbouring devices of a stage that share the experts, whole ones each."""
+    expert_imbalance: Annotated[float, Field(ge=1)] | str = 1.0
+    """Tokens of the device whose experts have most, over the mean; 1: routing is balanced."""
+    precision: Annotated[str, Field(min_length=1)] = "bf16"
+    """Of the layers' products: ``bf16``, ``fp8_delayed``, ``fp8_current``, ``fp8_block``, ``mxfp8``, ``nvfp4``, or an
+    expression with one of these as its value."""
 
 
 class CommandTable(TomlTable):
@@ -203,9 +211,10 @@ def parse_command(table: CommandTable, source: TomlSource, problems: list[Hpcben
 def _parse_layout(
     table: LayoutTable, parameters: Collection[str], source: TomlSource, problems: list[HpcbenchError]
 ) -> CommandLayout:
-    terms: dict[str, int | bool | str] = table.model_dump(exclude_defaults=True, exclude={"model", "software"})
-    if terms.get("recompute") in get_args(Recompute):
-        terms["recompute"] = f"'{terms['recompute']}'"
+    terms: dict[str, int | float | bool | str] = table.model_dump(exclude_defaults=True, exclude={"model", "software"})
+    for name, words in (("recompute", Recompute), ("precision", LayerPrecision)):
+        if terms.get(name) in get_args(words):
+            terms[name] = f"'{terms[name]}'"
     for name, term in terms.items():
         if isinstance(term, str):
             problems += _expression_problems(term, expression_names(parameters), source, "layout", name)

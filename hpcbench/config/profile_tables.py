@@ -73,7 +73,8 @@ class DeviceConfig(TomlTable):
     memory_bytes: Bytes | None = None
     memory_bandwidth_bytes_per_s: BytesPerSecond | None = None
     peak_flops_per_s: dict[Precision, FlopsPerSecond] = {}
-    """Peak rates of dense arithmetic by precision; without the run's precision MFU is left out."""
+    """Peak rates of dense arithmetic by precision; without the run's precision MFU is left out. `fp8` and `fp4` price
+    layouts of decoders in 8 and 4 bit."""
     flops_efficiency: Annotated[float, Field(gt=0, le=1)] | None = None
     """Fraction of the peak that large matrix products reach where all multiprocessors are busy, for the oracle; a usual
     fraction when absent."""

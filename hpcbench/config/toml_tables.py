@@ -372,7 +372,7 @@ _PATTERN_WORDS = {
     r"^[^\x00]*$": "text without NUL is needed",
 }
 EnvironmentVariables = dict[VariableName, str]
-Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
+Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4"]
 PositiveInt = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Directives = dict[str, SingleLineText | int | bool | list[SingleLineText]]
 

@@ -17,14 +17,15 @@ from hpcbench.results.schema import STATUS_OK
 from hpcbench.strategies.decoder_shapes import DecoderShape, named_shape
 from hpcbench.submit.submission_record import read_sweep_record
 
-LAYOUT_FIELDS = {"dp": "replicas", "tp": "tensor", "pp": "pipeline", "cp": "context"}
+LAYOUT_FIELDS = {"dp": "replicas", "tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
 """Names of ``[command.layout]`` that ``Layout`` calls otherwise."""
 SHAPE_TERMS = ("layers", "hidden", "ffn", "heads", "kv_heads", "vocabulary")
 """Names of ``[command.layout]`` that replace a dimension of the named decoder."""
 _SWITCHES = ("compiled", "fused_attention", "sequence_parallel", "overlap")
+_WORDS = ("recompute", "precision")
 _FROM_ZERO = ("zero", "optimizer_shards")
 _DEGREES = ("dp", "shards", "tp", "pp", "cp")
-_LARGEST, _MOST_LAYERS = 2**31, 10_000
+_LARGEST, _MOST_LAYERS, _MOST_IMBALANCE = 2**31, 10_000, 1000
 _NO_WORDS = Command(argv=[])
 
 
@@ -63,12 +64,16 @@ def layout_of_command(spec: RunSpec, declared: CommandLayout) -> tuple[DecoderSh
 
 
 def _checked_term(name: str, value: Any, where: str) -> Any:
-    if name == "recompute":
+    if name in _WORDS:
         return value
     if name in _SWITCHES:
         if isinstance(value, bool):
             return value
         raise ConfigError(f"layout: {name} is {value!r:.40}, true or false is needed", where=where)
+    if name == "expert_imbalance" and isinstance(value, int | float) and not isinstance(value, bool):
+        if 1 <= value <= _MOST_IMBALANCE:
+            return float(value)
+        raise ConfigError(f"layout: {name} is {value}, 1 to {_MOST_IMBALANCE} can be priced", where=where)
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
         raise ConfigError(f"layout: {name} is {value!r:.40}, a whole number is needed", where=where)
     least = 0 if name in _FROM_ZERO else 1

@@ -14,10 +14,17 @@ from hpcbench.config.profile_tables import DeviceConfig
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError
 from hpcbench.predict.command_layouts import layout_of_command
-from hpcbench.predict.decoder.allocated import AllocatedMemory, allocated_memory
+from hpcbench.predict.decoder.allocated import AllocatedMemory, allocated_memory, occupied_bytes
 from hpcbench.predict.decoder.layout import GpuNode, Layout, nominal_rates
 from hpcbench.predict.decoder.layout_search import priced_only_reason, software_of
-from hpcbench.predict.decoder.machines import FittedMachine, fitted_machine, loop_interval_s, machine_without_runs
+from hpcbench.predict.decoder.low_precision import node_of_products
+from hpcbench.predict.decoder.machines import (
+    FittedMachine,
+    fitted_machine,
+    loop_interval_s,
+    machine_without_runs,
+    unlearned_log_error,
+)
 from hpcbench.predict.decoder.memory import GIB
 from hpcbench.predict.decoder.pricing import Figures, step_time
 from hpcbench.predict.decoder.site import Site, gradient, site_step, site_terms
@@ -47,7 +54,8 @@ def machine_of_profile(profile: ClusterProfile, partition: str | None, per_node:
         machine = fitted_machine(device.fitted) if device.fitted else machine_without_runs(_node_of(device, str(name)))
     except ConfigError as error:
         raise ConfigError(error.message, where=f"{profile.name}: devices.{name}.fitted", hint=error.hint) from error
-    node = replace(machine.device, gpus=per_node)
+    peaks = device.peak_flops_per_s
+    node = replace(machine.device, gpus=per_node, fp8_flops=peaks.get("fp8", 0.0), fp4_flops=peaks.get("fp4", 0.0))
     intra, inter = profile.links.intra_node, profile.links.inter_node
     if intra is not None:
         node = replace(node, nvlink_bytes_s=intra.bandwidth_bytes_per_s, is_shared=intra.shared)
@@ -197,6 +205,7 @@ def price_command(spec: RunSpec, declared: CommandLayout, profile: ClusterProfil
     shape, layout = layout_of_command(spec, declared)
     machine = machine_of_profile(profile, spec.partition, spec.devices // spec.nodes)
     machine.figures_of(layout.software)
+    node_of_products(machine.device, layout.precision)
     return PricedCommand(shape, layout, machine)
 
 
@@ -212,10 +221,11 @@ def predict_command(priced: PricedCommand, site: Site, key: str) -> Prediction:
     own_log, own_variance = site.own_log(key)
     terms, own = site_terms(work, figures, site.logs), exp(own_log)
     step_s = site_step(work, figures, site.logs).total_s * own
-    spread = sqrt(site.variance(gradient(work, figures, site.logs)) + own_variance)
+    unlearned = 0.0 if own_log else unlearned_log_error(priced.shape, priced.layout) / NORMAL_90
+    spread = sqrt(site.variance(gradient(work, figures, site.logs)) + own_variance + unlearned**2)
     memory, limit = priced.memory, priced.machine.device.memory_gib * GIB
     peak = memory.total * site.memory_factor
-    fits = max(peak, memory.total * RESERVED_SHARE) <= limit
+    fits = max(peak, occupied_bytes(memory.total, priced.layout)) <= limit
     parts = {"compute": terms.own_s + terms.straggling, "bandwidth": terms.traffic_s, "bubble": terms.bubble}
     return Prediction(
         step_time_s=step_s,
@@ -239,10 +249,6 @@ def predict_command(priced: PricedCommand, site: Site, key: str) -> Prediction:
         source=f"published runs of {priced.layout.software}: {priced.machine.name}",
         rests_on=_basis(site, key, step_s / step_time(work, figures).total_s, spread),
     )  # fmt: skip
-
-
-RESERVED_SHARE = 1.05
-"""Bytes that an allocator reserves for each byte that tensors hold, about."""
 
 
 def _basis(site: Site, key: str, factor: float, spread: float) -> PredictionBasis:

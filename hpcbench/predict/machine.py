@@ -105,6 +105,10 @@ def nominal_machine(profile: ClusterProfile, partition: str | None = None, tasks
     )
 
 
+_PEAKS_OF_LAYOUTS = ("fp8", "fp4")
+"""Precisions in which hpcbench trains nothing itself."""
+
+
 def device_description(profile: ClusterProfile, node: NodeConfig) -> DeviceConfig | None:
     """Return the device that ranks compute on, where the profile describes it."""
     if node.device_type in profile.devices:
@@ -116,6 +120,7 @@ def _nominal_compute(
     profile: ClusterProfile, node: NodeConfig, device: DeviceConfig | None, tasks_per_node: int, notes: list[str]
 ) -> DeviceCompute:
     peaks = {str(key): value for key, value in device.peak_flops_per_s.items()} if device else {}
+    peaks = {key: value for key, value in peaks.items() if key not in _PEAKS_OF_LAYOUTS}
     bandwidth = device.memory_bandwidth_bytes_per_s if device else None
     is_guess = not peaks or bandwidth is None
     if is_guess:

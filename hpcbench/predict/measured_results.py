@@ -36,6 +36,13 @@ def results_of_partition(tree: ClusterTree, profile: ClusterProfile, partition: 
     return [result for result in _newest_results(tree) if (result.spec.partition or default) == (partition or default)]
 
 
+def measured_launches(tree: ClusterTree, run_ids: Iterable[str]) -> list[float]:
+    """Return the median step time (s) of each run that ended well."""
+    results = (tree.read_result(key) for key in run_ids)
+    steps = (result.metrics.step_time_s for result in results if result is not None and result.status == STATUS_OK)
+    return [step.median for step in steps if step is not None]
+
+
 def learn_factors(
     stored: Sequence[StoredCalibration],
     results: Sequence[RunResult],

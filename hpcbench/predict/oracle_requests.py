@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
+from hpcbench.config.command import LayerPrecision
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
 from hpcbench.predict.candidate_points import DeviceAllocation
@@ -22,6 +23,7 @@ from hpcbench.predict.decoder.layout_search import (
     priced_only_reason,
     rank_layouts,
 )
+from hpcbench.predict.decoder.low_precision import RECIPES
 from hpcbench.predict.decoder.machines import FittedMachine
 from hpcbench.predict.fitted_decoders import device_of_profile, machine_of_profile, missing_machine_reason, run_point
 from hpcbench.predict.forecast import Forecast
@@ -34,7 +36,7 @@ from hpcbench.strategies.layer_table import default_input_size
 from hpcbench.strategies.resolve import InfeasiblePoint, PartitionLimits, resolve_point, single_device_run
 from hpcbench.submit.plan import available_cores, partition_limits
 from hpcbench.workloads.datasets import DATASETS
-from hpcbench.workloads.models import check_custom_model, is_custom_model
+from hpcbench.workloads.models import MODELS, check_custom_model, is_custom_model
 from hpcbench.workloads.models import get_model as catalog_model
 
 
@@ -75,16 +77,21 @@ def recommend_for(
 
 
 def check_request(
-    wish: RecommendRequest, profile: ClusterProfile, model_folder: Path, *, needs_batch: bool = True
-) -> RunSpec:
-    """Return a run of one sample on one device; ``ConfigErrors`` with everything that is wrong with ``wish``."""
-    problems = [*_request_problems(wish, profile, model_folder, needs_batch)]
-    if problems:
+    wish: RecommendRequest, profile: ClusterProfile, model_folder: Path, *, of_layouts: bool = False
+) -> None:
+    """Raise ``ConfigErrors`` with everything that is wrong with ``wish``."""
+    if problems := _request_problems(wish, profile, model_folder, of_layouts):
         raise ConfigErrors(problems)
-    single_run = single_device_run(wish.model, wish.dataset, wish.input_size)
-    if isinstance(single_run, InfeasiblePoint):
-        raise ConfigError(single_run.reason)
-    return single_run
+    if not of_layouts:
+        _single_run(wish)
+
+
+def _single_run(wish: RecommendRequest) -> RunSpec:
+    """Return a run of one sample on one device; ``ConfigError`` where there is none."""
+    run = single_device_run(wish.model, wish.dataset, wish.input_size)
+    if isinstance(run, InfeasiblePoint):
+        raise ConfigError(run.reason)
+    return run
 
 
 def default_tasks_per_node(profile: ClusterProfile, partition: str | None) -> int:
@@ -95,19 +102,20 @@ def default_tasks_per_node(profile: ClusterProfile, partition: str | None) -> in
 
 
 def _request_problems(
-    wish: RecommendRequest, profile: ClusterProfile, model_folder: Path, needs_batch: bool
+    wish: RecommendRequest, profile: ClusterProfile, model_folder: Path, of_layouts: bool
 ) -> list[HpcbenchError]:
     problems: list[HpcbenchError] = []
     if is_custom_model(wish.model):
         problems += [problem] if (problem := check_custom_model(wish.model, model_folder.resolve(), "--model")) else []
-    else:
+    elif not (of_layouts and wish.model in named_shapes()):
         try:
             catalog_model(wish.model)
         except ConfigError as error:
             problems.append(error)
     hints = get_type_hints(RunSpec)
     choices: dict[str, Any] = {
-        "dataset": DATASETS, "precision": get_args(hints["precision"]), "optimizer": get_args(hints["optimizer"]),
+        "dataset": DATASETS, "precision": [*get_args(hints["precision"]), *(RECIPES if of_layouts else ())],
+        "optimizer": get_args(hints["optimizer"]),
         "objective": OBJECTIVES, "partition": profile.partitions,
     }  # fmt: skip
     for name, known in choices.items():
@@ -115,7 +123,7 @@ def _request_problems(
         if value is not None and value not in known:
             problems.append(ConfigError(f"unknown {name} {value!r}", hint=did_you_mean(value, known)))
     is_without = wish.batch_size is None and wish.global_batch_size is None
-    if (wish.batch_size is None) == (wish.global_batch_size is None) and (needs_batch or not is_without):
+    if (wish.batch_size is None) == (wish.global_batch_size is None) and not (of_layouts and is_without):
         said = "both are given" if wish.batch_size else "neither is given"
         hint = "--batch-size is per replica, --global-batch-size of all replicas; the latter keeps the training equal"
         problems.append(ConfigError(f"--batch-size or --global-batch-size: {said}", hint=hint))
@@ -162,15 +170,19 @@ def recommend_layouts(
     device = device_of_profile(profile, wish.partition)
     reason = missing_machine_reason(profile, wish.partition)
     if device is None or reason is not None:
+        if wish.model not in MODELS:
+            raise ConfigError(f"{reason}: {wish.model} is priced by its layouts alone", where=profile.name)
         how = "priced by the profile's figures, without context parallelism and mixed layouts"
         return [f"{reason}: {wish.model} is {how}"]
-    single_run = check_request(wish, profile, model_folder, needs_batch=False)
-    shape, sequence = named_shape(wish.model), single_run.input_size or default_input_size(wish.dataset)
+    check_request(wish, profile, model_folder, of_layouts=True)
+    shape, sequence = named_shape(wish.model), wish.input_size or default_input_size(wish.dataset)
+    precision: LayerPrecision = wish.precision if wish.precision in RECIPES else "bf16"
     per_node = wish.tasks_per_node or default_tasks_per_node(profile, wish.partition)
     machine = machine_of_profile(profile, wish.partition, per_node)
     limits = partition_limits(profile, wish.partition or profile.default_partition)
     forecast = Forecast(profile, results.cluster(profile.name) if results is not None else None, model_folder)
-    if trainer is None and forecast.machine(single_run).depth != "nominal":
+    is_priced_only = wish.model not in MODELS or precision != "bf16"
+    if trainer is None and not is_priced_only and forecast.machine(_single_run(wish)).depth != "nominal":
         return [f"{wish.model} is priced by the calibration of {profile.name}, without layouts that only others run"]
     rankings, batches = {}, []
     for nodes in sorted(set(wish.nodes)):
@@ -181,7 +193,9 @@ def recommend_layouts(
         if batch is None and wish.batch_size is None:
             batch = max(1, DEFAULT_TOKENS_PER_GPU * gpus // sequence)
             batches.append(batch)
-        asked = LayoutWish(gpus=gpus, sequence=sequence, global_batch=batch, replica_batch=wish.batch_size)
+        asked = LayoutWish(
+            gpus=gpus, sequence=sequence, global_batch=batch, replica_batch=wish.batch_size, precision=precision
+        )
         if trainer is not None:
             asked = replace(
                 asked, software=trainer.software, can_run=trainer.can_run, site=forecast.site(wish.partition)
@@ -189,20 +203,7 @@ def recommend_layouts(
         run = {"dataset": wish.dataset, "input_size": sequence, "partition": wish.partition, "nodes": nodes}
         own_memory = partial(_own_memory_gib, forecast, limits, shape, {**run, "tasks_per_node": per_node})
         rankings[nodes] = rank_layouts(shape, machine, asked, own_memory=own_memory)
-    how = f"in bf16 with fused Adam, {sequence} tokens a sample"
-    if trainer is not None:
-        how = f"layouts are priced as {trainer.software} trains, {how}"
-    else:
-        how = (
-            f"runs of whole parameters are priced as {WHOLE_SOFTWARE} trains, shards as {SHARDED_SOFTWARE}, layouts "
-            f"that hpcbench does not run as {SPLIT_SOFTWARE}, {how}; hpcbench's own loop is in none of these runs, and "
-            "intervals contain how much loops differ"
-        )
-    notes = [
-        f"published runs: {machine.name}: {machine.provenance[0]}",
-        how,
-        "rates between nodes are the profile's, not measured; messages of context parallelism are not priced",
-    ]
+    notes = _layout_notes(machine, shape, sequence, precision, trainer)
     if batches:
         sizes = " and ".join(map(str, batches))
         notes.append(f"global batch {sizes} ({DEFAULT_TOKENS_PER_GPU} tokens a GPU): --global-batch-size")
@@ -214,6 +215,31 @@ def recommend_layouts(
         rankings=rankings,
         notes=[*notes, "ranked by the time of a sample"],
     )
+
+
+def _layout_notes(
+    machine: FittedMachine, shape: DecoderShape, sequence: int, precision: LayerPrecision, trainer: Trainer | None
+) -> list[str]:
+    """Return what the prices of layouts rest on."""
+    how = f"in {precision} with fused Adam, {sequence} tokens a sample"
+    if trainer is not None:
+        how = f"layouts are priced as {trainer.software} trains, {how}"
+    else:
+        how = (
+            f"runs of whole parameters are priced as {WHOLE_SOFTWARE} trains, shards as {SHARDED_SOFTWARE}, layouts "
+            f"that hpcbench does not run as {SPLIT_SOFTWARE}, {how}; hpcbench's own loop is in none of these runs, and "
+            "intervals contain how much loops differ"
+        )
+    notes = [
+        f"published runs: {machine.name}: {machine.provenance[0]}",
+        how,
+        "rates between nodes are the profile's, not measured",
+    ]
+    if shape.experts is not None:
+        notes.append("experts are priced by their work alone, with balanced routing: no run of them was learned from")
+    if precision != "bf16":
+        notes.append(f"products in {precision} are priced by the device's peak: no run of them was learned from")
+    return notes
 
 
 def _own_memory_gib(

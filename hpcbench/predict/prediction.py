@@ -157,7 +157,7 @@ def wait_for_host(
     return step._replace(step_time_s=step.step_time_s + wait_s, compute_s=step.compute_s + wait_s), wait_s
 
 
-_BASIS_TEXTS: Mapping[BasisKind, str] = {
+BASIS_TEXTS: Mapping[BasisKind, str] = {
     "profile": "from the profile", "published runs": "from published runs", "calibrated": "from the calibration",
     MEASURED_FOR_SWEEP: "from the calibration for this sweep", "measured neighbours": "from measured neighbours",
 }  # fmt: skip
@@ -168,7 +168,7 @@ def count_bases(bases: Iterable[PredictionBasis]) -> str:
     listed = list(bases)
     kinds = Counter(basis.base or basis.kind for basis in listed)
     moved = sum(bool(basis.counts) for basis in listed)
-    text = ", ".join(f"{count} {_BASIS_TEXTS[kind]}" for kind, count in kinds.most_common())
+    text = ", ".join(f"{count} {BASIS_TEXTS[kind]}" for kind, count in kinds.most_common())
     return f"{text}; {moved} of them adjusted by measured neighbours" if moved else text
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter, itemgetter
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 from rich.console import Group, RenderableType
 
 from hpcbench.config.expression import Expression
-from hpcbench.config.run_spec import RunSpec, config_id, spec_document
+from hpcbench.config.run_spec import OptionValue, RunSpec, config_id, run_label, spec_document
 from hpcbench.config.sweep_loader import COMPUTED_NAMES, expression_values
 from hpcbench.predict.calibration.calibration_store import Calibration
+from hpcbench.predict.explain import Explanation
 from hpcbench.predict.forecast import Forecast
 from hpcbench.predict.machine import Machine
 from hpcbench.predict.measured_factors import counted_phrase
@@ -23,7 +25,7 @@ from hpcbench.predict.prediction import MEASURED_FOR_SWEEP, NotPredicted, Predic
 from hpcbench.report.results_table import identity_columns, split_parameters
 from hpcbench.report.table_model import Column, View, text_column
 from hpcbench.report.table_output import PrintedView
-from hpcbench.units import format_bytes, format_percent, format_rate, format_seconds, join_words
+from hpcbench.units import format_bytes, format_percent, format_rate, format_seconds, join_words, pluralize
 
 PREDICTION_FIGURES = (
     "step_time_s", "compute_s", "comm_s", "exposed_comm_s", "bubble_fraction", "straggler_s", "samples_per_s",
@@ -48,13 +50,18 @@ class PredictedConfiguration:
 
 
 def predict_configurations(
-    runs: dict[str, RunSpec], forecast: Forecast, where: str | None = None
+    runs: dict[str, RunSpec],
+    forecast: Forecast,
+    where: str | None = None,
+    parameters: Mapping[str, OptionValue] = MappingProxyType({}),
 ) -> list[PredictedConfiguration]:
     """Return the configurations of ``runs`` that satisfy ``where``, in their order, with predictions.
 
+    ``parameters`` are those of the sweep's command with their defaults.
+
     Raises ``ConfigError`` if ``where`` is not an expression.
     """
-    names = [*RunSpec.__struct_fields__, *COMPUTED_NAMES, *PREDICTION_FIGURES]
+    names = [*RunSpec.__struct_fields__, *COMPUTED_NAMES, *PREDICTION_FIGURES, *parameters]
     condition = Expression(where, names, "--where") if where is not None else None
     by_config: dict[str, PredictedConfiguration] = {}
     for run_id, spec in runs.items():
@@ -68,6 +75,7 @@ def predict_configurations(
     for entry in by_config.values():
         figures = {name: getattr(entry.known, name, None) for name in PREDICTION_FIGURES}
         values = {**expression_values(msgspec.structs.asdict(entry.spec)), **figures}
+        values |= {**parameters, **entry.spec.parameters}
         # A condition on an unknown figure does not hold.
         satisfying += [entry] if condition(values) is not None and condition.holds(values) else []
     return satisfying
@@ -85,6 +93,41 @@ def predictions_json(configurations: Iterable[PredictedConfiguration], machines:
     fields = ("cluster", "depth", "source", "memory_bytes", "notes")
     sources = [{name: getattr(machine, name) for name in fields} for machine in machines]
     return {"predictions": entries, "machines": sources}
+
+
+def explanation_view(entry: PredictedConfiguration, explained: Explanation, measured_s: Sequence[float]) -> View:
+    """The terms of a predicted step; ``measured_s`` are the medians of the configuration's launches."""
+    prediction = explained.prediction
+    columns = [
+        text_column("term", attrgetter("name"), is_key=True),
+        Column("seconds", "time", attrgetter("seconds"), lambda term: format_seconds(term.seconds)),
+        Column("share", "share", lambda term: term.seconds / prediction.step_time_s,
+               lambda term: format_percent(term.seconds / prediction.step_time_s, 1)),
+        text_column("rests_on", attrgetter("rests_on"), heading="rests on", wraps=True),
+    ]  # fmt: skip
+    notes = [
+        f"predicted {interval_text(prediction)} a step, without the results of this configuration",
+        f"source: {prediction.source}",
+    ]
+    if measured_s:
+        difference_s = median(measured_s) - prediction.step_time_s
+        notes.append(
+            f"measured {format_seconds(median(measured_s))} ({pluralize(len(measured_s), 'launch', 'launches')}): "
+            f"{'+' if difference_s >= 0 else '-'}{format_seconds(abs(difference_s))}, "
+            f"{difference_s / prediction.step_time_s:+.1%} of the prediction, that no term explains"
+        )
+    return View.from_rows(run_label(msgspec.structs.replace(entry.spec, repeat=0)), columns, explained.terms, notes)
+
+
+def explanation_json(
+    entry: PredictedConfiguration, explained: Explanation, measured_s: Sequence[float]
+) -> dict[str, Any]:
+    """Return ``{run_ids, predicted, terms: [{name, seconds, rests_on}], measured_step_time_s}``."""
+    return {
+        "run_ids": entry.run_ids, "predicted": msgspec.to_builtins(explained.prediction),
+        "terms": [term._asdict() for term in explained.terms],
+        "measured_step_time_s": median(measured_s) if measured_s else None,
+    }  # fmt: skip
 
 
 def machine_notes(machines: Sequence[Machine]) -> list[str]:

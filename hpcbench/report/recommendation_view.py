@@ -13,6 +13,7 @@ import msgspec
 from hpcbench.config.run_spec import spec_document, strategy_label
 from hpcbench.config.sweep_file import sweep_toml
 from hpcbench.predict.command_layouts import anyones_layout
+from hpcbench.predict.decoder.allocated import SAFE_SHARE
 from hpcbench.predict.decoder.layout import Layout
 from hpcbench.predict.decoder.layout_search import MAX_COMPARED, LayoutRanking, RankedLayout
 from hpcbench.predict.fitted_decoders import run_point
@@ -189,7 +190,7 @@ def layout_name(layout: Layout) -> str:
     degrees = (
         ("fsdp", layout.shards, str(layout.shards)), ("dp", layout.replicas, str(layout.replicas)),
         ("tp", layout.tensor, str(layout.tensor)), ("pp", layout.pipeline, stages),
-        ("cp", layout.context, str(layout.context)),
+        ("cp", layout.context, str(layout.context)), ("ep", layout.expert, str(layout.expert)),
     )  # fmt: skip
     words = [f"{name}={text}" for name, degree, text in degrees if degree > 1] or ["one GPU"]
     words += ["zero1"] if layout.zero else []
@@ -256,13 +257,13 @@ def model_flops_utilisation(recommendation: LayoutRecommendation, row: RankedLay
 
 def _view_notes(recommendation: LayoutRecommendation, ranking: LayoutRanking, most: int) -> Iterable[str]:
     yield (
-        f"{ranking.examined:,} layouts examined, {ranking.priced:,} priced; memory up to "
-        f"{recommendation.machine.fits_below_gib:.0f} GiB of {recommendation.machine.device.memory_gib:.0f}"
+        f"{ranking.examined:,} layouts examined, {ranking.priced:,} priced; memory: what a process occupies, up to "
+        f"{SAFE_SHARE:.0%} of {recommendation.machine.device.memory_gib:.0f} GiB"
     )
     yield (
-        "to best: ratio to the fastest with its 90 % interval; dp tp pp cp: degrees of data, tensor, pipeline and "
-        "context parallelism; 8x5: 8 stages of 5 parts each; zero1: sharded optimizer; mb: samples of a micro-batch; "
-        "in n: n micro-batches a step"
+        "to best: ratio to the fastest with its 90 % interval; dp tp pp cp ep: degrees of data, tensor, pipeline, "
+        "context and expert parallelism; 8x5: 8 stages of 5 parts each; zero1: sharded optimizer; mb: samples of a "
+        "micro-batch; in n: n micro-batches a step"
     )
     if equivalent := _count_equivalent(ranking.layouts):
         yield f"~: not significantly slower than the first ({pluralize(equivalent, 'layout')}); measure them"
@@ -275,9 +276,10 @@ def _view_notes(recommendation: LayoutRecommendation, ranking: LayoutRanking, mo
         )
     if ranking.tight:
         best = ranking.tight[0]
+        memory = format_bytes(int(best.peak_memory_gib * _GIB))
         yield (
-            f"{pluralize(len(ranking.tight), 'faster layout')} may not fit (mean error of the memory: 10 %): "
-            f"{layout_name(best.layout)}, {_step_text(best)}, {format_bytes(int(best.peak_memory_gib * _GIB))}"
+            f"{pluralize(len(ranking.tight), 'faster layout')} above {SAFE_SHARE:.0%} of the memory, where an "
+            f"allocator may stall a run: {layout_name(best.layout)}, {_step_text(best)}, {memory}"
         )
     reasons = dict.fromkeys(row.priced_only for row in ranking.layouts[:most] if row.priced_only)
     if reasons:

@@ -19,6 +19,7 @@ CASES: dict[str, dict[str, Any]] = {
 """13 billion parameters with Adam are 205 GB."""
 
 
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("strategy", CASES)
 def test_a_gpt_13b_step_on_64_gpus_equals_the_prediction(strategy: str) -> None:
     spec = RunSpec(

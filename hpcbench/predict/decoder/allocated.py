@@ -1,16 +1,20 @@
 """Memory that a rank's tensors hold: weights, gradients, optimizer, activations, and temporaries of the peak.
 
-Bytes are counted tensor by tensor, as a caching allocator has handed them out (``max_memory_allocated``). Memory
-that it reserves beyond them, the CUDA context and the buffers of communicators are not part of them. Activations of a
-layer follow Korthikanti et al. 2022 (arXiv 2205.05198), section 4, with rotary embeddings, gated MLPs, grouped keys and
-fused attention added.
+Bytes are counted tensor by tensor, as a caching allocator has handed them out (``max_memory_allocated``).
+``occupied_bytes`` adds what the allocator reserves beyond them, and what a process holds outside of it.
+
+Activations of a layer follow Korthikanti et al. 2022 (arXiv 2205.05198), section 4, with rotary embeddings, gated MLPs,
+grouped keys and fused attention added.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from hpcbench.predict.decoder.experts import HeldParameters, expert_replicas, expert_shards, held_parameters
 from hpcbench.predict.decoder.layout import Layout, check_layout, stage_layers
+from hpcbench.predict.decoder.low_precision import copied_weight_bytes, operand_bytes
 from hpcbench.predict.decoder.software import LOOPS
 from hpcbench.strategies.decoder_shapes import DecoderShape
 
@@ -18,6 +22,14 @@ HALF, FULL, MASK = 2, 4, 1
 """Bytes of a number in bf16 or fp16, in fp32, and of a dropout mask's."""
 LOGIT_BYTES = HALF + FULL
 """Bytes of a logit at the peak: its value, and the softmax in fp32 that becomes the gradient in place."""
+
+RESERVED_SHARE = 1.05
+"""Bytes that an allocator reserves for each byte that tensors hold, about."""
+CONTEXT_BYTES, COMMUNICATOR_BYTES = 2**29, 2**28
+"""Bytes of a CUDA context with its modules, and of NCCL's buffers for a group of ranks, about."""
+SAFE_SHARE = 0.9
+"""Share of a device's memory above which an allocator may have to free its cache and wait: a published run of 80
+billion parameters took three times its time so."""
 
 
 @dataclass(frozen=True)
@@ -37,48 +49,82 @@ class AllocatedMemory:
         return self.weights + self.gradients + self.optimizer + self.activations + self.working
 
 
-def allocated_memory(shape: DecoderShape, layout: Layout) -> list[AllocatedMemory]:
-    """Return the memory of every pipeline rank, first to last.
+def allocated_memory(shape: DecoderShape, layout: Layout, *, ends_only: bool = False) -> list[AllocatedMemory]:
+    """Return the memory of every pipeline rank, first to last; of the first and the last alone with ``ends_only``.
 
     Raises ConfigError where the shape cannot be divided so.
     """
     check_layout(shape, layout)
-    counts = stage_layers(shape, layout)
-    return [_rank_memory(shape, layout, stage, layers) for stage, layers in enumerate(counts)]
+    last, of_layer = layout.pipeline - 1, _of_layer(shape, layout)
+    return [
+        _rank_memory(shape, layout, stage, layers, of_layer)
+        for stage, layers in enumerate(stage_layers(shape, layout))
+        if not ends_only or stage in (0, last)
+    ]
 
 
-def _rank_memory(shape: DecoderShape, layout: Layout, stage: int, layers: int) -> AllocatedMemory:
+def occupied_bytes(allocated: float, layout: Layout) -> float:
+    """Return the bytes of a device that a process occupies whose tensors hold ``allocated``: as nvidia-smi shows it."""
+    degrees = (layout.data_degree, layout.tensor, layout.pipeline, layout.context, layout.expert)
+    groups = sum(degree > 1 for degree in degrees)
+    return allocated * RESERVED_SHARE + CONTEXT_BYTES + groups * COMMUNICATOR_BYTES
+
+
+class _LayerMemory(NamedTuple):
+    """Parameters of a rank's mean layer, and bytes of its activations: kept, and while its backward pass runs."""
+
+    held: HeldParameters
+    kept: float
+    working: float
+
+
+def _of_layer(shape: DecoderShape, layout: Layout) -> _LayerMemory:
+    whole = _layer_bytes(shape, layout)
+    return _LayerMemory(
+        held_parameters(shape, layout, vectors=True),
+        kept_bytes_of_layer(shape, layout, whole),
+        working_bytes_of_layer(shape, layout, whole),
+    )
+
+
+def _rank_memory(
+    shape: DecoderShape, layout: Layout, stage: int, layers: int, of_layer: _LayerMemory
+) -> AllocatedMemory:
     loop = LOOPS[layout.software]
     is_last = stage == layout.pipeline - 1
-    parameters = _stage_parameters(shape, layout, stage, layers) / layout.shards
-    everyone = layout.replicas * layout.context
-    sharers = (layout.optimizer_shards or everyone) if layout.zero or loop.splits_optimizer else 1
-    kept = kept_bytes_of_layer(shape, layout)
-    working = working_bytes_of_layer(shape, layout)
+    held, kept, working = of_layer
+    common = _common_parameters(shape, layout, stage, layers * held.common) / layout.shards
+    pieces = expert_shards(layout)
+    experts = layers * held.experts / pieces
+    everyone, copies = layout.replicas * layout.context, max(1, expert_replicas(layout) // pieces)
+    is_shared = layout.zero or loop.splits_optimizer
+    sharers = (layout.optimizer_shards or everyone) if is_shared else 1
     if is_last:
         working = max(working, _tokens(layout) * shape.vocabulary / layout.tensor * LOGIT_BYTES)
     if layout.shards > 1:
         # The layer that runs and the one that is gathered, and the gradients of one.
-        working += 3 * HALF * shape.layer_parameters / layout.tensor
+        working += 3 * HALF * (held.common + held.experts)
     activations = layers * kept * in_flight(layout, stage)
     if is_last:
         # The last norm keeps its input and its output.
         activations += 2 * _norm_tokens(layout) * shape.hidden * HALF * in_flight(layout, stage)
+    copied = copied_weight_bytes(layout.precision) * layers * (held.common / layout.shards + held.experts / pieces)
     return AllocatedMemory(
-        weights=loop.weight_bytes * parameters,
-        gradients=loop.kept_gradient_bytes * parameters,
-        optimizer=loop.optimizer_bytes * parameters / sharers,
+        weights=loop.weight_bytes * (common + experts) + copied,
+        gradients=loop.kept_gradient_bytes * (common + experts),
+        optimizer=loop.optimizer_bytes * (common / sharers + experts / (copies if is_shared else 1)),
         activations=activations,
         working=working,
     )
 
 
-def _stage_parameters(shape: DecoderShape, layout: Layout, stage: int, layers: int) -> float:
-    """Parameters of a rank before they are sharded: a tied embedding is on the first and on the last stage."""
+def _common_parameters(shape: DecoderShape, layout: Layout, stage: int, of_layers: float) -> float:
+    """Parameters of a rank but its experts before they are sharded: a tied embedding is on the first and on the last
+    stage."""
     is_last = stage == layout.pipeline - 1
     embeddings = (stage == 0) + (is_last and not (shape.tied and layout.pipeline == 1))
     positions = shape.learned_positions * shape.hidden if stage == 0 else 0
-    return (layers * shape.layer_parameters + embeddings * shape.embedding_parameters) / layout.tensor + positions
+    return of_layers + embeddings * shape.embedding_parameters / layout.tensor + positions
 
 
 def in_flight(layout: Layout, stage: int) -> float:
@@ -93,22 +139,27 @@ def in_flight(layout: Layout, stage: int) -> float:
     return min(layout.accumulation * layout.chunks, warm) / layout.chunks
 
 
-def kept_bytes_of_layer(shape: DecoderShape, layout: Layout) -> float:
-    """Bytes that a layer keeps for the backward pass of one micro-batch; its input alone if all is recomputed."""
-    if layout.recompute == "full":
-        return _norm_tokens(layout) * shape.hidden * HALF
-    return _layer_bytes(shape, layout)
+def kept_bytes_of_layer(shape: DecoderShape, layout: Layout, whole: float) -> float:
+    """Bytes that a layer keeps for the backward pass of one micro-batch, of ``whole``; its input alone if all is
+    recomputed."""
+    return _norm_tokens(layout) * shape.hidden * HALF if layout.recompute == "full" else whole
 
 
 def _layer_bytes(shape: DecoderShape, layout: Layout) -> float:
     own, split = _norm_tokens(layout), _tokens(layout) / layout.tensor
     gathered = _tokens(layout) if layout.tensor > 1 and not layout.recompute_gathers else own
     is_rotary = shape.learned_positions == 0 and layout.fused_attention
+    operand = operand_bytes(layout.precision)
     # Two norms keep their inputs; the products behind them keep their outputs.
-    norms = 2 * shape.hidden * HALF * (own + gathered)
+    norms = 2 * shape.hidden * (HALF * own + operand * gathered)
     # Queries, keys and values, rotated copies of the first two, and the attention's result.
-    attention = HALF * (shape.hidden + 2 * shape.kv_width + shape.hidden) * split
-    attention += HALF * (shape.hidden + shape.kv_width) * split * is_rotary
+    attention = HALF * (shape.attention_width + shape.kv_state_width + shape.value_width) * split
+    attention += HALF * (shape.attention_width + shape.kv_width) * split * (is_rotary and shape.latent is None)
+    if layout.precision != "bf16":
+        attention += operand * shape.value_width * split
+    if shape.latent is not None:
+        # Both compressed states before and after their norms.
+        attention += 2 * HALF * (shape.latent.query_rank + shape.latent.key_rank) * split
     if layout.fused_attention:
         # The logarithm of the sum of each row's exponents.
         attention += FULL * shape.heads * split
@@ -117,18 +168,31 @@ def _layer_bytes(shape: DecoderShape, layout: Layout) -> float:
         # Selective recomputation drops the softmax, its dropout's mask and result.
         scores = 0.0 if layout.recompute == "selective" else shape.heads * layout.sequence * split
         attention += masks + (2 * HALF + MASK) * scores
-    # The outputs of the first products and of the activation.
-    mlp = HALF * shape.ffn * (3 if shape.gated else 2) * split
-    return norms + attention + mlp
+    return norms + attention + _inner_values(shape, layout, operand)
 
 
-def working_bytes_of_layer(shape: DecoderShape, layout: Layout) -> float:
+def _inner_values(shape: DecoderShape, layout: Layout, operand: float) -> float:
+    """Bytes of a mean layer's MLP or experts: the outputs of the first products in bf16, and of the activation.
+
+    A routed token has its hidden state beside them, sorted by expert, and its router's probabilities.
+    """
+    split, experts = _tokens(layout) / layout.tensor, shape.experts
+    of_element = HALF * (shape.mlp_matrices - 1) + operand
+    dense = of_element * shape.ffn * split
+    if experts is None:
+        return dense
+    routed, share = split * experts.active * layout.expert_imbalance, shape.expert_layers / shape.layers
+    inside = routed * (of_element * experts.ffn + operand * shape.hidden) + split * experts.count * FULL
+    return (1 - share) * dense + share * (inside + of_element * experts.shared_ffn * split)
+
+
+def working_bytes_of_layer(shape: DecoderShape, layout: Layout, whole: float) -> float:
     """Bytes beside the kept ones while a layer's backward pass runs."""
-    own, split = _norm_tokens(layout), _tokens(layout) / layout.tensor
+    own = _norm_tokens(layout)
     # Gradients of the MLP's inner state and of the hidden state, gathered over the tensor group where it is split.
-    inner = HALF * shape.ffn * (3 if shape.gated else 2) * split
+    inner = _inner_values(shape, layout, HALF)
     hidden = HALF * shape.hidden * (own + 2 * (_tokens(layout) if layout.tensor > 1 else own))
-    again = _layer_bytes(shape, layout) if layout.recompute == "full" else 0.0
+    again = whole if layout.recompute == "full" else 0.0
     return again + inner + hidden
 
 

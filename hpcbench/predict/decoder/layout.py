@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_args
 
-from hpcbench.config.command import Recompute, Software
+from hpcbench.config.command import LayerPrecision, Recompute, Software
 from hpcbench.errors import ConfigError
 from hpcbench.predict.decoder.software import LOOPS
 from hpcbench.strategies.decoder_shapes import DecoderShape
@@ -19,6 +19,7 @@ class GpuNode:
     ``best_product`` is the share of the peak that no large matrix product exceeds: 267.9 of an A100's 312 TFLOP/s were
     the best of a search over shapes. ``is_shared``: devices have no links of their own (PCIe without NVLink), so that
     groups that send at once share the rate, and a group over both halves of the node crosses its two sockets.
+    ``fp8_flops`` and ``fp4_flops`` are peaks in 8 and 4 bit, 0 where the device has none.
     """
 
     name: str
@@ -31,6 +32,8 @@ class GpuNode:
     nic_bytes_s: float
     best_product: float = 0.86
     is_shared: bool = False
+    fp8_flops: float = 0.0
+    fp4_flops: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,7 @@ def nominal_rates(node: GpuNode, gpus: int) -> CollectiveRates:
 
 SOFTWARE: tuple[Software, ...] = get_args(Software)
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+PRECISIONS: tuple[LayerPrecision, ...] = get_args(LayerPrecision)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +68,8 @@ class Layout:
     ``fused_attention``: scores stay inside a kernel, as flash attention keeps them; else they are stored.
     ``overlap``: messages are sent while kernels compute; else kernels wait for them. ``optimizer_shards``: replicas
     that share the optimizer state under ZeRO 1, 0 for all of them. ``sequence_parallel``: ranks of a tensor group
-    normalise their own tokens, else each all of them.
+    normalise their own tokens, else each all of them. ``expert`` is the degree of expert parallelism, over neighbours
+    of a stage; ``expert_imbalance`` the tokens of its fullest rank over their mean.
     """
 
     gpus: int
@@ -86,17 +91,24 @@ class Layout:
     overlap: bool = True
     optimizer_shards: int = 0
     sequence_parallel: bool = True
+    expert: int = 1
+    expert_imbalance: float = 1.0
+    precision: LayerPrecision = "bf16"
     software: Software = "nanotron"
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "sequence", "micro_batch", "global_batch", "replicas", "shards", "tensor", "pipeline"):
-            if getattr(self, name) < 1:
+        for name in (
+            "gpus", "sequence", "micro_batch", "global_batch", "replicas", "shards", "tensor", "pipeline", "context",
+            "expert", "expert_imbalance",
+        ):  # fmt: skip
+            if not getattr(self, name) >= 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, at least 1 is required", where="layout")
         if self.zero not in {0, 1}:
             raise ConfigError(f"ZeRO stage {self.zero} cannot be priced", where="layout", hint="valid: 0, 1, or shards")
         for name, value, valid in (
             ("recompute", self.recompute, RECOMPUTE),
             ("software", self.software, SOFTWARE),
+            ("precision", self.precision, PRECISIONS),
         ):
             if value not in valid:
                 raise ConfigError(
@@ -134,6 +146,15 @@ class Layout:
 
 def check_layout(shape: DecoderShape, layout: Layout) -> None:
     """Raise ConfigError where the shape cannot be divided by the layout's degrees."""
+    experts, ranks = 0 if shape.experts is None else shape.experts.count, layout.gpus // layout.pipeline
+    if layout.expert > 1 and (not experts or experts % layout.expert or ranks % layout.expert):
+        reason = f"{experts} experts and {ranks} ranks of a stage" if experts else "a decoder without experts"
+        raise ConfigError(f"{reason} cannot be divided by expert degree {layout.expert}", where=f"model {shape.name}")
+    if layout.sequence % layout.context:
+        raise ConfigError(
+            f"{layout.sequence} tokens cannot be divided by context degree {layout.context}",
+            where=f"model {shape.name}",
+        )
     # Recipes with interleaving count the embedding and the loss as a layer each.
     if layout.pipeline * layout.chunks > shape.layers + 2 and not LOOPS[layout.software].balances_products:
         raise ConfigError(

@@ -10,18 +10,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import exp, hypot, sqrt
+from math import exp, hypot, log, sqrt
 from statistics import fmean
 from typing import NamedTuple
 
 import msgspec
 
-from hpcbench.config.command import Recompute, Software
+from hpcbench.config.command import LayerPrecision, Recompute, Software
 from hpcbench.errors import ConfigError
 from hpcbench.predict.candidate_points import divisors
+from hpcbench.predict.decoder.allocated import SAFE_SHARE, allocated_memory, occupied_bytes
 from hpcbench.predict.decoder.layout import CollectiveRates, Layout, nominal_rates
-from hpcbench.predict.decoder.machines import FittedMachine, fit_interval_s, interval_class, loop_interval_s
-from hpcbench.predict.decoder.memory import MemoryTerms, reserved_gib, stage_memory_terms
+from hpcbench.predict.decoder.low_precision import node_of_products
+from hpcbench.predict.decoder.machines import (
+    FittedMachine,
+    fit_interval_s,
+    interval_class,
+    loop_interval_s,
+    unlearned_log_error,
+)
 from hpcbench.predict.decoder.pricing import Figures, StepTime
 from hpcbench.predict.decoder.site import CONFIGURATION_SPREAD, Site, gradient, site_step
 from hpcbench.predict.decoder.work import Work, step_work
@@ -37,6 +44,7 @@ MAX_CONTEXT = 16
 MIN_CONTEXT_TOKENS = 1024
 """Fewest tokens of a sequence on one GPU."""
 MAX_MICRO_BATCH = 16
+_GIB = 2.0**30
 MAX_CHUNKS = 5
 """Most chunks of an interleaved pipeline: the formulas charge nothing for the messages of further ones."""
 RECOMPUTATION: tuple[Recompute, ...] = ("none", "full")
@@ -87,8 +95,8 @@ class NextRun(NamedTuple):
 class LayoutRanking(msgspec.Struct, frozen=True, kw_only=True):
     """The layouts of a model on so many GPUs, the best first.
 
-    ``tight`` are those that would be faster than all that fit, and whose memory lies between the limit up to which
-    runs fit and the device's: the formulas are wrong by a tenth in the mean, so that they may fit. ``examined`` counts
+    ``tight`` are those that would be faster than all that fit safely, and that occupy more than ``SAFE_SHARE`` of the
+    device: they may fit, and the allocator may make them wait. ``examined`` counts
     the combinations of degrees, micro-batches and recomputation, ``priced`` those whose time was computed, ``refused``
     those that are not among ``layouts``, by reason.
     """
@@ -115,6 +123,7 @@ class LayoutWish:
     """The software that trains all layouts; absent: the one that trains each best, hpcbench's own loop among them."""
     can_run: Callable[[DecoderShape, Layout], bool] | None = None
     """Whether that software runs a layout; absent: it runs all."""
+    precision: LayerPrecision = "bf16"
     site: Site = field(default_factory=Site)
     """Factors of the cluster, where ``software`` was measured there."""
 
@@ -140,6 +149,10 @@ def software_of(shape: DecoderShape, layout: Layout) -> Software:
 
 def priced_only_reason(shape: DecoderShape, layout: Layout) -> str | None:
     """Return why hpcbench cannot run a layout yet; ``None`` where it can."""
+    if shape.experts is not None:
+        return "mixtures of experts"
+    if layout.precision != "bf16":
+        return f"products in {layout.precision}"
     is_split = layout.tensor > 1 or layout.pipeline > 1
     if layout.context > 1:
         return "context parallelism"
@@ -168,7 +181,8 @@ class _Search:
     figures: dict[str, Figures] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.factors = MemoryTerms(**self.machine.memory)
+        self.safe_gib = self.machine.device.memory_gib * SAFE_SHARE
+        node_of_products(self.machine.device, self.request.precision)
 
     def add(self, degrees: dict[str, int]) -> None:
         """Price the micro-batches of one choice of degrees."""
@@ -194,7 +208,8 @@ class _Search:
             for recompute in RECOMPUTATION:
                 layout = Layout(
                     gpus=self.request.gpus, sequence=self.request.sequence, micro_batch=micro_batch, global_batch=total,
-                    recompute=recompute, software=software, **degrees,  # type: ignore[arg-type]
+                    recompute=recompute, software=software, precision=self.request.precision,
+                    **degrees,  # type: ignore[arg-type]
                 )  # fmt: skip
                 reason, own = None, None
                 if self.request.software is None:
@@ -203,7 +218,7 @@ class _Search:
                     self.fitting.append(self._priced(layout, own[0], None))
                     break
                 peak, reason = self._peak_gib(layout), reason if own is None else NEEDS_MORE_MEMORY
-                if is_listed or peak > self.machine.fits_below_gib:
+                if is_listed or peak > self.safe_gib:
                     if own is None and peak <= self.machine.device.memory_gib:
                         self.tight.append(self._priced(layout, peak, reason))
                     self.refused["it does not fit in memory"] += 1
@@ -218,15 +233,19 @@ class _Search:
                     return
 
     def _peak_gib(self, layout: Layout) -> float:
-        """Return the largest reserved memory of a GPU: the first stage has most layers and micro-batches, the last the
+        """Return what the fullest GPU's process occupies: the first stage keeps most activations, the last has the
         logits."""
-        terms = stage_memory_terms(self.shape, layout, ends_only=True)
-        return max(reserved_gib(stage, self.factors) for stage in terms)
+        ranks = allocated_memory(self.shape, layout, ends_only=True)
+        allocated = max(rank.total for rank in ranks)
+        return max(occupied_bytes(allocated, layout), allocated * self.request.site.memory_factor) / _GIB
 
     def _priced(self, layout: Layout, peak_gib: float, priced_only: str | None) -> RankedLayout:
         parts = site_step(self.work(layout), self.figures_of(layout), self.request.site.logs)
         interval_s = loop_interval_s if self.request.software is None else fit_interval_s
         low_s, high_s = interval_s(parts.total_s, layout, self.machine)
+        if unlearned := unlearned_log_error(self.shape, layout):
+            low_s = parts.total_s * exp(-hypot(log(parts.total_s / low_s), unlearned))
+            high_s = parts.total_s * exp(hypot(log(high_s / parts.total_s), unlearned))
         self.priced += 1
         return RankedLayout(
             layout=layout,
@@ -289,10 +308,11 @@ def rank_layouts(
 
 
 def layout_degrees(shape: DecoderShape, gpus: int, sequence: int, per_node: int) -> Iterator[dict[str, int]]:
-    """Yield the degrees of all layouts of a decoder: replicas, shards, tensor, pipeline, context, ZeRO and chunks.
+    """Yield the degrees of all layouts of a decoder: replicas, shards, tensor, pipeline, context, expert, ZeRO, chunks.
 
     Tensor groups divide the heads and lie in a node, or in two; a context group leaves a GPU 1,024 tokens at least;
-    pipelines have a layer a stage at least. Shards are those of all data parallelism or whole nodes of it.
+    pipelines have a layer a stage at least. Shards are those of all data parallelism, or of decoders without experts
+    whole nodes of it. An expert group contains whole tensor groups.
     """
     for tensor in divisors(gpus):
         if tensor > MAX_TENSOR or tensor > 2 * per_node or shape.heads % tensor:
@@ -307,16 +327,24 @@ def layout_degrees(shape: DecoderShape, gpus: int, sequence: int, per_node: int)
             for pipeline in divisors(gpus // tensor // context):
                 if pipeline > shape.layers:
                     continue
-                shared = {"tensor": tensor, "context": context, "pipeline": pipeline}
                 data = gpus // tensor // context // pipeline
-                for chunks in _chunks(shape.layers, pipeline):
-                    # ZeRO 0 is a whole optimizer state a replica, which hpcbench itself runs.
-                    for zero in (0, 1) if data > 1 else (0,):
-                        yield {**shared, "replicas": data, "shards": 1, "zero": zero, "chunks": chunks}
-                for shards in divisors(data):
-                    group = shards * tensor * context
-                    if shards > 1 and (shards == data or group % per_node == 0):
-                        yield {**shared, "replicas": data // shards, "shards": shards, "zero": 0, "chunks": 1}
+                for expert in _expert_degrees(shape, gpus // pipeline, tensor):
+                    shared = {"tensor": tensor, "context": context, "pipeline": pipeline, "expert": expert}
+                    for chunks in _chunks(shape.layers, pipeline):
+                        # ZeRO 0 is a whole optimizer state a replica, which hpcbench itself runs.
+                        for zero in (1,) if data > 1 and expert > 1 else (0, 1) if data > 1 else (0,):
+                            yield {**shared, "replicas": data, "shards": 1, "zero": zero, "chunks": chunks}
+                    for shards in divisors(data):
+                        group = shards * tensor * context
+                        is_partial = group % per_node == 0 and shape.experts is None
+                        if shards > 1 and (shards == data or is_partial):
+                            yield {**shared, "replicas": data // shards, "shards": shards, "zero": 0, "chunks": 1}
+
+
+def _expert_degrees(shape: DecoderShape, ranks: int, tensor: int) -> list[int]:
+    if shape.experts is None:
+        return [1]
+    return [degree for degree in divisors(shape.experts.count) if ranks % degree == 0 and degree % tensor == 0]
 
 
 def _chunks(layers: int, pipeline: int) -> list[int]:
@@ -335,7 +363,7 @@ def _micro_batches(replica_batch: int, most: int) -> Iterator[int]:
 
 
 def _rank_key(candidate: RankedLayout) -> tuple[float, int]:
-    """Return the time of a sample, then the context degree: its messages are not priced, so fewer rank first."""
+    """Return the time of a sample, then the context degree: where its messages are hidden, fewer rank first."""
     return round(candidate.step_time_s / candidate.layout.global_batch, 12), candidate.layout.context
 
 

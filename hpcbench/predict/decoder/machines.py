@@ -117,6 +117,17 @@ def machine_without_runs(node: GpuNode) -> FittedMachine:
     )
 
 
+EXPERTS_LOG_ERROR, PRECISION_LOG_ERROR = 0.45, 0.2
+"""Bounds of 90 % of the errors of experts and of low precision, as logarithms: no figure was learned from such runs,
+and 27 published ones differ so much (``benchmarks/oracle/recipes.py``)."""
+
+
+def unlearned_log_error(shape: DecoderShape, layout: Layout) -> float:
+    """Return the bound of 90 % of the error of terms without learned figures, as a logarithm."""
+    experts = EXPERTS_LOG_ERROR if shape.experts is not None else 0.0
+    return hypot(experts, PRECISION_LOG_ERROR if layout.precision != "bf16" else 0.0)
+
+
 def interval_class(layout: Layout, node: GpuNode) -> str:
     """Return the class of layouts whose errors were pooled: by software, tensor degree and size."""
     if layout.software != "nanotron":

@@ -7,6 +7,7 @@ its runs at once by giving arrays for the fields of ``Work``.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 
 from hpcbench.predict.decoder.work import Work
 
@@ -88,6 +89,8 @@ class StepTerms:
 
     compute: float
     tensor_traffic: float
+    expert_traffic: float
+    context_traffic: float
     shard_traffic: float
     stage_traffic: float
     gradient_traffic: float
@@ -103,23 +106,39 @@ class StepTerms:
 
     @property
     def traffic_s(self) -> float:
-        return self.tensor_traffic + self.shard_traffic + self.stage_traffic + self.gradient_traffic
+        inside_layers = self.tensor_traffic + self.expert_traffic + self.context_traffic + self.shard_traffic
+        return inside_layers + self.stage_traffic + self.gradient_traffic
+
+    @property
+    def total_s(self) -> float:
+        return self.own_s + self.traffic_s + self.bubble + self.straggling
 
 
 def step_terms(work: Work, figures: Figures) -> StepTerms:
     """Split a step: traffic is removed kind by kind, and each kind counts by how much shorter the step becomes."""
     step = step_time(work, figures)
-    works = [work, replace(work, layer_tensor_s=0.0, head_tensor_s=0.0, tensor_messages=0.0)]
-    works.append(replace(works[-1], shard_layer_s=0.0, shard_messages=0.0))
-    works.append(replace(works[-1], stage_sends=0.0))
-    with_all, no_tensor, no_shards, silent = (step_time(each, figures) for each in works)
+    silenced: tuple[dict[str, float], ...] = (
+        {"layer_tensor_s": 0.0, "head_tensor_s": 0.0, "tensor_messages": 0.0},
+        {"layer_exchange_s": 0.0, "layer_wide_exchange_s": 0.0},
+        {"layer_context_s": 0.0},
+        {"shard_layer_s": 0.0, "shard_messages": 0.0},
+        {"stage_sends": 0.0},
+    )
+    pipeline_s, silent = [step.pipeline_s], step
+    for fields_of_kind in silenced:
+        work = replace(work, **fields_of_kind)
+        silent = step_time(work, figures)
+        pipeline_s.append(silent.pipeline_s)
+    tensor, expert, context, shard, stage = (before - after for before, after in pairwise(pipeline_s))
     slowdown = 1.0 + figures.straggling * work.log_nodes
     compute = work.accumulation * silent.micro_batch_s
     return StepTerms(
         compute=compute,
-        tensor_traffic=with_all.pipeline_s - no_tensor.pipeline_s,
-        shard_traffic=no_tensor.pipeline_s - no_shards.pipeline_s,
-        stage_traffic=no_shards.pipeline_s - silent.pipeline_s,
+        tensor_traffic=tensor,
+        expert_traffic=expert,
+        context_traffic=context,
+        shard_traffic=shard,
+        stage_traffic=stage,
         gradient_traffic=step.reduce_exposed_s + step.gather_s,
         bubble=silent.pipeline_s / slowdown - compute,
         straggling=silent.pipeline_s * (1.0 - 1.0 / slowdown),
@@ -142,6 +161,18 @@ def _tensor_rate(work: Work, figures: Figures) -> float:
     return figures.tensor_rate * (1.0 - work.tensor_is_wide) + wide_rate * work.tensor_is_wide
 
 
+def _exchange_s(work: Work, figures: Figures) -> float:
+    """Seconds of a layer's exchange of tokens with experts, at the rates of tensor parallelism: inside nodes and
+    between them at once."""
+    return _larger(work.layer_exchange_s / figures.tensor_rate, work.layer_wide_exchange_s / figures.tensor_wide_rate)
+
+
+def _context_s(work: Work, figures: Figures) -> float:
+    """Seconds of a layer's messages around a context group."""
+    wide = work.context_is_wide
+    return work.layer_context_s / (figures.tensor_rate * (1.0 - wide) + figures.tensor_wide_rate * wide)
+
+
 def _exposed(share: float, work: Work) -> float:
     """Return the part of messages that computation waits for: all where nothing overlaps."""
     return share + (1.0 - share) * work.is_exposed
@@ -150,13 +181,16 @@ def _exposed(share: float, work: Work) -> float:
 def _layer_s(work: Work, figures: Figures) -> float:
     """GPU seconds of one layer, forward and backward, for one micro-batch."""
     attention = work.layer_attention_s / (figures.attention * work.head_width_ratio**figures.attention_head_power)
+    # A block of keys and values arrives while attention reads the one before.
+    attention = attention + _larger(_context_s(work, figures) - attention * (1.0 - work.is_exposed), 0.0)
     matmul = (work.layer_matmul_s + figures.tile_passes * work.layer_tile_s) / figures.matmul
     forward_again = 1.0 + work.recompute_share / 3.0
     wide = work.tensor_is_wide
     rate = _tensor_rate(work, figures)
     message = figures.tensor_message_s * (1.0 - wide) + figures.tensor_wide_message_s * wide * work.tensor / 16.0
     tensor = _exposed(figures.tensor_exposed, work) * work.layer_tensor_s / rate + work.tensor_messages * message
-    compute = (matmul + attention + work.layer_memory_s / figures.memory + tensor) * forward_again
+    messages = tensor + _exchange_s(work, figures)
+    compute = (matmul + attention + work.layer_memory_s / figures.memory + messages) * forward_again
     shard_rate = figures.shard_rate * (1.0 - work.shard_is_wide) + figures.shard_wide_rate * work.shard_is_wide
     shards = work.shard_layer_s / shard_rate + work.shard_messages * figures.shard_message_s * (
         1.0 + work.shard_log_nodes
@@ -179,8 +213,8 @@ def step_time(work: Work, figures: Figures) -> StepTime:
     layer, head = _layer_s(work, figures), _head_s(work, figures)
     contended = figures.host_contended_s * work.tensor**figures.host_contended_power
     contended = contended * work.hidden_ratio**figures.host_contended_hidden_power
-    host = figures.host_layer_s + figures.host_tensor_s * work.is_tensor + contended * work.is_host_contended
-    host = host * (1.0 + work.recompute_share / 3.0)
+    host = figures.host_layer_s * work.host_ratio + figures.host_tensor_s * work.is_tensor
+    host = (host + contended * work.is_host_contended) * (1.0 + work.recompute_share / 3.0)
 
     def stage(layers: float, heads: float) -> float:
         return _smooth_larger(

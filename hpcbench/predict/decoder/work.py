@@ -9,23 +9,29 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from hpcbench.predict.decoder.experts import (
+    GATED_BYTES,
+    PLAIN_BYTES,
+    ExpertWork,
+    expert_replicas,
+    expert_shards,
+    expert_work,
+    held_parameters,
+    host_ratio,
+)
 from hpcbench.predict.decoder.layout import CollectiveRates, GpuNode, Layout, check_layout, stage_layers
+from hpcbench.predict.decoder.low_precision import cast_bytes, node_of_products
+from hpcbench.predict.decoder.products import ProductTime, product, total
 from hpcbench.predict.decoder.software import LOOPS
 from hpcbench.strategies.decoder_shapes import DecoderShape
 
-TILE_ROWS, TILE_COLUMNS = 128, 256
-ALIGNED_SIDE, MISALIGNED = 64, 1.1
-"""NVIDIA's Matrix Multiplication Background User's Guide recommends sides that are multiples of 64 numbers (128 bytes).
-Products with others take about a tenth longer in BigScience's published runs."""
-TILE_DEPTH = 64
-"""Depth of one pass of a tile's main loop; the fitted prologue counts in these."""
 BF16, FP32 = 2, 4
 NORM_AND_RESIDUAL_BYTES = 110
 """Bytes moved for each element of the hidden state by a layer's two normalisations, residual sums, forward and backward
 (unfused kernels: about 22 reads or writes forward, 33 backward of 2 bytes)."""
-GATED_BYTES, PLAIN_BYTES = 34, 16
-"""Bytes for each element of the MLP's inner state: activation, product, and their gradients."""
 QKV_BYTES = 20
+CONTEXT_PASSES = 3.0
+"""Passes of keys and values around a context group: forward, and backward again with their gradients."""
 SCORE_BYTES = 32
 """Bytes for each attention score that is stored: products, masked softmax and dropout, forward and backward."""
 LOGIT_BYTES = 54
@@ -45,9 +51,10 @@ USUAL_GATHER_RATE, USUAL_REDUCE_RATE = 225e9, 185e9
 class Work:
     """Work of a step, of one micro-batch for layers and stages. Seconds are at the device's peak.
 
-    ``layer_*`` concern one layer, forward and backward; ``head_*`` the output head with the loss; ``reduce_*``,
-    ``gather_*`` and ``data_*`` the gradients and parameters of data parallelism; ``shard_*`` fully sharded parameters.
-    ``*_is_wide`` is 1 where the group leaves its node.
+    ``layer_*`` concern one layer, forward and backward, the mean one where some have experts: ``layer_exchange_s`` are
+    messages to experts, ``layer_context_s`` the keys and values of other ranks of a context group. ``head_*`` concern
+    the output head with the loss; ``reduce_*``, ``gather_*`` and ``data_*`` the gradients and parameters of data
+    parallelism; ``shard_*`` fully sharded parameters. ``*_is_wide`` is 1 where the group leaves its node.
     """
 
     layer_matmul_s: float
@@ -57,6 +64,10 @@ class Work:
     head_matmul_s: float
     head_tile_s: float
     head_memory_s: float
+    layer_exchange_s: float
+    layer_wide_exchange_s: float
+    layer_context_s: float
+    context_is_wide: float
     layer_accumulate_s: float
     head_accumulate_s: float
     recompute_share: float
@@ -80,6 +91,7 @@ class Work:
     stage_send_s: float
     stage_sends: float
     is_host_contended: float
+    host_ratio: float
     is_exposed: float
     reduce_s: float
     gather_s: float
@@ -98,31 +110,6 @@ class Work:
     optimizer_tensors: float
     log_nodes: float
     data_node_share: float
-
-
-def _matmul(rows: float, columns: float, depth: float, node: GpuNode) -> tuple[float, float]:
-    """Return the seconds at peak of a product by whole waves of tiles, and of one pass of their main loops."""
-    if not min(rows, columns, depth):
-        return 0.0, 0.0
-    if any(side % ALIGNED_SIDE for side in (columns, depth)):
-        columns *= MISALIGNED
-    tiles = math.ceil(rows / TILE_ROWS) * math.ceil(columns / TILE_COLUMNS)
-    exact = rows * columns / (TILE_ROWS * TILE_COLUMNS)
-    waves = math.ceil(tiles / node.multiprocessors) * node.multiprocessors
-    # Kernels of several tile sizes soften a nearly empty last wave: half of its loss remains.
-    counted = 0.5 * (exact + waves)
-    wave_s = counted * TILE_ROWS * TILE_COLUMNS * 2.0 / node.peak_flops
-    return wave_s * depth, max(waves, 1) * TILE_ROWS * TILE_COLUMNS * 2.0 / node.peak_flops * TILE_DEPTH
-
-
-def _product(
-    rows: int, columns: float, depth: float, node: GpuNode, parts: tuple[float, ...] = (1.0,)
-) -> tuple[float, float]:
-    """Forward (by parts of the rows), gradient of the input, and gradient of the weight."""
-    pieces = [_matmul(rows * part, columns, depth, node) for part in parts]
-    pieces.append(_matmul(rows, depth, columns, node))
-    pieces.append(_matmul(columns, depth, rows, node))
-    return sum(piece[0] for piece in pieces), sum(piece[1] for piece in pieces)
 
 
 def _row_parts(layout: Layout) -> tuple[float, ...]:
@@ -175,43 +162,100 @@ def step_work(shape: DecoderShape, layout: Layout, node: GpuNode, rates: Collect
 def _compute_terms(shape: DecoderShape, layout: Layout, node: GpuNode) -> dict[str, float]:
     tensor = layout.tensor
     tokens = _tokens(layout)
-    parts = _row_parts(layout)
-    products = [
-        _product(tokens, (shape.hidden + 2 * shape.kv_width) / tensor, shape.hidden, node, parts),
-        _product(tokens, shape.hidden, shape.hidden / tensor, node),
-        _product(tokens, shape.ffn * (2 if shape.gated else 1) / tensor, shape.hidden, node, parts),
-        _product(tokens, shape.hidden, shape.ffn / tensor, node),
-    ]
-    head = _product(tokens, shape.vocabulary / tensor, shape.hidden, node, parts)
     local_tokens = tokens / tensor
+    parts = _row_parts(layout)
+    layer_node = node_of_products(node, layout.precision)
+    routed = _routed_share(shape)
     inner = GATED_BYTES if shape.gated else PLAIN_BYTES
-    layer_bytes = local_tokens * (inner * shape.ffn + QKV_BYTES * (shape.hidden + 2 * shape.kv_width))
+    columns = shape.ffn * (2 if shape.gated else 1)
+    mlp = [
+        product(tokens, columns / tensor, shape.hidden, layer_node, parts),
+        product(tokens, shape.hidden, shape.ffn / tensor, layer_node),
+    ]
+    products = total([*_attention_products(shape, layout, layer_node, parts), total(mlp).times(1 - routed)])
+    layer_bytes = (1 - routed) * local_tokens * inner * shape.ffn
+    layer_bytes += local_tokens * QKV_BYTES * (shape.attention_width + shape.kv_state_width)
     layer_bytes += (local_tokens if layout.sequence_parallel else tokens) * NORM_AND_RESIDUAL_BYTES * shape.hidden
-    products_s = sum(product[0] for product in products)
-    # Forward 4 * tokens * sequence * hidden / 2 by the causal mask, backward 2.5 times that.
-    attention_flops = 3.5 * 2.0 * tokens * layout.sequence * shape.hidden / tensor
+    experts = ExpertWork(ProductTime(0.0, 0.0), 0.0, 0.0, 0.0)
+    if routed:
+        experts = expert_work(shape, layout, node, layer_node, parts)
+        products = total([products, experts.products.times(routed)])
+        layer_bytes += routed * experts.moved_bytes
+    products_s = products.seconds
+    head = product(tokens, shape.vocabulary / tensor, shape.hidden, node, parts)
+    # Forward 2 * tokens * sequence * (queries + values) / 2 by the causal mask, backward 2.5 times that.
+    attention_flops = 3.5 * tokens * layout.sequence * (shape.attention_width + shape.value_width) / tensor
     if not layout.fused_attention:
         # The mask saves nothing, and the backward pass has twice the products of the forward one.
         again = 1.0 if layout.recompute == "selective" else 0.0
-        products_s += (3 + again) * 4.0 * tokens * layout.sequence * shape.hidden / tensor / node.peak_flops
+        products_s += (3 + again) * 4.0 * tokens * layout.sequence * shape.attention_width / tensor / node.peak_flops
         attention_flops = 0.0
         layer_bytes += tokens * layout.sequence * shape.heads / tensor * SCORE_BYTES * (1 + again / 3)
+    held = held_parameters(shape, layout)
+    layer_bytes += _cast_operands(shape, layout) * cast_bytes(layout.precision)
+    context_s, context_is_wide = _group_seconds(
+        tokens * layout.context * shape.kv_state_width / tensor * BF16, layout.context,
+        max(1, min(layout.context, node.gpus // min(tensor, node.gpus))), node, tensor,
+    )  # fmt: skip
     hbm = node.memory_bytes_s
     return {
         "layer_matmul_s": products_s,
-        "layer_tile_s": sum(product[1] for product in products),
+        "layer_tile_s": products.tile_s,
         "layer_attention_s": attention_flops / node.peak_flops,
         "layer_memory_s": layer_bytes / hbm,
-        "head_matmul_s": head[0],
-        "head_tile_s": head[1],
+        "head_matmul_s": head.seconds,
+        "head_tile_s": head.tile_s,
         "head_memory_s": local_tokens * shape.vocabulary * LOGIT_BYTES / hbm,
-        "layer_accumulate_s": shape.layer_matmul_parameters / tensor * ACCUMULATE_BYTES / hbm,
+        "layer_exchange_s": routed * experts.exchange_s,
+        "layer_wide_exchange_s": routed * experts.wide_exchange_s,
+        "layer_context_s": CONTEXT_PASSES * context_s,
+        "context_is_wide": float(context_is_wide),
+        "layer_accumulate_s": (held.common + held.experts) * ACCUMULATE_BYTES / hbm,
         "head_accumulate_s": shape.embedding_parameters / tensor * ACCUMULATE_BYTES / hbm,
         "recompute_share": {"none": 0.0, "selective": 0.5 * layout.fused_attention, "full": 1.0}[layout.recompute],
         "head_width_ratio": min(shape.head_width, 128) / 128,
         "is_exposed": float(not layout.overlap),
         "hidden_ratio": shape.hidden / 4096,
     }
+
+
+def _routed_share(shape: DecoderShape) -> float:
+    """Return the share of layers with experts."""
+    return shape.expert_layers / shape.layers
+
+
+def _attention_products(
+    shape: DecoderShape, layout: Layout, node: GpuNode, parts: tuple[float, ...]
+) -> list[ProductTime]:
+    tokens, tensor, latent = _tokens(layout), layout.tensor, shape.latent
+    result = product(tokens, shape.hidden, shape.value_width / tensor, node)
+    if latent is None:
+        columns = (shape.attention_width + 2 * shape.kv_width) / tensor
+        return [product(tokens, columns, shape.hidden, node, parts), result]
+    # Each rank compresses its own tokens.
+    compressed = latent.query_rank + latent.key_rank + latent.rotary_width
+    keys = shape.heads * (latent.plain_width + latent.value_width) / tensor
+    return [
+        product(tokens / tensor, compressed, shape.hidden, node),
+        product(tokens, shape.attention_width / tensor, latent.query_rank, node),
+        product(tokens, keys, latent.key_rank, node),
+        result,
+    ]
+
+
+def _cast_operands(shape: DecoderShape, layout: Layout) -> float:
+    """Return the numbers that a layer casts for one micro-batch: inputs and output gradients of its products, and its
+    weights once a step."""
+    local, routed, experts = _tokens(layout) / layout.tensor, _routed_share(shape), shape.experts
+    inner = shape.ffn * shape.mlp_matrices
+    attention = 2 * shape.hidden + shape.attention_width + shape.kv_state_width + shape.value_width
+    mlp = (1 - routed) * (inner + 2 * shape.hidden)
+    if experts is not None:
+        chosen = experts.active * layout.expert_imbalance
+        mlp += routed * (shape.mlp_matrices * (chosen * experts.ffn + experts.shared_ffn))
+        mlp += routed * 2 * shape.hidden * (chosen + bool(experts.shared_ffn))
+    held = held_parameters(shape, layout)
+    return local * (attention + mlp) + (held.common + held.experts) / layout.accumulation
 
 
 def _stage_terms(shape: DecoderShape, layout: Layout, node: GpuNode, rates: CollectiveRates) -> dict[str, float]:
@@ -234,6 +278,7 @@ def _stage_terms(shape: DecoderShape, layout: Layout, node: GpuNode, rates: Coll
         "is_pipelined": float(is_pipelined),
         "stage_send_s": message / (node.nic_bytes_s if crosses else inside) if is_pipelined else 0.0,
         "stage_sends": 2.0 if is_pipelined else 0.0,
+        "host_ratio": host_ratio(shape, layout),
         "is_host_contended": float(loop.holds_host and is_pipelined and layout.tensor > 1 and crosses and is_disturbed),
     }
 
@@ -259,7 +304,8 @@ def _data_terms(shape: DecoderShape, layout: Layout, node: GpuNode, rates: Colle
     """Gradients, gathered parameters, shards and the optimizer, for the stage with the most parameters."""
     tensor, replicas = layout.tensor, layout.replicas * layout.context
     counts = stage_layers(shape, layout)
-    layer_parameters = shape.layer_matmul_parameters / tensor
+    held = held_parameters(shape, layout)
+    layer_parameters = held.common
     largest = max(
         count * layer_parameters
         + (stage == len(counts) - 1) * shape.embedding_parameters / tensor
@@ -280,26 +326,39 @@ def _data_terms(shape: DecoderShape, layout: Layout, node: GpuNode, rates: Colle
     reduce_s, is_wide = _group_seconds(payload * passes, replicas, per_node, node, stride)
     gathered = largest * BF16 if splits_optimizer and not is_sharded else 0.0
     gather_s, gather_is_wide = _group_seconds(gathered, sharers, min(per_node, sharers), node, stride)
+    scatters = splits_optimizer and not in_groups
+    usual = usual_gather_rate(layout.gpus / node.gpus) if scatters else USUAL_REDUCE_RATE
     ratio = 1.0
     if is_wide and not is_sharded:
-        around = (replicas - 1) / replicas
-        scatters = splits_optimizer and not in_groups
-        usual = usual_gather_rate(layout.gpus / node.gpus) if scatters else USUAL_REDUCE_RATE
         ratio = (rates.reduce_scatter if scatters else rates.all_reduce) / usual
-        reduce_s = payload * passes * around / usual
+        reduce_s = payload * passes * (replicas - 1) / replicas / usual
         if gather_is_wide:
             gather_s = gathered * (sharers - 1) / sharers / usual
     shard_s, shard_is_wide = _group_seconds(
         layer_parameters * BF16, layout.shards, max(1, min(layout.shards, node.gpus // min(tensor, node.gpus))), node,
         tensor,
     )  # fmt: skip
+    pieces = expert_shards(layout)
+    held_experts, copies = max(counts) * held.experts, max(1, expert_replicas(layout) // pieces)
+    copies_per_node = max(1, min(copies, node.gpus // min(layout.expert * pieces, node.gpus)))
+    # Seconds for a byte of each parameter. The ring of an expert has fewer of a node's network ports than the others.
+    ring_s, ring_is_wide = _group_seconds(held_experts / pieces, copies, copies_per_node, node, layout.expert * pieces)
+    if ring_is_wide and not is_sharded:
+        ring_s = held_experts * (copies - 1) / copies / usual * (per_node / copies_per_node)
+    reduce_s += ring_s * passes * (BF16 if is_sharded else loop.gradient_bytes)
+    gather_s += ring_s * BF16 if splits_optimizer and not is_sharded else 0.0
+    shard_s += _group_seconds(
+        held.experts * BF16, pieces, max(1, min(pieces, node.gpus // min(layout.expert, node.gpus))), node,
+        layout.expert,
+    )[0]  # fmt: skip
     tensors = max(counts) * 6.0 + 2.0
     is_data = replicas > 1
     own_parameters = largest / (layout.shards if is_sharded else sharers if splits_optimizer else 1)
+    own_parameters += held_experts / (pieces if is_sharded else copies if splits_optimizer else 1)
     return {
         "reduce_s": reduce_s,
         "gather_s": gather_s,
-        "reduce_is_wide": float(is_wide),
+        "reduce_is_wide": float(is_wide or ring_is_wide),
         "reduce_rate_ratio": ratio,
         "reduce_messages": math.ceil(largest * BF16 / BUCKET_BYTES) if is_data and not is_sharded else 0.0,
         "gather_messages": tensors if is_data and layout.zero else 0.0,
