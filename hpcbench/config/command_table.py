@@ -145,8 +145,8 @@ class LayoutTable(TomlTable):
     expert_imbalance: Annotated[float, Field(ge=1)] | str = 1.0
     """Tokens of the device whose experts have most, over the mean; 1: routing is balanced."""
     precision: Annotated[str, Field(min_length=1)] = "bf16"
-    """Of the layers' products: ``bf16``, ``fp8_delayed``, ``fp8_current``, ``fp8_block``, ``mxfp8``, ``nvfp4``, or an
-    expression with one of these as its value."""
+    """Precision of the layers' products: ``bf16``, ``fp8_delayed``, ``fp8_current``, ``fp8_block``, ``mxfp8`` or
+    ``nvfp4``, or an expression with one of these as its value."""
 
 
 class CommandTable(TomlTable):

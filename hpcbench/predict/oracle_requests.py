@@ -130,6 +130,8 @@ def _request_problems(
     return problems
 
 
+PRICED_SEQUENCE = 4096
+"""Tokens of a sample of decoders that hpcbench does not train: as in published recipes of experts."""
 DEFAULT_TOKENS_PER_GPU = 16_384
 """Tokens of a step whose batch is not given: two sequences of 8,192, as in NVIDIA's recipes for H100."""
 
@@ -175,7 +177,9 @@ def recommend_layouts(
         how = "priced by the profile's figures, without context parallelism and mixed layouts"
         return [f"{reason}: {wish.model} is {how}"]
     check_request(wish, profile, model_folder, of_layouts=True)
-    shape, sequence = named_shape(wish.model), wish.input_size or default_input_size(wish.dataset)
+    shape, sequence = named_shape(wish.model), wish.input_size or PRICED_SEQUENCE
+    if wish.model in MODELS:
+        sequence = _single_run(wish).input_size or default_input_size(wish.dataset)
     precision: LayerPrecision = wish.precision if wish.precision in RECIPES else "bf16"
     per_node = wish.tasks_per_node or default_tasks_per_node(profile, wish.partition)
     machine = machine_of_profile(profile, wish.partition, per_node)
@@ -220,7 +224,7 @@ def recommend_layouts(
 def _layout_notes(
     machine: FittedMachine, shape: DecoderShape, sequence: int, precision: LayerPrecision, trainer: Trainer | None
 ) -> list[str]:
-    """Return what the prices of layouts rest on."""
+    """Return the sources of the prices of layouts."""
     how = f"in {precision} with fused Adam, {sequence} tokens a sample"
     if trainer is not None:
         how = f"layouts are priced as {trainer.software} trains, {how}"

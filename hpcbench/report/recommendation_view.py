@@ -257,7 +257,7 @@ def model_flops_utilisation(recommendation: LayoutRecommendation, row: RankedLay
 
 def _view_notes(recommendation: LayoutRecommendation, ranking: LayoutRanking, most: int) -> Iterable[str]:
     yield (
-        f"{ranking.examined:,} layouts examined, {ranking.priced:,} priced; memory: what a process occupies, up to "
+        f"{ranking.examined:,} layouts examined, {ranking.priced:,} priced; memory: that of a process, up to "
         f"{SAFE_SHARE:.0%} of {recommendation.machine.device.memory_gib:.0f} GiB"
     )
     yield (

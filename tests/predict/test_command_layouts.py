@@ -162,7 +162,7 @@ def test_a_layout_is_priced_like_a_published_run_and_its_terms_are_the_step(writ
 @pytest.mark.parametrize("terms", [{"sequence": 8, "micro_batch": 1}, {"sequence": 8, "micro_batch": 1,
                                    "global_batch": 8, "dp": 8, "depth": 2}])  # fmt: skip
 def test_a_record_of_another_version_is_an_error_and_no_traceback(
-    write_sweep: WriteSweep, terms: dict[str, int | bool | str]
+    write_sweep: WriteSweep, terms: dict[str, int | float | bool | str]
 ) -> None:
     declared = CommandLayout(model="llama_8b", software="fsdp", terms=terms | {"dp": 8})
     with pytest.raises(ConfigError, match="layout: "):

@@ -78,7 +78,7 @@ def test_impossible_values_are_refused(change: dict[str, float]) -> None:
 
 
 def test_one_expert_of_the_mlp_costs_the_mlp_and_its_router() -> None:
-    """A single expert that every token takes is the MLP itself: what is added is the router and the sorting."""
+    """A single expert that every token takes is the MLP itself, beside the router and the sorting."""
     one = replace(LLAMA, experts=Experts(count=1, active=1, ffn=LLAMA.ffn))
     dense, routed = work(LLAMA, LAYOUT), work(one, LAYOUT)
     router = product(4096, 1, LLAMA.hidden, NODE)
@@ -145,8 +145,8 @@ def test_products_of_8_bit_have_their_peak_and_their_casts() -> None:
     assert (low.head_matmul_s, low.layer_attention_s) == (plain.head_matmul_s, plain.layer_attention_s)
     # Inputs and output gradients of the four products, and the weights once for 8 micro-batches.
     hidden, kv, ffn = LLAMA.hidden, LLAMA.kv_width, LLAMA.ffn
-    operands = 4096 * ((hidden + hidden + 2 * kv) + (hidden + hidden) + (hidden + 2 * ffn) + (ffn + hidden))
-    operands += LLAMA.layer_matmul_parameters / 8
+    of_tokens = 4096 * ((hidden + hidden + 2 * kv) + (hidden + hidden) + (hidden + 2 * ffn) + (ffn + hidden))
+    operands = of_tokens + LLAMA.layer_matmul_parameters / 8
     moved = (low.layer_memory_s - plain.layer_memory_s) * NODE.memory_bytes_s
     assert moved == pytest.approx(RECIPES["mxfp8"].cast_bytes * operands)
     memory, half = (allocated_memory(LLAMA, one)[0] for one in (LAYOUT, replace(LAYOUT, precision="mxfp8")))

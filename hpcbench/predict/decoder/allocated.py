@@ -1,7 +1,7 @@
 """Memory that a rank's tensors hold: weights, gradients, optimizer, activations, and temporaries of the peak.
 
 Bytes are counted tensor by tensor, as a caching allocator has handed them out (``max_memory_allocated``).
-``occupied_bytes`` adds what the allocator reserves beyond them, and what a process holds outside of it.
+``occupied_bytes`` adds the allocator's reserve beyond them, and the memory of a process outside of it.
 
 Activations of a layer follow Korthikanti et al. 2022 (arXiv 2205.05198), section 4, with rotary embeddings, gated MLPs,
 grouped keys and fused attention added.

@@ -1,9 +1,9 @@
 """Layers with a mixture of experts: who holds which expert, grouped products, and the exchange of tokens.
 
-An expert group is ``layout.expert`` neighbours of a pipeline stage, over tensor, context and data ranks alike; each
+An expert group is ``layout.expert`` neighbours of a pipeline stage, of the tensor, context and data ranks; each
 holds as many whole experts (expert tensor degree 1 of Megatron-Core; parallel folding, arXiv 2504.14960). Tokens are
 sent to the ranks of their experts and back (all_to_all), in the forward and in the backward pass. Routing is taken as
-balanced but for ``layout.expert_imbalance``, the tokens of the fullest rank over their mean.
+balanced but for ``layout.expert_imbalance``, the tokens of the busiest rank over their mean.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ of a rank: its products, and in low precision the casts of its operands. The las
 
 @dataclass(frozen=True)
 class ExpertWork:
-    """One micro-batch of one layer, forward and backward: seconds at peak or at nominal rates, and bytes."""
+    """Work of a layer for one micro-batch, forward and backward: seconds at peak or at nominal rates, and bytes."""
 
     products: ProductTime
     moved_bytes: float
@@ -76,7 +76,7 @@ def _exchange_seconds(shape: DecoderShape, layout: Layout, node: GpuNode, tokens
     """Return the seconds of all exchanges of a layer inside a node and between nodes.
 
     A token is sent once to each other node that has experts of it, and on to these experts inside of the node, as
-    DeepEP and HybridEP do. Where each of ``n`` nodes is chosen alike, ``k`` experts are on ``n (1 - (1 - 1/n)^k)``.
+    DeepEP and HybridEP do. Where each of ``n`` nodes is as likely, ``k`` experts are on ``n (1 - (1 - 1/n)^k)``.
     """
     assert shape.experts is not None, "a decoder with experts"
     group, active = layout.expert, shape.experts.active
@@ -115,7 +115,7 @@ class HeldParameters:
 
 
 def held_parameters(shape: DecoderShape, layout: Layout, *, vectors: bool = False) -> HeldParameters:
-    """Return what a rank holds of a mean layer; with ``vectors`` its norms and biases, too."""
+    """Return the parameters that a rank holds of a mean layer; with ``vectors`` its norms and biases, too."""
     share = shape.expert_layers / shape.layers
     dense = shape.layer_parameters if vectors else shape.layer_matmul_parameters
     routed = shape.routed_layer_parameters - (0 if vectors else shape.layer_vectors)

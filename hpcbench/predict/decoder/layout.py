@@ -69,7 +69,7 @@ class Layout:
     ``overlap``: messages are sent while kernels compute; else kernels wait for them. ``optimizer_shards``: replicas
     that share the optimizer state under ZeRO 1, 0 for all of them. ``sequence_parallel``: ranks of a tensor group
     normalise their own tokens, else each all of them. ``expert`` is the degree of expert parallelism, over neighbours
-    of a stage; ``expert_imbalance`` the tokens of its fullest rank over their mean.
+    of a stage; ``expert_imbalance`` the tokens of its busiest rank over their mean.
     """
 
     gpus: int

@@ -31,6 +31,7 @@ from hpcbench.predict.decoder.machines import (
 )
 from hpcbench.predict.decoder.pricing import Figures, StepTime
 from hpcbench.predict.decoder.site import CONFIGURATION_SPREAD, Site, gradient, site_step
+from hpcbench.predict.decoder.software import LOOPS
 from hpcbench.predict.decoder.work import Work, step_work
 from hpcbench.strategies.decoder_shapes import DecoderShape
 
@@ -195,10 +196,8 @@ class _Search:
             gpus=self.request.gpus, sequence=self.request.sequence, micro_batch=1, global_batch=data_degree,
             **degrees,  # type: ignore[arg-type]
         )  # fmt: skip
-        if self.request.can_run is not None and not self.request.can_run(self.shape, one):
-            self.refused[f"{self.request.software} does not run it"] += 1
+        if (software := self._software_of(one)) is None:
             return
-        software = self.request.software or software_of(self.shape, one)
         for micro_batch in _micro_batches(total // data_degree, 1 if degrees["context"] > 1 else MAX_MICRO_BATCH):
             accumulation = total // data_degree // micro_batch
             if degrees["chunks"] > 1 and accumulation % degrees["pipeline"]:
@@ -232,8 +231,18 @@ class _Search:
                 if not is_listed:
                     return
 
+    def _software_of(self, layout: Layout) -> Software | None:
+        """Return the software that prices layouts of these degrees; ``None`` where they are left out."""
+        if self.request.can_run is not None and not self.request.can_run(self.shape, layout):
+            self.refused[f"{self.request.software} does not run it"] += 1
+            return None
+        software = self.request.software or software_of(self.shape, layout)
+        # It shares the optimizer in any case, so that the layout is the same as with ZeRO 1.
+        is_twin = LOOPS[software].splits_optimizer and layout.replicas > 1 and layout.shards == 1 and not layout.zero
+        return None if is_twin else software
+
     def _peak_gib(self, layout: Layout) -> float:
-        """Return what the fullest GPU's process occupies: the first stage keeps most activations, the last has the
+        """Return the memory of the process that occupies most: the first stage keeps most activations, the last has the
         logits."""
         ranks = allocated_memory(self.shape, layout, ends_only=True)
         allocated = max(rank.total for rank in ranks)
