@@ -70,7 +70,7 @@ MAX_EXPLAINED = 6
 @click.option(
     "--where", metavar="EXPR", help="Only runs that satisfy the expression, for example 'strategy == \"ddp\" and fits'."
 )
-@click.option("--explain", "explains", is_flag=True, help="Show the terms of each step, and what they rest on.")
+@click.option("--explain", "explains", is_flag=True, help="Show the terms of each step, and their sources.")
 @output_options
 def predict_sweep(
     sweep: str, cluster_name: str, overrides: tuple[str, ...], where: str | None, explains: bool,

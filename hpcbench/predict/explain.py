@@ -1,4 +1,4 @@
-"""A predicted step term by term: the seconds of each, and what they rest on."""
+"""A predicted step term by term: the seconds of each, and their sources."""
 
 from __future__ import annotations
 
