@@ -243,9 +243,16 @@ def main() -> None:
     for name, text in pages().items():
         (DOCS / name).write_text(text, encoding="utf-8")
     for kind in ("cluster", "sweep", "result"):
-        (DOCS / "schemas" / f"{kind}.json").write_bytes(
-            msgspec.json.format(msgspec.json.encode(make_json_schema(kind)), indent=2) + b"\n"
-        )
+        (DOCS / "schemas" / f"{kind}.json").write_bytes(_schema_file(make_json_schema(kind)))
+
+
+def _schema_file(document: dict[str, Any]) -> bytes:
+    """Return JSON with a line for each definition: programs read it, and a diff shows which definition changed."""
+    lines = [
+        b"%b:%b" % (msgspec.json.encode(name), msgspec.json.encode(found)) for name, found in document["$defs"].items()
+    ]
+    others = msgspec.json.encode({name: found for name, found in document.items() if name != "$defs"})
+    return b'{"$defs":{\n' + b",\n".join(lines) + b"\n},\n" + others[1:] + b"\n"
 
 
 if __name__ == "__main__":
