@@ -218,6 +218,7 @@ class VerificationResult(ReferenceComparison, kw_only=True):
     own_precision: ReferenceComparison | None = None
     """The first step once more, in the run's own arithmetic."""
     notes: list[str] = []
+    """Reasons for figures that are absent, and for tolerances that were changed."""
 
 
 class PipelinePrediction(_ResultRecord, kw_only=True):
