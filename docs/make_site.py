@@ -29,7 +29,6 @@ SECTIONS = {
         "add-a-strategy",
         "add-a-scheduler",
         "add-a-model",
-        "add-a-dataset",
         "templates",
         "contributing",
     ],
