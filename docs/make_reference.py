@@ -28,8 +28,11 @@ from hpcbench.workloads.models import MODELS
 DOCS = Path(__file__).resolve().parent
 PACKAGE = DOCS.parent / "hpcbench"
 _WRITTEN_BY = "<!-- Written by docs/make_reference.py: make reference -->\n"
-_ONLY_IN_SCHEMA = {"BlockProbe", "CollectiveProbe", "OverlapProbe", "ProbeResults", "UpdateProbe"}
-"""Records of calibrations, which only the oracle reads."""
+_ONLY_IN_SCHEMA = {
+    "BlockProbe", "CollectiveProbe", "LossSummary", "OverlapProbe", "PipelinePrediction", "PipelineTimeline",
+    "ProbeResults", "RankTimeline", "RankTraffic", "TimelineSpan", "Traffic", "UpdateProbe",
+}  # fmt: skip
+"""Records that other pages describe, and those of calibrations, which only the oracle reads."""
 _EXTENDS = {
     "RunSpec": ("Fixed", "[Fixed](schema-sweep.md#fixed), the parameters of a sweep, with every degree filled in"),
     "VerificationResult": ("ReferenceComparison", "[ReferenceComparison](#referencecomparison)"),
@@ -45,8 +48,9 @@ _ABOUT = {
     "sweep": "A sweep is a TOML file; [sweeps.md](sweeps.md) describes how to write one.",
     "cluster": "A profile is a TOML file; [add a cluster](add-a-cluster.md) describes how to write one.",
     "result": "A run leaves one `result.json`; [how every number is measured](measurement.md) defines its figures. "
-    "Figures that were not measured are absent. Values are in SI units and bytes. Records of calibrations (`probe`) "
-    "are in the JSON Schema only.",
+    "Figures that were not measured are absent. Values are in SI units and bytes. The JSON Schema also has the records "
+    "of [`traffic`](measurement.md#traffic), of a pipeline's [`timeline`](measurement.md#where-a-steps-time-goes) and "
+    "[`predicted`](pipelines.md#predicted-step-time) step, and of calibrations (`probe`).",
 }
 
 
