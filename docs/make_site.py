@@ -33,7 +33,14 @@ SECTIONS = {
         "contributing",
     ],
     "Look up": ["schema-sweep", "schema-cluster", "schema-result", "results-tree", "changelog"],
-    "Figures": ["benchmarks", "benchmarks-rerun", "benchmarks-oracle", "benchmarks-gpu", "benchmarks-megatron"],
+    "Figures": [
+        "benchmarks",
+        "benchmarks-rerun",
+        "benchmarks-oracle",
+        "benchmarks-gpu",
+        "benchmarks-megatron",
+        "cuda-paths",
+    ],
 }
 """The order of the pages. One that is named here and does not exist is left out, one that is not comes under MORE."""
 MORE = "More"
@@ -48,6 +55,7 @@ ELSEWHERE = {
     "benchmarks/oracle/README.md": "benchmarks-oracle.md",
     "benchmarks/oracle/gpu.md": "benchmarks-gpu.md",
     "benchmarks/oracle/megatron.md": "benchmarks-megatron.md",
+    "benchmarks/gpu_day/cuda-paths.md": "cuda-paths.md",
     "docs/decisions": "decisions/index.md",
 }
 """What lies outside of ``docs/``, or is a folder, and is a page of the site."""
