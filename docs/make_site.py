@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 SECTIONS = {
-    "Begin": ["index", "tutorial", "recipes", "tour", "glossary"],
+    "Begin": ["index", "tutorial", "recipes", "glossary"],
     "Use": ["sweeps", "your-own-command", "collectives", "life", "data", "results", "plots", "report", "cli"],
     "Choose": ["strategies", "pipelines", "horovod", "models", "catalog"],
     "Predict": ["oracle", "oracle-gpu", "calibration", "dry-run", "formulas"],
@@ -31,6 +31,7 @@ SECTIONS = {
         "add-a-model",
         "templates",
         "contributing",
+        "tour",
     ],
     "Look up": ["schema-sweep", "schema-cluster", "schema-result", "results-tree", "changelog"],
     "Figures": [
@@ -48,6 +49,7 @@ ELSEWHERE = {
     "templates/README.md": "templates.md",
     "results/README.md": "results-tree.md",
     "CONTRIBUTING.md": "contributing.md",
+    "hpcbench/README.md": "tour.md",
     "CHANGELOG.md": "changelog.md",
     "README.md": "index.md",
     "benchmarks/README.md": "benchmarks.md",
