@@ -21,14 +21,24 @@ from hpcbench.cli.main import COMMANDS, cli
 from hpcbench.config.option import Option
 from hpcbench.site.project_setup import make_json_schema
 from hpcbench.strategies.catalog import ALIASES, STRATEGIES
+from hpcbench.strategies.layer_table import read_shipped_table
 from hpcbench.workloads.datasets import DATASETS
 from hpcbench.workloads.models import MODELS
 
 DOCS = Path(__file__).resolve().parent
 PACKAGE = DOCS.parent / "hpcbench"
 _WRITTEN_BY = "<!-- Written by docs/make_reference.py: make reference -->\n"
-_ONLY_IN_SCHEMA = {"BlockProbe", "CollectiveProbe", "OverlapProbe", "ProbeResults", "UpdateProbe"}
-"""Records of calibrations, which only the oracle reads."""
+_ONLY_IN_SCHEMA = {
+    "BlockProbe", "CollectiveProbe", "LossSummary", "OverlapProbe", "PipelinePrediction", "PipelineTimeline",
+    "ProbeResults", "RankTimeline", "RankTraffic", "TimelineSpan", "Traffic", "UpdateProbe",
+}  # fmt: skip
+"""Records that other pages describe, and those of calibrations, which only the oracle reads."""
+_EXTENDS = {
+    "RunSpec": ("Fixed", "[Fixed](schema-sweep.md#fixed), the parameters of a sweep, with every degree filled in"),
+    "VerificationResult": ("ReferenceComparison", "[ReferenceComparison](#referencecomparison)"),
+}
+"""Records that have all fields of another one, which the page describes once."""
+COUNTED_ON = {"images": "imagenet", "volumes": "cosmoflow", "tokens": "tokens"}
 _COMMON = 6
 """An option that this many commands have is described once."""
 _FIELD_SOURCES = ("results/schema.py", "results/probe_records.py", "config/run_spec.py", "strategies/traffic.py")
@@ -38,8 +48,9 @@ _ABOUT = {
     "sweep": "A sweep is a TOML file; [sweeps.md](sweeps.md) describes how to write one.",
     "cluster": "A profile is a TOML file; [add a cluster](add-a-cluster.md) describes how to write one.",
     "result": "A run leaves one `result.json`; [how every number is measured](measurement.md) defines its figures. "
-    "Figures that were not measured are absent. Values are in SI units and bytes. Records of calibrations (`probe`) "
-    "are in the JSON Schema only.",
+    "Figures that were not measured are absent. Values are in SI units and bytes. The JSON Schema also has the records "
+    "of [`traffic`](measurement.md#traffic), of a pipeline's [`timeline`](measurement.md#where-a-steps-time-goes) and "
+    "[`predicted`](pipelines.md#predicted-step-time) step, and of calibrations (`probe`).",
 }
 
 
@@ -60,8 +71,8 @@ def _page(title: str, parts: Iterable[str]) -> str:
 
 def _commands() -> Iterator[str]:
     yield "Exit codes: 0 success; 1 some runs did not end well, or `compare` found a regression; 2 an invalid argument"
-    yield "or file; 3 the scheduler or the file system refused. Options may stand anywhere after the command. Every"
-    yield "command has `--help`.\n"
+    yield "or file; 3 the scheduler or the file system refused. Options may stand anywhere after the command. `--help`"
+    yield "of a command has details and examples.\n"
     listed = list(_listed_commands(cli, click.Context(cli, info_name="hpcbench")))
     counts = Counter(row for command, context in listed for row in _option_rows(command, context))
     common = [row for row, count in counts.most_common() if count >= _COMMON]
@@ -70,7 +81,7 @@ def _commands() -> Iterator[str]:
     for command, context in listed:
         pieces = [piece for piece in command.collect_usage_pieces(context) if piece != "[OPTIONS]"]
         yield f"## `{' '.join([context.command_path, *pieces])}`\n"
-        yield f"{_text(inspect.cleandoc(command.help or ''))}\n"
+        yield f"{_summary(command.help or '')}\n"
         rows = _option_rows(command, context)
         if own := [row for row in rows if row not in common]:
             yield from _table(("option", "meaning"), ((f"`{names}`", text) for names, text in own))
@@ -107,21 +118,44 @@ def _catalog() -> Iterator[str]:
     named = (f"`{name}` for `{alias.strategy}`" for name, alias in ALIASES.items())
     yield f"Aliases, for strategies that become hybrids with several degrees above 1: {', '.join(named)}.\n"
     yield "## Models\n"
-    shipped = ((f"`{name}`", one.description, one.kind, _options(one.options)) for name, one in MODELS.items())
-    yield from _table(("model", "description", "accepts", "options (default)"), shipped)
+    yield "[The shipped models](models.md) has their sources and forms. Parameters are those on ImageNet, CosmoFlow or"
+    yield "tokens; `hpcbench models` prints those of all data sets.\n"
+    shipped = (
+        (f"`{name}`", one.description, _parameters(name), f"{one.kind} from {one.min_size}", _options(one.options))
+        for name, one in MODELS.items()
+    )
+    yield from _table(("model", "description", "parameters", "smallest input", "options (default)"), shipped)
     yield "## Data sets\n"
+    yield "[Data sets and samples](data.md) describes where samples come from. Real files lie in the data folder.\n"
     sets = (
         (
             f"`{name}`",
             one.description,
-            one.kind,
-            " x ".join(map(str, one.shape)),
-            f"{one.samples:,}",
-            f"{one.held_out:,}",
+            f"{one.kind}, {' x '.join(map(str, one.shape))}",
+            one.target
+            if one.target == "tokens"
+            else f"{one.outputs:,} {'classes' if one.target == 'class' else one.target}",
+            f"{one.samples:,} ({one.held_out:,})",
+            "yes" if one.synthetic else "no",
+            one.real or "",
         )
         for name, one in DATASETS.items()
     )
-    yield from _table(("data set", "description", "kind", "one sample", "samples per epoch", "held out"), sets)
+    head = (
+        "data set",
+        "description",
+        "one sample",
+        "target",
+        "samples per epoch (held out)",
+        "synthetic",
+        "real files",
+    )
+    yield from _table(head, sets)
+
+
+def _parameters(model: str) -> str:
+    table = read_shipped_table(model, COUNTED_ON[MODELS[model].kind])
+    return f"{table.totals().parameters:,}" if table else ""
 
 
 def _names(names: Iterable[str]) -> str:
@@ -146,7 +180,7 @@ def _schema(kind: str) -> Iterator[str]:
     for name in sorted(definitions.keys() - _ONLY_IN_SCHEMA, key=lambda name: (name != first, name)):
         found = definitions[name]
         yield f"## {name}\n"
-        yield f"{_text(inspect.cleandoc(found.get('description', '')))}\n"
+        yield f"{_summary(found.get('description', ''))}\n"
         if "prefixItems" in found:
             yield f"An array of {len(found['prefixItems'])} values.\n"
         elif kind == "sweep" and name in ("Grid", "Exclude"):
@@ -154,8 +188,33 @@ def _schema(kind: str) -> Iterator[str]:
             yield f"The parameters of `Fixed`{', each with the list of its values' if name == 'Grid' else ''}.\n"
             own = {key: value for key, value in found["properties"].items() if key not in shared}
             yield from _fields({**found, "properties": own}, {})
+        elif name in _EXTENDS:
+            first, link = _EXTENDS[name]
+            yield f"The fields of {link}, and:\n"
+            yield from _fields(_without(found, first), docstrings.get(name, {}))
+        elif name == "Fixed":
+            yield from _fields(_with_defaults(found), {})
         else:
             yield from _fields(found, docstrings.get(name, {}))
+
+
+def _without(found: dict[str, Any], first: str) -> dict[str, Any]:
+    """Return the record without the fields that ``first`` also has."""
+    kind = "sweep" if first == "Fixed" else "result"
+    shared = make_json_schema(kind)["$defs"][first]["properties"]
+    return {**found, "properties": {name: entry for name, entry in found["properties"].items() if name not in shared}}
+
+
+def _with_defaults(fixed: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters of a sweep with the defaults of a run, except degrees, and values that stand for none."""
+    run = make_json_schema("result")["$defs"]["RunSpec"]["properties"]
+    entries = {}
+    for name, entry in fixed["properties"].items():
+        own = run.get(name, {})
+        default = None if name.endswith("_degree") else own.get("default")
+        is_none = default is not None and "minimum" in own and default < own["minimum"]
+        entries[name] = {**entry, "default": None if is_none else default}
+    return {**fixed, "properties": entries}
 
 
 def _fields(found: dict[str, Any], docstrings: dict[str, str]) -> Iterator[str]:
@@ -231,6 +290,11 @@ def _cell(text: str) -> str:
     return " ".join(_text(text).split()).replace("|", "\\|")
 
 
+def _summary(text: str) -> str:
+    """Return the first paragraph of a docstring."""
+    return _text(inspect.cleandoc(text).partition("\n\n")[0])
+
+
 def _text(text: str) -> str:
     """Turn the double backticks of docstrings into those of Markdown, and escape all other markup."""
     text = re.sub(r"``(.+?)``", r"`\1`", text)
@@ -243,9 +307,16 @@ def main() -> None:
     for name, text in pages().items():
         (DOCS / name).write_text(text, encoding="utf-8")
     for kind in ("cluster", "sweep", "result"):
-        (DOCS / "schemas" / f"{kind}.json").write_bytes(
-            msgspec.json.format(msgspec.json.encode(make_json_schema(kind)), indent=2) + b"\n"
-        )
+        (DOCS / "schemas" / f"{kind}.json").write_bytes(_schema_file(make_json_schema(kind)))
+
+
+def _schema_file(document: dict[str, Any]) -> bytes:
+    """Return JSON with a line for each definition: programs read it, and a diff shows which definition changed."""
+    lines = [
+        b"%b:%b" % (msgspec.json.encode(name), msgspec.json.encode(found)) for name, found in document["$defs"].items()
+    ]
+    others = msgspec.json.encode({name: found for name, found in document.items() if name != "$defs"})
+    return b'{"$defs":{\n' + b",\n".join(lines) + b"\n},\n" + others[1:] + b"\n"
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 SECTIONS = {
-    "Begin": ["index", "tutorial", "recipes", "tour", "glossary"],
+    "Begin": ["index", "tutorial", "recipes", "glossary"],
     "Use": ["sweeps", "your-own-command", "collectives", "life", "data", "results", "plots", "report", "cli"],
     "Choose": ["strategies", "pipelines", "horovod", "models", "catalog"],
     "Predict": ["oracle", "oracle-gpu", "calibration", "dry-run", "formulas"],
@@ -29,12 +29,19 @@ SECTIONS = {
         "add-a-strategy",
         "add-a-scheduler",
         "add-a-model",
-        "add-a-dataset",
         "templates",
         "contributing",
+        "tour",
     ],
     "Look up": ["schema-sweep", "schema-cluster", "schema-result", "results-tree", "changelog"],
-    "Figures": ["benchmarks", "benchmarks-rerun", "benchmarks-oracle", "benchmarks-gpu", "benchmarks-megatron"],
+    "Figures": [
+        "benchmarks",
+        "benchmarks-rerun",
+        "benchmarks-oracle",
+        "benchmarks-gpu",
+        "benchmarks-megatron",
+        "cuda-paths",
+    ],
 }
 """The order of the pages. One that is named here and does not exist is left out, one that is not comes under MORE."""
 MORE = "More"
@@ -42,6 +49,7 @@ ELSEWHERE = {
     "templates/README.md": "templates.md",
     "results/README.md": "results-tree.md",
     "CONTRIBUTING.md": "contributing.md",
+    "hpcbench/README.md": "tour.md",
     "CHANGELOG.md": "changelog.md",
     "README.md": "index.md",
     "benchmarks/README.md": "benchmarks.md",
@@ -49,6 +57,7 @@ ELSEWHERE = {
     "benchmarks/oracle/README.md": "benchmarks-oracle.md",
     "benchmarks/oracle/gpu.md": "benchmarks-gpu.md",
     "benchmarks/oracle/megatron.md": "benchmarks-megatron.md",
+    "benchmarks/gpu_day/cuda-paths.md": "cuda-paths.md",
     "docs/decisions": "decisions/index.md",
 }
 """What lies outside of ``docs/``, or is a folder, and is a page of the site."""

@@ -20,7 +20,7 @@ import tomli
 
 ROOT = Path(__file__).resolve().parent.parent
 BOUNDS = ROOT / "tests" / "vocabulary.toml"
-PAGES = ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "results/README.md", "templates/README.md")
+PAGES = ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "results/README.md", "templates/README.md", "hpcbench/README.md")
 
 
 class Paragraph(NamedTuple):

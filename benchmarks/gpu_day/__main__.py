@@ -4,7 +4,7 @@ python -m benchmarks.gpu_day run --out FOLDER    all parts, at most 420 s
 python -m benchmarks.gpu_day kit                 wheels for a node without a network
 python -m benchmarks.gpu_day predict             predictions, to be committed before the day
 python -m benchmarks.gpu_day report FOLDER       report.md once more
-python -m benchmarks.gpu_day status              the table of CUDA paths in docs/gpu-check.md
+python -m benchmarks.gpu_day status              the table of cuda-paths.md
 python -m benchmarks.gpu_day calibrate FOLDER    a calibration from a day's results
 """
 
@@ -32,7 +32,7 @@ def main() -> int:
     kit.add_argument("--out", type=Path, default=Path(".whl"), metavar="FOLDER")
     kit.add_argument("--python", default="3.12", metavar="X.Y", help="the node's Python")
     verbs.add_parser("predict", help="write the predictions")
-    verbs.add_parser("status", help="write the table of CUDA paths in docs/gpu-check.md")
+    verbs.add_parser("status", help="write the table of cuda-paths.md")
     for name, text in (("report", "write report.md"), ("calibrate", "fit a calibration to a day's results")):
         verbs.add_parser(name, help=text).add_argument("folder", type=Path)
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Which CUDA paths were executed: the table of ``docs/gpu-check.md``, from the rows below and the days' results.
+"""Which CUDA paths were executed: the table of ``cuda-paths.md``, from the rows below and the days' results.
 
 A row states how a part was executed without a GPU. Its condition names the runs that execute it on one; as soon as a
 committed day has such runs, the row shows how they ended.
@@ -16,7 +16,7 @@ from benchmarks.gpu_day.shards import ShardFigures
 from hpcbench.results.schema import STATUS_OK, RunResult
 from hpcbench.strategies.catalog import STRATEGIES, get_strategy
 
-PAGE = Path(__file__).parents[2] / "docs/gpu-check.md"
+PAGE = Path(__file__).with_name("cuda-paths.md")
 _BEGIN, _END = "<!-- rows: python -m benchmarks.gpu_day status -->\n", "<!-- end of rows -->\n"
 
 Condition = Callable[[RunResult], bool]
@@ -121,7 +121,7 @@ ROWS: list[StatusRow] = [
         "the counter is in mJ since the driver was loaded, from Volta on; GPUs update it every 20 to 100 ms "
         "([PETSc](https://petsc.org/main/manualpages/Log/PetscLogGpuEnergyMeter), Zeus), and A100 and H100 sample "
         "their power during a quarter of the time ([arXiv:2312.02741](https://arxiv.org/abs/2312.02741)): runs whose "
-        "timed steps are shorter than 2 s get a [warning](measurement.md#warnings)", "a device's counters",
+        "timed steps are shorter than 2 s get a [warning](../../docs/measurement.md#warnings)", "a device's counters",
         lambda result: result.metrics.energy_j is not None,
     ),
     StatusRow(

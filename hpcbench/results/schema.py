@@ -98,6 +98,7 @@ class RunMetrics(_ResultRecord, kw_only=True):
     peak_reserved_bytes: int | None = None
     time_to_first_step_s: float | None = None
     loss: LossSummary | None = None
+    """Mean loss per sample of the `first` and the `last` step; absent where it diverged."""
     accuracy: float | None = None
     time_to_accuracy_s: float | None = None
     """Training time, warm-up included and evaluation excluded, until ``target_accuracy`` was reached."""
@@ -218,6 +219,7 @@ class VerificationResult(ReferenceComparison, kw_only=True):
     own_precision: ReferenceComparison | None = None
     """The first step once more, in the run's own arithmetic."""
     notes: list[str] = []
+    """Reasons for figures that are absent, and for tolerances that were changed."""
 
 
 class PipelinePrediction(_ResultRecord, kw_only=True):

@@ -54,6 +54,7 @@ def pages() -> list[Path]:
         ROOT / "clusters",
         ROOT / "benchmarks",
         ROOT / "benchmarks" / "oracle",
+        ROOT / "hpcbench",
     ]
     return [path for folder in folders for path in sorted(folder.glob("*.md"))]
 

@@ -16,7 +16,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("add-a-strategy.md", "add-a-scheduler.md", "add-a-model.md", "add-a-dataset.md")
+PAGES = ("add-a-strategy.md", "add-a-scheduler.md", "add-a-model.md")
 FILE = re.compile(
     r"A new file `(?:hpcbench/strategies|my_package)/([\w/]+\.py)`[^\n]*:\n\n```python\n(.*?)```", re.DOTALL
 )
@@ -71,8 +71,9 @@ class Site:
             text = (ROOT / "docs" / page).read_text(encoding="utf-8")
             for name, code in FILE.findall(text):
                 (package / name).write_text(code, encoding="utf-8")
-            (point,) = ENTRY_POINT.findall(text)
-            project += "\n".join(point) + "\n"
+            points = ["\n".join(point) + "\n" for point in ENTRY_POINT.findall(text)]
+            assert points, page
+            project += "".join(points)
         for part in (package, package / "late"):
             (part / "__init__.py").touch()
         (source / "pyproject.toml").write_text(project)
