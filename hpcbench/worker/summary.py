@@ -40,8 +40,7 @@ def compute_metrics(
         samples: Samples of one epoch, where they were counted or the data set states them.
     """
     steady, is_whole = slowest[skipped:], len(ranks) == spec.ranks
-    times = timing_statistics.step_time_statistics(steady)
-    warnings += timing_statistics.make_steadiness_warnings(steady, times)
+    step_times = timing_statistics.step_time_metrics(steady, warnings)
     rate = flops_per_s = None
     intervals_s = timing_statistics.timed_intervals_s(ranks, skipped)
     timed_s = max(intervals_s.values(), default=0.0) if is_whole else 0.0
@@ -60,7 +59,7 @@ def compute_metrics(
     target = spec.target_accuracy
     reached = next((point for point in evaluations if target is not None and point.accuracy >= target), None)
     metrics = schema.RunMetrics(
-        step_time_s=times,
+        **step_times,
         samples_per_s=rate,
         timed_s=timed_s or None,
         **_token_rates(spec, rate),
@@ -73,8 +72,6 @@ def compute_metrics(
         time_to_accuracy_s=reached.train_time_s if reached else None,
         time_to_accuracy_with_evaluation_s=reached.wall_s if reached else None,
         steps_to_accuracy=reached.step if reached else None,
-        outlier_steps=timing_statistics.count_outliers(steady),
-        drift=timing_statistics.relative_drift(steady),
         **timing_statistics.straggler_statistics(ranks if is_whole else {}, skipped),
         **_step_phases(spec, ranks),
         **energy_metrics(spec, ranks),

@@ -144,3 +144,10 @@ def test_step_times_of_any_unit_of_time_become_seconds(unit: str, step_s: float 
     assert isinstance(own, StepTimeStatistics)
     assert own.median == 4.0
     assert (metrics.step_time_s and metrics.step_time_s.median, steps_s) == (step_s, [step_s, step_s] if step_s else [])
+
+
+def test_steps_that_take_no_time_have_no_rate() -> None:
+    command = Command(argv=["x"], metrics=[STEP], per_step={"samples_per_step": "8"})
+    spec = RunSpec(strategy="command", workload="command", warmup_steps=0)
+    metrics, steps_s = command_metrics(spec, command, {}, {0: rank(0, step_time=[0.0, 0.0])}, [])
+    assert (steps_s, metrics.samples_per_s) == ([0.0, 0.0], None)
