@@ -106,10 +106,11 @@ WRONG: dict[str, tuple[str, str, str]] = {
     "no source": (METRIC, "", "either pattern or json is needed, and neither is given"),
     "name": ("[[command", 'parameters.steps = { type = "int", default = 1 }\n[[command', "sweep.toml:7: command.parameters: 'steps' is a name that every run has"),
     "default": ("default = 1 }", 'default = "a" }', "default: a whole number expected, not \"a\""),
-    "type": ("lr = [1e-3, 1e-2]", "lr = [true]", "sweep.toml:14: lr: a number expected, not true"),
+    "type": ("lr = [1e-3, 1e-2]", "lr = [true]", "sweep.toml:14: parameters.lr: a number expected, not true"),
     "unknown": ("lr = [1e-3, 1e-2]", "parameters.lrr = [1.0]", "[command] has no parameter 'lrr'\n  did you mean 'lr'?"),
     "unit": ('unit = "s"', 'unit = "secs"', "sweep.toml:9: command.metrics.0.unit: 'secs' is not a unit: write 's'"),
     "part of a unit": ('unit = "s"', 'unit = "GB/tick"', "'tick' is not a unit: for instance s, ms, bytes, GB/s, J, %"),
+    "workload": ("[grid]", '[fixed]\nworkload = "collectives"\n[grid]', "sweep.toml:14: workload belongs to trainings of hpcbench"),
     "strategy": ("[grid]", '[fixed]\nstrategy = "ddp"\n[grid]', "sweep.toml:14: strategy belongs to trainings of hpcbench"),
     "launch's option": ("nodes = [1, 2]", 'options.launch = ["job"]', "options.launch belongs to trainings of hpcbench"),
     "training": ("nodes = [1, 2]", "batch_size = [8]", "sweep.toml:15: batch_size belongs to trainings of hpcbench"),
@@ -132,5 +133,5 @@ def test_a_wrong_command_is_refused_with_its_line(write_sweep: WriteSweep, text:
 
 def test_parameters_need_a_command(write_sweep: WriteSweep) -> None:
     text = 'name = "a"\n[fixed]\nmodel = "vgg11"\ndataset = "cifar10"\nstrategy = "ddp"\nbatch_size = 8\nparameters.lr = 1.0\n'
-    with pytest.raises(ConfigErrors, match=r"parameters are set without a \[command\]"):
+    with pytest.raises(ConfigErrors, match=r"sweep.toml:7: parameters.lr is set without a \[command\]"):
         check_names(write_sweep(text))
