@@ -78,6 +78,7 @@ def test_values_are_read_while_the_disk_is_full(tmp_path: Path) -> None:
 def test_a_line_without_an_end_is_read_in_pieces(tmp_path: Path) -> None:
     output = read(tmp_path, b"x" * 5 * output_module.MAX_LINE_BYTES + b"\nelapsed 1\n")
     assert output.values == {"step_time": [1.0]}
+    assert max(map(len, output.last)) == 1000
 
 
 def test_json_lines_hold_metrics(tmp_path: Path) -> None:
