@@ -127,10 +127,10 @@ def program_hashes(command: Command, values: Mapping[str, Any]) -> dict[str, str
 
 
 def _agree_on_port(address: str, channel: ControlChannel | None) -> str:
-    """Return a port that was free at ``address``, which is rank 0's, for all ranks."""
+    """Return a port that was free on the host of rank 0, whose address is ``address``, on all ranks."""
     if channel is not None and channel.rank > 0:
         return channel.store.get(_PORT_KEY).decode()
-    with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+    with socket.create_server(("", 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         port = str(probe.getsockname()[1])
     if channel is not None:
         channel.publish(_PORT_KEY, port)
