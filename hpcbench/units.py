@@ -49,10 +49,11 @@ _WRONG_UNITS = {
 }  # fmt: skip
 
 
-def check_unit(text: str) -> None:
-    """Raise ``ValueError`` unless ``text`` is a unit: a known one, a plural noun (tokens), or a quotient of both.
+def check_unit(text: str) -> str:
+    """Return ``text`` if it is a unit: a known one, a plural noun (tokens), or a quotient of both; else ``ValueError``.
 
     >>> check_unit("tokens/s")
+    'tokens/s'
     """
     for part in [] if text in _OTHER_UNITS else text.split("/"):
         if part in _WRONG_UNITS:
@@ -61,6 +62,7 @@ def check_unit(text: str) -> None:
             raise ValueError(
                 f"{part!r} is not a unit: for instance s, ms, bytes, GB/s, J, %, or a count such as tokens/s"
             )
+    return text
 
 
 def time_unit_s(unit: str) -> float | None:

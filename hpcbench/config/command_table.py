@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
+import msgspec
 from pydantic import AfterValidator, Field, model_validator
 
 from hpcbench.config.command import (
@@ -14,8 +15,6 @@ from hpcbench.config.command import (
     PLACEHOLDER,
     RUN_INTEGERS,
     Command,
-    CommandLayout,
-    CommandMetric,
     LayerPrecision,
     Recompute,
     Software,
@@ -23,7 +22,7 @@ from hpcbench.config.command import (
 from hpcbench.config.expression import Expression
 from hpcbench.config.option import Option, toml_literal
 from hpcbench.config.run_spec import PARAMETER_DEFAULTS, RunSpec
-from hpcbench.config.toml_tables import SingleLineText, TomlSource, TomlTable
+from hpcbench.config.toml_tables import FOLDER_PATTERN, SingleLineText, TomlSource, TomlTable
 from hpcbench.errors import ConfigError, HpcbenchError, did_you_mean
 from hpcbench.paths import resolve_beside
 from hpcbench.units import check_unit
@@ -32,14 +31,35 @@ _NAME = r"^[A-Za-z][A-Za-z0-9_]{0,63}$"
 _KINDS = {"bool": bool, "int": int, "float": float, "text": str}
 
 
-def _checked_unit(text: str) -> str:
-    check_unit(text)
+def _checked_pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"{text!r:.80} is not a regular expression: {error}") from error
     return text
 
 
-Unit = Annotated[SingleLineText, AfterValidator(_checked_unit)]
+def _with_group(text: str) -> str:
+    if not re.compile(text).groups:
+        raise ValueError(f"{text!r:.80} has no group: put the number in brackets: 'elapsed ([0-9.]+)'")
+    return text
+
+
+def _free_name(name: str) -> str:
+    if name in RunSpec.__struct_fields__ or name in (*RUN_INTEGERS, *LAUNCH_VARIABLES):
+        raise ValueError(f"{name!r} is a name that every run has: choose another")
+    return name
+
+
+def _inside_folder(pattern: str) -> str:
+    if pattern.startswith("/") or ".." in pattern.split("/") or not pattern:
+        raise ValueError(f"{pattern!r:.80} leads out of the run's folder: name files below it, as profile/*.json")
+    return pattern
+
+
+Unit = Annotated[SingleLineText, AfterValidator(check_unit)]
 Word = Annotated[str, Field(pattern=r"^[^\x00]*$", max_length=100_000)]
-Pattern = Annotated[str, Field(min_length=1, max_length=1000)]
+Pattern = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(_checked_pattern)]
 
 
 class ParameterTable(TomlTable):
@@ -75,7 +95,7 @@ class MetricTable(TomlTable):
     better: Literal["lower", "higher"]
     per: Literal["step", "run"] = "run"
     """``step``: every value is one step's, and the first ``warmup_steps`` do not count. ``run``: the last value."""
-    pattern: Pattern | None = None
+    pattern: Annotated[Pattern, AfterValidator(_with_group)] | None = None
     """A regular expression whose first group is the number, searched in every line of the output."""
     json_: Annotated[str | None, Field(alias="json", min_length=1)] = None
     """A key of the JSON objects in the lines of ``$HPCBENCH_METRICS``."""
@@ -156,14 +176,14 @@ class CommandTable(TomlTable):
     """The program and its arguments; ``{name}`` is a parameter, ``{{`` a brace. No shell reads them."""
     launch: Literal["rank", "node", "job"] = "rank"
     """``rank``: a process for each device. ``node``: one a node (torchrun, deepspeed). ``job``: one in all."""
-    folder: Word = "run"
+    folder: Annotated[Word, Field(pattern=FOLDER_PATTERN)] = "run"
     """``run``: a new folder for each attempt. Or a path, which attempts share."""
-    parameters: dict[Annotated[str, Field(pattern=_NAME)], ParameterTable] = {}
+    parameters: dict[Annotated[str, Field(pattern=_NAME), AfterValidator(_free_name)], ParameterTable] = {}
     must_match: list[Pattern] = []
     """Regular expressions; a run without a line that matches each has failed."""
     must_not_match: list[Pattern] = []
     """Regular expressions; a run with a line that matches one has failed."""
-    outputs: list[Word] = []
+    outputs: list[Annotated[Word, AfterValidator(_inside_folder)]] = []
     """Files of the run's folder that are kept beside the result, as patterns of names: ``profile/*.json``."""
     metrics: list[MetricTable] = []
     samples_per_step: str = ""
@@ -177,54 +197,41 @@ class CommandTable(TomlTable):
 
 def parse_command(table: CommandTable, source: TomlSource, problems: list[HpcbenchError]) -> Command:
     """Return the command of ``[command]``; its errors are appended to ``problems``."""
-    for name in table.parameters:
-        if name in RunSpec.__struct_fields__ or name in (*RUN_INTEGERS, *LAUNCH_VARIABLES):
-            message = f"command.parameters: {name!r} is a name that every run has"
-            problems.append(source.error(message, "command", "parameters", name, hint="choose another name"))
+    known = list(dict.fromkeys([*table.parameters, *RUN_INTEGERS, *LAUNCH_VARIABLES]))
     for number, word in enumerate(table.argv):
-        problems += _word_problems(word, table.parameters, source, "argv", number)
-    problems += _folder_problems(table, source)
-    for key in ("must_match", "must_not_match"):
-        problems += _pattern_problems(getattr(table, key), 0, source, "command", key)
-    names = [metric.name for metric in table.metrics]
+        problems += _word_problems(word, known, source, "argv", number)
+    of_folder = [name for name in known if name != "HPCBENCH_RUN_FOLDER"]
+    problems += _word_problems(table.folder, of_folder, source, "folder")
+    names = [*table.parameters, *PARAMETER_DEFAULTS, "ranks", "devices", "devices_per_node"]
+    metrics = [metric.name for metric in table.metrics]
     for number, metric in enumerate(table.metrics):
-        if metric.pattern is not None:
-            problems += _pattern_problems([metric.pattern], 1, source, "command", "metrics", number, "pattern")
-        if metric.value:
-            names_of_value = [*expression_names(table.parameters), "value"]
-            problems += _expression_problems(metric.value, names_of_value, source, "metrics", number, "value")
-        if names.index(metric.name) < number:
+        if metrics.index(metric.name) < number:
             problems.append(source.error(f"two metrics have the name {metric.name!r}", "command", "metrics", number))
+        if metric.value:
+            problems += _expression_problems(metric.value, [*names, "value"], source, "metrics", number, "value")
     per_step = {name: text for name in PER_STEP_COUNTS if (text := getattr(table, name))}
     for name, text in per_step.items():
-        problems += _expression_problems(text, expression_names(table.parameters), source, name)
-    return Command(
-        argv=table.argv, launch=table.launch, folder=table.folder, must_match=table.must_match,
-        must_not_match=table.must_not_match, outputs=table.outputs,
-        metrics=[CommandMetric(**one.model_dump(by_alias=True)) for one in table.metrics], per_step=per_step,
-        defaults={name: one.option.default for name, one in table.parameters.items()},
-        sweep_folder=str(resolve_beside(source.path, ".")),
-        layout=None if table.layout is None else _parse_layout(table.layout, table.parameters, source, problems),
-    )  # fmt: skip
+        problems += _expression_problems(text, names, source, name)
+    values = table.model_dump(by_alias=True, exclude={"parameters", "layout", *PER_STEP_COUNTS})
+    return msgspec.convert({
+        **values, "per_step": per_step, "sweep_folder": str(resolve_beside(source.path, ".")),
+        "defaults": {name: one.option.default for name, one in table.parameters.items()},
+        "layout": None if table.layout is None else _parse_layout(table.layout, names, source, problems),
+    }, Command)  # fmt: skip
 
 
 def _parse_layout(
-    table: LayoutTable, parameters: Collection[str], source: TomlSource, problems: list[HpcbenchError]
-) -> CommandLayout:
+    table: LayoutTable, names: Collection[str], source: TomlSource, problems: list[HpcbenchError]
+) -> dict[str, Any]:
     terms: dict[str, int | float | bool | str] = table.model_dump(exclude_defaults=True, exclude={"model", "software"})
     for name, words in (("recompute", Recompute), ("precision", LayerPrecision)):
         if terms.get(name) in get_args(words):
             terms[name] = f"'{terms[name]}'"
     for name, term in terms.items():
         if isinstance(term, str):
-            problems += _expression_problems(term, expression_names(parameters), source, "layout", name)
+            problems += _expression_problems(term, names, source, "layout", name)
     where = source.where(("command", "layout"))
-    return CommandLayout(model=table.model, software=table.software, terms=terms, where=where)
-
-
-def expression_names(parameters: Collection[str]) -> list[str]:
-    """Names that the expressions of a command may use: its parameters, and those of every run."""
-    return [*parameters, *PARAMETER_DEFAULTS, "ranks", "devices", "devices_per_node"]
+    return {"model": table.model, "software": table.software, "terms": terms, "where": where}
 
 
 def _expression_problems(
@@ -236,24 +243,7 @@ def _expression_problems(
         yield error
 
 
-def _folder_problems(table: CommandTable, source: TomlSource) -> Iterator[HpcbenchError]:
-    yield from _word_problems(table.folder, table.parameters, source, "folder")
-    if table.folder != "run" and not table.folder.startswith("/"):
-        yield source.error(
-            f"folder: {table.folder!r:.80} is not an absolute path", "command", "folder", hint='or "run"'
-        )
-    if "{HPCBENCH_RUN_FOLDER}" in table.folder:
-        yield source.error("folder: it cannot contain itself", "command", "folder")
-    for pattern in table.outputs:
-        if pattern.startswith("/") or ".." in pattern.split("/") or not pattern:
-            message = f"outputs: {pattern!r:.80} leads out of the run's folder"
-            yield source.error(message, "command", "outputs", hint="name files below it: profile/*.json")
-
-
-def _word_problems(
-    word: str, parameters: Collection[str], source: TomlSource, *key: str | int
-) -> Iterator[HpcbenchError]:
-    known = list(dict.fromkeys([*parameters, *RUN_INTEGERS, *LAUNCH_VARIABLES]))
+def _word_problems(word: str, known: Collection[str], source: TomlSource, *key: str | int) -> Iterator[HpcbenchError]:
     for match in PLACEHOLDER.finditer(word):
         if match[0] in ("{", "}"):
             message, hint = f"{key[0]}: {word!r:.80} has a single {match[0]!r}", f"write {match[0] * 2} for a brace"
@@ -261,15 +251,3 @@ def _word_problems(
         elif match[1] is not None and match[1] not in known:
             message = f"{key[0]}: no parameter {match[1]!r} for the placeholder in {word!r:.80}"
             yield source.error(message, "command", *key, hint=did_you_mean(match[1], known))
-
-
-def _pattern_problems(patterns: list[str], groups: int, source: TomlSource, *key: str | int) -> Iterator[HpcbenchError]:
-    for pattern in patterns:
-        try:
-            compiled = re.compile(pattern)
-        except re.error as error:
-            yield source.error(f"{key[-1]}: {pattern!r:.80} is not a regular expression: {error}", *key)
-            continue
-        if compiled.groups < groups:
-            message, hint = f"pattern: {pattern!r:.80} has no group", "put the number in brackets: 'elapsed ([0-9.]+)'"
-            yield source.error(message, *key, hint=hint)

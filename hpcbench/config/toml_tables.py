@@ -361,11 +361,13 @@ FlopsPerSecond = Annotated[float, Field(gt=0), _parse_unit("computing speed"), _
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
+FOLDER_PATTERN = r"^(run|/[^\x00]*)$"
 SingleLineText = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*$")]
 NonSpaceText = Annotated[str, Field(pattern=r"^[^\x00-\x20\x7f]+$")]
 VariableName = Annotated[str, Field(pattern=VARIABLE_PATTERN)]
 _PATTERN_WORDS = {
     NAME_PATTERN: "letters, digits, '.', '_' and '-' are allowed, 64 at most, a letter or digit first",
+    FOLDER_PATTERN: 'an absolute path or "run" is needed',
     VARIABLE_PATTERN: "letters, digits and '_' are allowed, no digit first",
     r"^[^\x00-\x1f\x7f]*$": "text of one line is needed, without control characters",
     r"^[^\x00-\x20\x7f]+$": "one word without blanks is needed",

@@ -5,7 +5,6 @@ The sweeps are templates in ``trainer_sweeps``: ``$name`` is a value of the best
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib import resources
@@ -31,10 +30,8 @@ class Trainer:
 
     software: Software
     can_run: Callable[[DecoderShape, Layout], bool]
-    model: Callable[[DecoderShape], dict[str, Any]]
-    """Values of the template that the decoder gives; ``ConfigError`` where the trainer has no flags for it."""
     values: Callable[[DecoderShape, Layout], dict[str, Any]]
-    """Parameters of the sweep that layouts may differ in."""
+    """Values of the template; ``ConfigError`` where the trainer has no flags for the decoder."""
 
 
 def _torchtitan_can_run(shape: DecoderShape, layout: Layout) -> bool:
@@ -43,21 +40,16 @@ def _torchtitan_can_run(shape: DecoderShape, layout: Layout) -> bool:
     return fits and layout.zero == 0 and layout.chunks <= 2
 
 
-def _torchtitan_model(shape: DecoderShape) -> dict[str, Any]:
+def _torchtitan_values(shape: DecoderShape, layout: Layout) -> dict[str, Any]:
     if shape.name not in _TORCHTITAN_CONFIGS:
         hint = f"models: {', '.join(_TORCHTITAN_CONFIGS)}"
         raise ConfigError(f"torchtitan has no {shape.name} in bf16", where="--as torchtitan", hint=hint)
-    return {"config": _TORCHTITAN_CONFIGS[shape.name]}
-
-
-def _torchtitan_values(shape: DecoderShape, layout: Layout) -> dict[str, Any]:
-    del shape
     # Without stages the trainer accumulates gradients over calls; with stages one call has all micro-batches.
     local_batch = layout.micro_batch * (layout.accumulation if layout.pipeline > 1 else 1)
     schedule = "Interleaved1F1B" if layout.chunks > 1 else "1F1B"
     return {
         **_shared_values(layout), "shards": layout.shards, "local_batch": local_batch, "schedule": schedule,
-        "recompute": layout.recompute,
+        "recompute": layout.recompute, "config": _TORCHTITAN_CONFIGS[shape.name],
     }  # fmt: skip
 
 
@@ -67,19 +59,16 @@ def _megatron_can_run(shape: DecoderShape, layout: Layout) -> bool:
     return layout.shards == 1 and is_even and shares_optimizer and layout.sequence % (2 * layout.context) == 0
 
 
-def _megatron_model(shape: DecoderShape) -> dict[str, Any]:
+def _megatron_values(shape: DecoderShape, layout: Layout) -> dict[str, Any]:
     if not shape.gated or shape.biases or shape.learned_positions or shape.norm_vectors != 1:
         raise ConfigError(f"{shape.name} is not a Llama: its flags are not known", where="--as megatron")
-    untied = "" if shape.tied else '"--untie-embeddings-and-output-weights",'
-    # NullTokenizer adds a token.
-    return {**asdict(shape), "untied": untied, "vocabulary": shape.vocabulary - 1}
-
-
-def _megatron_values(shape: DecoderShape, layout: Layout) -> dict[str, Any]:
     interleaving = f"--num-virtual-stages-per-pipeline-rank={layout.chunks}" if layout.chunks > 1 else ""
     return {
-        **_shared_values(layout), "cp": layout.context, "chunks": layout.chunks, "interleaving": interleaving,
-        "recomputed_layers": shape.layers if layout.recompute == "full" else 0,
+        **asdict(shape), **_shared_values(layout), "cp": layout.context, "chunks": layout.chunks,
+        "interleaving": interleaving, "recomputed_layers": shape.layers if layout.recompute == "full" else 0,
+        "untied": "" if shape.tied else '"--untie-embeddings-and-output-weights",',
+        # NullTokenizer adds a token.
+        "vocabulary": shape.vocabulary - 1,
     }  # fmt: skip
 
 
@@ -91,8 +80,8 @@ def _shared_values(layout: Layout) -> dict[str, Any]:
 
 
 TRAINERS = {
-    "torchtitan": Trainer("torchtitan", _torchtitan_can_run, _torchtitan_model, _torchtitan_values),
-    "megatron": Trainer("megatron", _megatron_can_run, _megatron_model, _megatron_values),
+    "torchtitan": Trainer("torchtitan", _torchtitan_can_run, _torchtitan_values),
+    "megatron": Trainer("megatron", _megatron_can_run, _megatron_values),
 }
 
 
@@ -111,8 +100,8 @@ def trainer_sweep_toml(
     if not points:
         return ""
     template = resources.files(__package__) / "trainer_sweeps" / f"{trainer.software}.toml"
-    values = {name: json.dumps(value) for name, value in points[0].items()} | trainer.model(shape)
-    values |= {"model": shape.name, "flops": shape.flops_per_token(points[0]["sequence"]), "tasks_per_node": per_node}
+    flops = shape.flops_per_token(points[0]["sequence"])
+    values = {**points[0], "model": shape.name, "flops": flops, "tasks_per_node": per_node}
     columns = {name: [point[name] for point in points] for name in points[0]}
     varying = {name: column for name, column in columns.items() if name == "nodes" or len({*column}) > 1}
     return "\n".join([Template(template.read_text()).substitute(values), "[[zip]]", *settings_lines(varying)]) + "\n"

@@ -146,7 +146,7 @@ def pair_configurations(
     if clusters[0] and clusters[1] and not clusters[0] & clusters[1]:
         notes.append(" is compared with ".join(", ".join(sorted(names)) for names in clusters))
         keys = ["config_id"]
-    base_groups, new_groups = (_group_launches(side, keys, column) for side in sides)
+    base_groups, new_groups = (group_launches(side, keys, column) for side in sides)
     pairs = [
         ConfigurationPair(
             after["_cluster"], key[-1], run_spec_of(after), base_groups[key]["_values"], after["_values"],
@@ -161,8 +161,11 @@ def pair_configurations(
     return pairs, notes
 
 
-def _group_launches(launches: pl.DataFrame, keys: list[str], column: str) -> dict[tuple[str, ...], dict[str, Any]]:
-    """Return by ``keys`` the specification, positive figures in ``column``, and statuses other than ok."""
+def group_launches(launches: pl.DataFrame, keys: list[str], column: str) -> dict[tuple[str, ...], dict[str, Any]]:
+    """Return by ``keys`` the specification of launches, and as ``_values`` their positive figures in ``column``.
+
+    ``_cluster`` is that of the first launch, ``_ends`` are statuses other than ok.
+    """
     is_ok = pl.col("status") == STATUS_OK
     groups = launches.group_by(keys, maintain_order=True).agg(
         pl.col("^spec\\..*$").first(), pl.col("cluster").first().alias("_cluster"),

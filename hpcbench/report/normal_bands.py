@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any
 
 import msgspec
 import polars as pl
@@ -15,7 +14,8 @@ import scipy
 from hpcbench.config.run_spec import run_label
 from hpcbench.errors import ConfigError
 from hpcbench.fileio import printable_excerpt
-from hpcbench.report.configurations import ok_results, run_spec_of
+from hpcbench.report.comparison import group_launches
+from hpcbench.report.configurations import run_spec_of
 from hpcbench.report.hypothesis_tests import pooled_spread
 from hpcbench.report.table_model import short_name
 from hpcbench.units import pluralize
@@ -26,15 +26,6 @@ MIN_BAND_WIDTH = 0.02
 """Smallest width of a band, as a share: the smallest change that ``compare`` counts."""
 _CONFIDENCE = 0.999
 """Of a thousand checks of an unchanged machine, a single one lies outside by chance."""
-
-
-class _Launches(NamedTuple):
-    """The metric of the launches of a configuration on one cluster."""
-
-    label: str
-    cluster: str
-    config_id: str
-    values: list[float]
 
 
 def bands_toml(frame: pl.DataFrame, column: str, *, larger_is_better: bool) -> str:
@@ -53,16 +44,16 @@ def bands_toml(frame: pl.DataFrame, column: str, *, larger_is_better: bool) -> s
     Raises:
         ConfigError: no configuration has ``MIN_BAND_LAUNCHES`` launches.
     """
-    groups = list(_launches_of(frame, column))
-    several = [group for group in groups if len(group.values) >= MIN_BAND_LAUNCHES]
+    groups = [row for row in group_launches(frame, ["cluster", "config_id"], column).values() if row["_values"]]
+    several = [row for row in groups if len(row["_values"]) >= MIN_BAND_LAUNCHES]
     if not several:
-        most = max((len(group.values) for group in groups), default=0)
+        most = max((len(row["_values"]) for row in groups), default=0)
         raise ConfigError(
             f"no configuration has {MIN_BAND_LAUNCHES} launches with {short_name(column)}, the most is {most}",
             hint="repeats = 5 in a sweep makes five launches of each configuration",
         )
-    pooled = pooled_spread((group.cluster, group.values) for group in several)
-    bands = [_band(group, column, *pooled[group.cluster], larger_is_better) for group in several]
+    pooled = pooled_spread((row["cluster"], row["_values"]) for row in several)
+    bands = [_band(row, column, *pooled[row["cluster"]], larger_is_better) for row in several]
     few = len(groups) - len(several)
     head = "# The normal range here: hpcbench compare SOURCE --bands THIS_FILE\n"
     if few:
@@ -70,15 +61,9 @@ def bands_toml(frame: pl.DataFrame, column: str, *, larger_is_better: bool) -> s
     return "\n".join([head, *bands])
 
 
-def _launches_of(frame: pl.DataFrame, column: str) -> Iterator[_Launches]:
-    measured = ok_results(frame).filter(pl.col(column) > 0)
-    for (cluster, config_id), rows in measured.group_by("cluster", "config_id", maintain_order=True):
-        label = run_label(msgspec.structs.replace(run_spec_of(rows.row(0, named=True)), repeat=0))
-        yield _Launches(label, str(cluster), str(config_id), rows[column].to_list())
-
-
-def _band(group: _Launches, column: str, pooled: float, freedom: int, larger_is_better: bool) -> str:
-    count, logs = len(group.values), [math.log(value) for value in group.values]
+def _band(row: dict[str, Any], column: str, pooled: float, freedom: int, larger_is_better: bool) -> str:
+    values = row["_values"]
+    count, logs = len(values), [math.log(value) for value in values]
     own = statistics.stdev(logs)
     spread, degrees = (own, count - 1) if own > 2 * pooled else (pooled, freedom)
     limit = float(scipy.stats.t.ppf(_CONFIDENCE, degrees)) * spread * math.sqrt(1 + 1 / count)
@@ -86,9 +71,10 @@ def _band(group: _Launches, column: str, pooled: float, freedom: int, larger_is_
         bound = f"low = {min(math.exp(-limit) - 1, -MIN_BAND_WIDTH):.4f}"
     else:
         bound = f"high = {max(math.exp(limit) - 1, MIN_BAND_WIDTH):.4f}"
-    where = f"config_id == {group.config_id!r} and cluster == {group.cluster!r}"
+    where = f"config_id == {row['config_id']!r} and cluster == {row['cluster']!r}"
+    label = run_label(msgspec.structs.replace(run_spec_of(row), repeat=0))
     return "\n".join([
-        f"# {printable_excerpt(group.label)}: {pluralize(count, 'launch', 'launches')}", "[[band]]",
+        f"# {printable_excerpt(label)}: {pluralize(count, 'launch', 'launches')}", "[[band]]",
         f"where = {json.dumps(where, ensure_ascii=False)}", f"metric = {json.dumps(short_name(column))}",
-        f"value = {statistics.geometric_mean(group.values):.6g}", bound, "",
+        f"value = {statistics.geometric_mean(values):.6g}", bound, "",
     ])  # fmt: skip

@@ -154,7 +154,7 @@ COLUMN_HEADINGS = {
     "efficiency": "eff.",
     "prediction_error": "error",
 }
-_PERCENT_COLUMNS = (
+PERCENT_COLUMNS = (
     "efficiency", "metrics.mfu", "metrics.hfu", "metrics.bubble_fraction", "metrics.accuracy", "metrics.drift",
 )  # fmt: skip
 
@@ -182,7 +182,7 @@ def format_value(column: str, value: Any, unit: str | None = None) -> str:
         return format_figure(value, unit)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or column.startswith("spec."):
         return str(value)
-    if column in _PERCENT_COLUMNS:
+    if column in PERCENT_COLUMNS:
         return format_percent(value, 1) if column in ("metrics.mfu", "metrics.hfu") else format_percent(value)
     if column == "prediction_error":
         return format_percent(value, 1, sign="+")

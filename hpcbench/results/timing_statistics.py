@@ -266,6 +266,13 @@ def make_steadiness_warnings(times_s: Sequence[float], spread: StepTimeStatistic
     return warnings
 
 
+def step_time_metrics(times_s: Sequence[float], warnings: list[str]) -> dict[str, Any]:
+    """Return the metrics of a run's steady step times; reasons to doubt them are appended to ``warnings``."""
+    figures = step_time_statistics(times_s)
+    warnings += make_steadiness_warnings(times_s, figures)
+    return {"step_time_s": figures, "outlier_steps": count_outliers(times_s), "drift": relative_drift(times_s)}
+
+
 def make_warmup_warning(slow_steps: int, timed: int, warmup_steps: int) -> str:
     """Return the warning with the warm-up that makes all timed steps of the next run steady."""
     return (

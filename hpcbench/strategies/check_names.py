@@ -12,10 +12,9 @@ from hpcbench.config.sweep_loader import Sweep, command_settings
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
 from hpcbench.strategies.catalog import COLLECTIVES, WORKLOADS, selectable_strategies
 from hpcbench.strategies.decoder_shapes import named_shapes
-from hpcbench.strategies.resolve import COLLECTIVES_PARAMETERS
-from hpcbench.strategies.strategy_entry import StrategyEntry
+from hpcbench.strategies.resolve import WORKLOAD_PARAMETERS
 from hpcbench.workloads.datasets import DATASETS
-from hpcbench.workloads.models import MODELS, ModelEntry, check_custom_model, is_custom_model
+from hpcbench.workloads.models import MODELS, check_custom_model, is_custom_model
 
 REQUIRED_PARAMETERS = ("model", "dataset", "strategy")
 BATCH_SIZE_PARAMETERS = ("batch_size", "global_batch_size")
@@ -30,86 +29,65 @@ def check_names(sweep: Sweep, profile: ClusterProfile | None = None) -> None:
     }
     if profile is not None:
         choices_by_name |= {"partition": profile.partitions, "environment": profile.environments}
+    problems = _workload_problems(sweep)
     if sweep.command is not None:
-        problems = _command_problems(sweep, sweep.command)
-        choices_by_name = {
-            name: choices for name, choices in choices_by_name.items() if name not in REQUIRED_PARAMETERS
-        }
+        options = {name: Option(default, "") for name, default in sweep.command.defaults.items()}
+        problems += _option_problems(sweep, "parameters", options, "[command] has no parameter")
+        problems += _layout_problems(sweep, sweep.command)
+        choices_by_name = {name: known for name, known in choices_by_name.items() if name not in REQUIRED_PARAMETERS}
     else:
-        problems = [
-            *_missing_parameter_problems(sweep), *_collectives_problems(sweep), *_custom_model_problems(sweep, profile)
-        ]  # fmt: skip
+        problems += [*_missing_parameter_problems(sweep), *_custom_model_problems(sweep, profile)]
+        strategies = {**selectable_strategies(), **WORKLOADS}
+        keys = [*sweep.values("strategy"), *sweep.values("workload")]
+        options = {name: one for key in keys if key in strategies for name, one in strategies[key].options.items()}
+        problems += _option_problems(sweep, "options", options, "no strategy of this sweep has the option")
+        models = sweep.values("model")
+        options = {name: one for key in models if key in MODELS for name, one in MODELS[key].options.items()}
+        # Users' own models may have any.
+        unknown = "" if any(map(is_custom_model, models)) else "no model of this sweep has the option"
+        problems += _option_problems(sweep, "model_options", options, unknown)
     for name, choices in choices_by_name.items():
         for value in sweep.values(name):
             if value not in choices and not (name == "model" and is_custom_model(value)):
                 where = f" of cluster {profile.name}" if profile and name in ("partition", "environment") else ""
                 message = f"unknown {name}{where}: {value!r}"
                 problems.append(ConfigError(message, where=sweep.where(name), hint=did_you_mean(value, choices)))
-    if sweep.command is None:
-        problems += _option_problems(sweep, "options", "strategy", {**selectable_strategies(), **WORKLOADS})
-        problems += _option_problems(sweep, "model_options", "model", MODELS)
-        if any(parameter[0] == "parameters" for _, settings in sweep.settings() for parameter in settings):
-            problems.append(ConfigError("parameters are set without a [command]", where=str(sweep.source.path)))
     if problems:
         raise ConfigErrors(problems)
 
 
-def _collectives_problems(sweep: Sweep) -> list[HpcbenchError]:
-    """Parameters of trainings in collectives and the other way round, and a workload that is no constant."""
+def _workload_problems(sweep: Sweep) -> list[HpcbenchError]:
+    """Parameters of other workloads, and a workload that is no constant."""
     problems: list[HpcbenchError] = []
-    has_collectives = any(sweep.workload(location) == COLLECTIVES for location, _ in sweep.kinds_of_points())
+    own_settings = command_settings(sweep.command)
+    workloads = {sweep.workload(location) for location, _ in sweep.kinds_of_points()}
     for place, settings in sweep.settings():
-        is_collectives = sweep.workload(place if place[0] == "include" else ()) == COLLECTIVES
-        for parameter in settings:
-            where = sweep.source.where((*place, *parameter))
-            name = ".".join(parameter)
-            if parameter[0] == "workload" and place[0] not in ("fixed", "include"):
-                message = "workload is not an axis"
-                problems.append(ConfigError(message, where=where, hint="set it in [fixed] or in an [[include]]"))
-            elif is_collectives and parameter[0] not in COLLECTIVES_PARAMETERS:
-                message = f"{name} belongs to trainings of hpcbench, and these runs have workload = {COLLECTIVES!r}"
-                hint = f"they have {', '.join(COLLECTIVES_PARAMETERS)}"
-                problems.append(ConfigError(message, where=where, hint=hint))
-            elif not has_collectives and parameter[0] in ("operation", "message_bytes", "group_tasks"):
-                hint = f'set workload = "{COLLECTIVES}" in [fixed]'
-                problems.append(ConfigError(f"{name} belongs to collectives", where=where, hint=hint))
-    return problems
-
-
-_COMMAND_PARAMETERS = (
-    "parameters", "nodes", "tasks_per_node", "devices_per_task", "precision", "warmup_steps", "seed", "time_limit_min",
-    "partition", "environment", "env", "node",
-)  # fmt: skip
-"""Parameters that a sweep with ``[command]`` may set."""
-
-
-def _command_problems(sweep: Sweep, command: Command) -> list[HpcbenchError]:
-    """Parameters of trainings, and parameters of the command that do not exist or have another type."""
-    problems: list[HpcbenchError] = []
-    own_settings = command_settings(command)
-    if command.layout is not None and command.layout.model not in named_shapes():
-        hint = did_you_mean(command.layout.model, named_shapes())
-        where = sweep.source.where(("command", "layout", "model"))
-        problems.append(ConfigError(f"layout: unknown model {command.layout.model!r}", where=where, hint=hint))
-    for place, settings in sweep.settings():
+        workload = "command" if sweep.command else sweep.workload(place if place[0] == "include" else ())
         for parameter, value in settings.items():
             if place == ("fixed",) and value == own_settings.get(parameter):
                 continue
             where = sweep.source.where((*place, *parameter))
-            if parameter[0] not in _COMMAND_PARAMETERS:
-                message = f"{'.'.join(parameter)} belongs to trainings of hpcbench, and this sweep has a [command]"
-                hint = f"runs of a command have {', '.join(_COMMAND_PARAMETERS)}"
-                problems.append(ConfigError(message, where=where, hint=hint))
-            elif parameter[0] == "parameters" and parameter[1] not in command.defaults:
-                hint = did_you_mean(parameter[1], command.defaults)
-                problems.append(ConfigError(f"[command] has no parameter {parameter[1]!r}", where=where, hint=hint))
-    for name, default in command.defaults.items():
-        option = Option(default, "")
-        for value in sweep.values("parameters", name):
-            if not option.accepts(value):
-                message = f"{name}: {option.expected()} expected, not {toml_literal(value)}"
-                problems.append(ConfigError(message, where=sweep.where("parameters", name)))
+            name, known = ".".join(parameter), WORKLOAD_PARAMETERS.get(workload)
+            if parameter[0] == "workload" and sweep.command is None:
+                if place[0] not in ("fixed", "include"):
+                    hint = "set it in [fixed] or in an [[include]]"
+                    problems.append(ConfigError("workload is not an axis", where=where, hint=hint))
+            elif known is not None and parameter[0] not in known:
+                message = f"{name} belongs to trainings of hpcbench, and these runs have workload = {workload!r}"
+                problems.append(ConfigError(message, where=where, hint=f"they have {', '.join(known)}"))
+            elif COLLECTIVES not in workloads and parameter[0] in ("operation", "message_bytes", "group_tasks"):
+                hint = f'set workload = "{COLLECTIVES}" in [fixed]'
+                problems.append(ConfigError(f"{name} belongs to collectives", where=where, hint=hint))
+            elif sweep.command is None and parameter[0] == "parameters":
+                problems.append(ConfigError(f"{name} is set without a [command]", where=where))
     return problems
+
+
+def _layout_problems(sweep: Sweep, command: Command) -> list[HpcbenchError]:
+    if command.layout is None or command.layout.model in named_shapes():
+        return []
+    hint, where = did_you_mean(command.layout.model, named_shapes()), sweep.source.where(("command", "layout", "model"))
+    return [ConfigError(f"layout: unknown model {command.layout.model!r}", where=where, hint=hint)]
 
 
 def _custom_model_problems(sweep: Sweep, profile: ClusterProfile | None) -> list[ConfigError]:
@@ -150,23 +128,15 @@ def _missing_parameter_problems(sweep: Sweep) -> list[HpcbenchError]:
     return problems
 
 
-def _option_problems(
-    sweep: Sweep, table: str, owner: str, entries: Mapping[str, StrategyEntry | ModelEntry]
-) -> list[HpcbenchError]:
-    keys = [*sweep.values(owner), *(sweep.values("workload") if owner == "strategy" else ())]
-    owners = [entries[key] for key in keys if key in entries]
-    options = {name: option for entry in owners for name, option in entry.options.items()}
+def _option_problems(sweep: Sweep, table: str, options: Mapping[str, Option], unknown: str) -> list[HpcbenchError]:
+    """Settings of ``table`` of a wrong type, and with the text ``unknown`` those that are not among ``options``."""
     names = {parameter[1] for _, settings in sweep.settings() for parameter in settings if parameter[0] == table}
     problems: list[HpcbenchError] = []
     for name in sorted(names):
         where = sweep.where(table, name)
-        if name not in options:
-            if owner == "model" and any(is_custom_model(key) for key in sweep.values(owner)):
-                continue
-            message = f"no {owner} of this sweep has the option {name!r}"
-            problems.append(ConfigError(message, where=where, hint=did_you_mean(name, options)))
-            continue
-        for value in sweep.values(table, name):
+        if name not in options and unknown:
+            problems.append(ConfigError(f"{unknown} {name!r}", where=where, hint=did_you_mean(name, options)))
+        for value in sweep.values(table, name) if name in options else ():
             if not options[name].accepts(value):
                 message = f"{table}.{name}: {options[name].expected()} expected, not {toml_literal(value)}"
                 problems.append(ConfigError(message, where=where))

@@ -18,11 +18,14 @@ from hpcbench.strategies.strategy_entry import StrategyEntry
 from hpcbench.workloads.datasets import DATASETS, FIXED_SIZE_DATASETS, sample_shape
 from hpcbench.workloads.models import MODELS, get_model
 
-COLLECTIVES_PARAMETERS = (
-    "workload", "operation", "message_bytes", "group_tasks", "options", "nodes", "tasks_per_node", "warmup_steps",
-    "steps", "seed", "repeat", "time_limit_min", "partition", "environment", "env", "node",
+_EVERY_WORKLOAD = (
+    "nodes", "tasks_per_node", "warmup_steps", "seed", "time_limit_min", "partition", "environment", "env", "node",
 )  # fmt: skip
-"""Parameters of runs with ``workload = "collectives"``."""
+WORKLOAD_PARAMETERS: dict[str, tuple[str, ...]] = {
+    catalog.COLLECTIVES: ("operation", "message_bytes", "group_tasks", "options", "steps", *_EVERY_WORKLOAD),
+    "command": ("parameters", "devices_per_task", "precision", *_EVERY_WORKLOAD),
+}
+"""Parameters that a sweep may set for runs that are no trainings, by their workload."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,8 @@ def _resolve_command(point: dict[str, Any], limits: PartitionLimits) -> RunSpec 
 
 def _resolve_collectives(point: dict[str, Any], limits: PartitionLimits) -> RunSpec | InfeasiblePoint:
     """Resolve a point without a model; parameters of trainings belong to other points of the same sweep."""
-    values = {name: value for name, value in point.items() if name in COLLECTIVES_PARAMETERS}
+    own = (*WORKLOAD_PARAMETERS[catalog.COLLECTIVES], "workload", "repeat")
+    values = {name: value for name, value in point.items() if name in own}
     known = get_strategy(catalog.COLLECTIVES).options
     values["options"] = {name: value for name, value in values.get("options", {}).items() if name in known}
     values["strategy"] = catalog.COLLECTIVES

@@ -40,8 +40,7 @@ def compute_metrics(
         samples: Samples of one epoch, where they were counted or the data set states them.
     """
     steady, is_whole = slowest[skipped:], len(ranks) == spec.ranks
-    times = timing_statistics.step_time_statistics(steady)
-    warnings += timing_statistics.make_steadiness_warnings(steady, times)
+    step_times = timing_statistics.step_time_metrics(steady, warnings)
     rate = flops_per_s = None
     intervals_s = timing_statistics.timed_intervals_s(ranks, skipped)
     timed_s = max(intervals_s.values(), default=0.0) if is_whole else 0.0
@@ -60,7 +59,7 @@ def compute_metrics(
     target = spec.target_accuracy
     reached = next((point for point in evaluations if target is not None and point.accuracy >= target), None)
     metrics = schema.RunMetrics(
-        step_time_s=times,
+        **step_times,
         samples_per_s=rate,
         timed_s=timed_s or None,
         **_token_rates(spec, rate),
@@ -73,8 +72,6 @@ def compute_metrics(
         time_to_accuracy_s=reached.train_time_s if reached else None,
         time_to_accuracy_with_evaluation_s=reached.wall_s if reached else None,
         steps_to_accuracy=reached.step if reached else None,
-        outlier_steps=timing_statistics.count_outliers(steady),
-        drift=timing_statistics.relative_drift(steady),
         **timing_statistics.straggler_statistics(ranks if is_whole else {}, skipped),
         **_step_phases(spec, ranks),
         **energy_metrics(spec, ranks),
@@ -180,99 +177,78 @@ def summarize_run(
     error: schema.FailureRecord | None = None,
 ) -> schema.RunResult:  # fmt: skip
     """The result of a run from its ranks' files; ranks that left none are named in ``ranks``."""
-    if task.spec.workload != "training":
-        return summarize_other_workload(header, task, attempt, ranks, status, error)
-    spec, untimed = task.spec, None
-    if header.ranks_per_device > 1 and spec.devices > 1:
-        untimed = f"up to {header.ranks_per_device} ranks share a device"
-        ranks = {rank: _without_times(result) for rank, result in ranks.items()}
-    slowest = timing_statistics.slowest_rank_times_s(ranks)
     provenance = _run_provenance(ranks)
     if header.environment_key is not None:
         provenance["environment_key"] = header.environment_key
-    warnings: list[str] = []
-    warmup_steps = timing_statistics.count_warmup_steps(slowest)
-    # Files may hold another number of samples than the data set: the feed has counted them.
-    samples = provenance.get("data", {}).get("epoch_samples")
-    if samples is None and spec.dataset in DATASETS:
-        samples = DATASETS[spec.dataset].samples
-    skipped = warmup_steps or 0
-    metrics = (
-        compute_metrics(spec, header, ranks, slowest, skipped, samples, warnings) if ranks else schema.RunMetrics()
-    )
-    metrics.warmup_found_steps = warmup_steps
-    intervals_s = timing_statistics.timed_intervals_s(ranks, skipped)
-    timeline = pipeline_timeline(spec, ranks)
-    metrics.bubble_fraction = timeline.bubble_fraction if timeline is not None else None
-    if warmup_steps:
-        warnings.append(timing_statistics.make_warmup_warning(warmup_steps, len(slowest), spec.warmup_steps))
-    if slowest and len(ranks) < spec.ranks:
-        present = join_numbers(sorted(ranks))
-        warnings.append(f"step times are those of the ranks that left a file ({present}), not of all")
-    return schema.RunResult(
+    result = schema.RunResult(
         run_id=task.run_id,
         config_id=task.config_id,
         attempt=attempt,
         sweep=task.sweep,
         cluster=header.cluster,
         status=status,
-        spec=spec,
-        metrics=metrics,
-        predicted=_first_known(ranks, "predicted"),
-        ranks=[_rank_entry(rank, ranks.get(rank), skipped, intervals_s.get(rank)) for rank in range(spec.ranks)],
-        step_times_s=slowest,
-        traffic=_max_rank_traffic(ranks),
-        untimed=untimed,
-        warnings=[
-            *warnings,
-            *(_batch_warnings(spec, len(slowest), samples) if samples else ()),
-            *interference_warnings(spec, ranks),
-            *energy_warnings(ranks),
-            *_launch_warnings(ranks),
-            *_rank_warnings(ranks),
-        ],
-        probe=_first_known(ranks, "probe"),
-        timeline=timeline,
-        verification=_first_known(ranks, "verification"),
+        spec=task.spec,
+        metrics=schema.RunMetrics(),
         provenance=provenance,
         environment_digest=provenance.pop("environment_digest", None),
         error=None if status == schema.STATUS_OK else error,
     )
+    if header.ranks_per_device > 1 and task.spec.devices > 1 and task.spec.workload != "command":
+        result.untimed = f"up to {header.ranks_per_device} ranks share a device"
+        ranks = {rank: _without_times(one) for rank, one in ranks.items()}
+    add_figures = _add_training if task.spec.workload == "training" else _add_other_workload
+    add_figures(result, header, ranks)
+    result.warnings += _rank_warnings(ranks)
+    return result
 
 
-def summarize_other_workload(
-    header: TaskFileHeader, task: RunTask, attempt: int, ranks: Mapping[int, schema.RankResult], status: str,
-    error: schema.FailureRecord | None = None,
-) -> schema.RunResult:  # fmt: skip
-    """The result of a command or of collectives from the files of the ranks."""
-    spec, probe, untimed = task.spec, None, None
-    provenance = _run_provenance(ranks)
-    if header.environment_key is not None:
-        provenance["environment_key"] = header.environment_key
-    warnings: list[str] = []
+def _add_training(result: schema.RunResult, header: TaskFileHeader, ranks: Mapping[int, schema.RankResult]) -> None:
+    spec, warnings = result.spec, result.warnings
+    slowest = timing_statistics.slowest_rank_times_s(ranks)
+    warmup_steps = timing_statistics.count_warmup_steps(slowest)
+    # Files may hold another number of samples than the data set: the feed has counted them.
+    samples = result.provenance.get("data", {}).get("epoch_samples")
+    if samples is None and spec.dataset in DATASETS:
+        samples = DATASETS[spec.dataset].samples
+    skipped = warmup_steps or 0
+    if ranks:
+        result.metrics = compute_metrics(spec, header, ranks, slowest, skipped, samples, warnings)
+    result.metrics.warmup_found_steps = warmup_steps
+    intervals_s = timing_statistics.timed_intervals_s(ranks, skipped)
+    result.timeline = pipeline_timeline(spec, ranks)
+    result.metrics.bubble_fraction = result.timeline.bubble_fraction if result.timeline is not None else None
+    if warmup_steps:
+        warnings.append(timing_statistics.make_warmup_warning(warmup_steps, len(slowest), spec.warmup_steps))
+    if slowest and len(ranks) < spec.ranks:
+        present = join_numbers(sorted(ranks))
+        warnings.append(f"step times are those of the ranks that left a file ({present}), not of all")
+    warnings += _batch_warnings(spec, len(slowest), samples) if samples else []
+    warnings += [*interference_warnings(spec, ranks), *energy_warnings(ranks), *_launch_warnings(ranks)]
+    result.ranks = [_rank_entry(rank, ranks.get(rank), skipped, intervals_s.get(rank)) for rank in range(spec.ranks)]
+    result.step_times_s = slowest
+    result.traffic = _max_rank_traffic(ranks)
+    for name in ("predicted", "probe", "verification"):
+        setattr(result, name, _first_known(ranks, name))
+
+
+def _add_other_workload(
+    result: schema.RunResult, header: TaskFileHeader, ranks: Mapping[int, schema.RankResult]
+) -> None:
+    spec, warnings = result.spec, result.warnings
     if spec.workload == COLLECTIVES:
-        probe, units = merge_probes(ranks), dict.fromkeys(BANDWIDTHS, "bytes/s")
-        better = dict.fromkeys(BANDWIDTHS, "higher")
-        if header.ranks_per_device > 1:
-            untimed, probe = f"up to {header.ranks_per_device} ranks share a device", None
-        metrics, step_times_s = collective_metrics(probe, ranks, warnings)
+        result.probe = merge_probes(ranks)
+        result.units, result.better = dict.fromkeys(BANDWIDTHS, "bytes/s"), dict.fromkeys(BANDWIDTHS, "higher")
+        result.metrics, result.step_times_s = collective_metrics(result.probe, ranks, warnings)
     else:
-        command = msgspec.convert(header.command, Command)
-        provenance["command"] = {"argv": command.argv, "launch": command.launch}
-        units = {one.name: one.unit for one in command.metrics}
-        better = {one.name: one.better for one in command.metrics}
-        metrics, step_times_s = command_metrics(spec, command, header.peak_flops_per_s, ranks, warnings)
+        command, peaks = msgspec.convert(header.command, Command), header.peak_flops_per_s
+        result.provenance["command"] = {"argv": command.argv, "launch": command.launch}
+        result.units = {one.name: one.unit for one in command.metrics}
+        result.better = {one.name: one.better for one in command.metrics}
+        result.metrics, result.step_times_s = command_metrics(spec, command, peaks, ranks, warnings)
     for name, value in energy_metrics(spec, ranks).items():
-        setattr(metrics, name, value)
-    return schema.RunResult(
-        run_id=task.run_id, config_id=task.config_id, attempt=attempt, sweep=task.sweep, cluster=header.cluster,
-        status=status, spec=spec, metrics=metrics, step_times_s=step_times_s,
-        ranks=[_rank_entry(rank, ranks.get(rank), 0, None) for rank in range(spec.ranks)],
-        warnings=[*warnings, *interference_warnings(spec, ranks), *_rank_warnings(ranks)],
-        provenance=provenance, environment_digest=provenance.pop("environment_digest", None),
-        units=units, better=better, probe=probe, untimed=untimed,
-        error=None if status == schema.STATUS_OK else error,
-    )  # fmt: skip
+        setattr(result.metrics, name, value)
+    result.ranks = [_rank_entry(rank, ranks.get(rank), 0, None) for rank in range(spec.ranks)]
+    warnings += interference_warnings(spec, ranks)
 
 
 def _without_times(result: schema.RankResult) -> schema.RankResult:

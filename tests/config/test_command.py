@@ -100,23 +100,26 @@ METRIC = "pattern = 'elapsed ([0-9.]+)'"
 WRONG: dict[str, tuple[str, str, str]] = {
     "placeholder": ("{lr}", "{lrr}", "sweep.toml:3: argv: no parameter 'lrr' for the placeholder in '--lr={lrr}'\n  did you mean 'lr'?"),
     "brace": ("{{x}}", "{x", "sweep.toml:3: argv: '{x' has a single '{'\n  write {{ for a brace"),
-    "no group": (METRIC, "pattern = 'elapsed'", "sweep.toml:12: pattern: 'elapsed' has no group\n  put the number in brackets"),
-    "no expression": (METRIC, "pattern = '(elapsed'", "sweep.toml:12: pattern: '(elapsed' is not a regular expression: missing )"),
+    "no group": (METRIC, "pattern = 'elapsed'", "sweep.toml:12: command.metrics.0.pattern: 'elapsed' has no group: put the number in brackets"),
+    "no expression": (METRIC, "pattern = '(elapsed'", "sweep.toml:12: command.metrics.0.pattern: '(elapsed' is not a regular expression: missing )"),
     "two sources": (METRIC, METRIC + '\njson = "t"', "either pattern or json is needed, and both are given"),
     "no source": (METRIC, "", "either pattern or json is needed, and neither is given"),
-    "name": ("[[command", 'parameters.steps = { type = "int", default = 1 }\n[[command', "sweep.toml:7: command.parameters: 'steps' is a name that every run has"),
+    "name": ("[[command", 'parameters.steps = { type = "int", default = 1 }\n[[command', "sweep.toml:7: command.parameters.steps: 'steps' is a name that every run has"),
     "default": ("default = 1 }", 'default = "a" }', "default: a whole number expected, not \"a\""),
-    "type": ("lr = [1e-3, 1e-2]", "lr = [true]", "sweep.toml:14: lr: a number expected, not true"),
+    "type": ("lr = [1e-3, 1e-2]", "lr = [true]", "sweep.toml:14: parameters.lr: a number expected, not true"),
     "unknown": ("lr = [1e-3, 1e-2]", "parameters.lrr = [1.0]", "[command] has no parameter 'lrr'\n  did you mean 'lr'?"),
     "unit": ('unit = "s"', 'unit = "secs"', "sweep.toml:9: command.metrics.0.unit: 'secs' is not a unit: write 's'"),
     "part of a unit": ('unit = "s"', 'unit = "GB/tick"', "'tick' is not a unit: for instance s, ms, bytes, GB/s, J, %"),
+    "workload": ("[grid]", '[fixed]\nworkload = "collectives"\n[grid]', "sweep.toml:14: workload belongs to trainings of hpcbench"),
     "strategy": ("[grid]", '[fixed]\nstrategy = "ddp"\n[grid]', "sweep.toml:14: strategy belongs to trainings of hpcbench"),
     "launch's option": ("nodes = [1, 2]", 'options.launch = ["job"]', "options.launch belongs to trainings of hpcbench"),
     "training": ("nodes = [1, 2]", "batch_size = [8]", "sweep.toml:15: batch_size belongs to trainings of hpcbench"),
     "empty": ('argv = ["python", "train.py", "--lr={lr}", "--dp", "{dp}", "{{x}}", "$(id) `id`"]', "argv = []", "command.argv is empty: at least one value is needed"),
-    "folder": ("[[command", 'folder = "here"\n[[command', "folder: 'here' is not an absolute path"),
+    "folder": ("[[command", 'folder = "here"\n[[command', "sweep.toml:7: command.folder: an absolute path or \"run\" is needed, not 'here'"),
+    "folder in itself": ("[[command", 'folder = "/a/{HPCBENCH_RUN_FOLDER}"\n[[command', "sweep.toml:7: folder: no parameter 'HPCBENCH_RUN_FOLDER'"),
+    "metrics": ("[grid]", '[[command.metrics]]\nname = "step_time"\nbetter = "lower"\njson = "t"\n[grid]', "sweep.toml:13: two metrics have the name 'step_time'"),
     "folder's word": ("[[command", 'folder = "/a/{b}"\n[[command', "folder: no parameter 'b' for the placeholder"),
-    "outputs": ("[[command", 'outputs = ["../*"]\n[[command', "outputs: '../*' leads out of the run's folder"),
+    "outputs": ("[[command", 'outputs = ["../*"]\n[[command', "sweep.toml:7: command.outputs.0: '../*' leads out of the run's folder"),
     "per step": ("[[command", 'samples_per_step = "lr * batch"\n[[command', "unknown name 'batch'"),
     "derive": ('dp = "nodes * width"', 'dq = "nodes"', "derive: unknown parameter 'dq'"),
 }  # fmt: skip
@@ -132,5 +135,5 @@ def test_a_wrong_command_is_refused_with_its_line(write_sweep: WriteSweep, text:
 
 def test_parameters_need_a_command(write_sweep: WriteSweep) -> None:
     text = 'name = "a"\n[fixed]\nmodel = "vgg11"\ndataset = "cifar10"\nstrategy = "ddp"\nbatch_size = 8\nparameters.lr = 1.0\n'
-    with pytest.raises(ConfigErrors, match=r"parameters are set without a \[command\]"):
+    with pytest.raises(ConfigErrors, match=r"sweep.toml:7: parameters.lr is set without a \[command\]"):
         check_names(write_sweep(text))

@@ -163,9 +163,10 @@ def test_step_times_are_read_from_a_log(write_sweep: WriteSweep, tmp_path: Path,
 
 
 def test_a_trainer_without_flags_for_the_model_is_an_error() -> None:
+    layout = Layout(gpus=1, software="other", sequence=2048, micro_batch=1, global_batch=1)
     for trainer, model in (("torchtitan", "llama2_13b"), ("megatron", "mpt_7b")):
         with pytest.raises(ConfigError, match=model):
-            TRAINERS[trainer].model(named_shape(model))
+            TRAINERS[trainer].values(named_shape(model), layout)
 
 
 def ok_result(key: str, spec: RunSpec, step_s: float) -> RunResult:

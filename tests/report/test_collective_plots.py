@@ -44,13 +44,13 @@ def test_bandwidth_is_drawn_over_size_by_operation_and_group() -> None:
             ("broadcast", 1, 1000, 1e-3),
         )
     ])  # fmt: skip
-    assert [(row["series"], row["x"], row["y"], row["low"], row["high"]) for row in found.rows] == [
-        ("operation all_reduce, nodes 1", 1000, 1.5e6, 1.5e6, 1.5e6),
-        ("operation all_reduce, nodes 1", 4000, 3e6, 3e6, 3e6),
-        ("operation all_reduce, nodes 2", 1000, 437500, 437500, 437500),
-        ("operation broadcast, nodes 1", 1000, 1e6, 1e6, 1e6),
+    assert [(row["panel"], row["series"], row["x"], row["y"]) for row in found.rows] == [
+        ("4 devices", "operation all_reduce", 1000, 1.5e6),
+        ("4 devices", "operation all_reduce", 4000, 3e6),
+        ("4 devices", "operation broadcast", 1000, 1e6),
+        ("8 devices", "operation all_reduce", 1000, 437500),
     ]
-    assert "The highest is 3.00 M bytes/s of operation all_reduce, nodes 1 with 4.00 k bytes" in found.alt
+    assert "4 devices: at message bytes 4000 operation all_reduce has 3.00 M bytes/s" in found.alt
     assert plot_specification(found)
 
 

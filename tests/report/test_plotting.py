@@ -234,7 +234,7 @@ NEEDED = {
     "predicted": "no run has a prediction: add --predict (in Python: predict=True)",
     "mfu": "1 configuration ended well, but none has a measured mfu",
     "energy": "1 configuration ended well, but none has a measured energy",
-    "bandwidth": 'no run has workload = "collectives"',
+    "bandwidth": "1 configuration ended well, but none has a measured own.bus_bandwidth",
     "pairs": 'no run has operation = "pairs"',
     "history": "none of 1 launch has step time and a date in its tree",
 }  # fmt: skip

@@ -78,6 +78,7 @@ def test_values_are_read_while_the_disk_is_full(tmp_path: Path) -> None:
 def test_a_line_without_an_end_is_read_in_pieces(tmp_path: Path) -> None:
     output = read(tmp_path, b"x" * 5 * output_module.MAX_LINE_BYTES + b"\nelapsed 1\n")
     assert output.values == {"step_time": [1.0]}
+    assert max(map(len, output.last)) == 1000
 
 
 def test_json_lines_hold_metrics(tmp_path: Path) -> None:
@@ -144,3 +145,10 @@ def test_step_times_of_any_unit_of_time_become_seconds(unit: str, step_s: float 
     assert isinstance(own, StepTimeStatistics)
     assert own.median == 4.0
     assert (metrics.step_time_s and metrics.step_time_s.median, steps_s) == (step_s, [step_s, step_s] if step_s else [])
+
+
+def test_steps_that_take_no_time_have_no_rate() -> None:
+    command = Command(argv=["x"], metrics=[STEP], per_step={"samples_per_step": "8"})
+    spec = RunSpec(strategy="command", workload="command", warmup_steps=0)
+    metrics, steps_s = command_metrics(spec, command, {}, {0: rank(0, step_time=[0.0, 0.0])}, [])
+    assert (steps_s, metrics.samples_per_s) == ([0.0, 0.0], None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
+from itertools import pairwise
 
 import polars as pl
 
@@ -19,15 +20,13 @@ from hpcbench.report.plots.point_data import (
     with_panels,
 )
 from hpcbench.report.plots.theme import PlotAxis, make_axis
-from hpcbench.report.table_model import column_heading, format_value
+from hpcbench.report.table_model import PERCENT_COLUMNS, column_heading, format_value
 from hpcbench.units import pluralize
 
 DATE_COLUMN = "file.mtime_ns"
 VERSION_COLUMNS = ("provenance.hpcbench", "provenance.torch", "environment_digest")
 """Columns whose change is marked, the one that explains most first."""
 _KINDS = {"_per_s": "/s", "_per_s_per_device": "/s", "_s": "s", ".median": "s", "_bytes": "B", "_j": "J"}
-_SHARES = ("metrics.mfu", "metrics.hfu", "metrics.accuracy", "metrics.bubble_fraction")
-_OWN_KINDS = {"s": "s", "B": "B", "bytes": "B"}
 _MAX_CHANGES = 12
 _DAY_NS, _HOUR_NS = 86_400 * 10**9, 3_600 * 10**9
 
@@ -51,7 +50,7 @@ def history_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
     if len(dated) < len(ended):
         notes.append(f"not drawn: {pluralize(len(ended) - len(dated), 'launch', 'launches')} without figure or date")
     batch = batch_text("batch {} per replica", pl.col("spec.batch_size").cast(pl.String))
-    labelled = with_labels(dated, request.by).with_columns(batch, versions=pl.col("environment_digest"))
+    labelled = with_labels(dated, request.by).with_columns(batch)
     # Environments are marks on the time axis, not panels.
     rows, shared = with_panels(labelled.with_columns(pl.lit(None, pl.String).alias("environment_digest")))
     rows = limit_panels_and_series(rows, notes)
@@ -68,7 +67,7 @@ def history_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
     if len(changes) > _MAX_CHANGES:
         notes.append(f"{len(changes) - _MAX_CHANGES} later changes of the environment are not marked")
     unit_text = column_names.own_units(frame).get(column)
-    y = _value_axis(column, unit_text, points)
+    y = _value_axis(column, unit_text, points["y"])
     span = f"{_date(first_ns)} to {_date(last_ns)}"
     low, high = (format_value(column, value, unit_text) for value in (points["y"].min(), points["y"].max()))
     alt = f"{y.title} of {pluralize(len(points), 'launch', 'launches')}, {span}: {low} to {high}. " + "; ".join(texts)
@@ -84,20 +83,16 @@ def _changes(rows: pl.DataFrame) -> tuple[list[int], list[str]]:
     """The dates (ns) at which a cluster's next launch had another environment, and what changed."""
     found = []
     for (cluster,), launches in rows.sort(DATE_COLUMN).group_by(["cluster"], maintain_order=True):
-        columns = ["versions" if name == "environment_digest" else name for name in VERSION_COLUMNS]
-        previous: tuple[str | None, ...] | None = None
-        for date_ns, *versions in launches.select(DATE_COLUMN, *columns).iter_rows():
-            if previous is not None and tuple(versions) != previous:
-                names = ("hpcbench", "torch", "environment")
-                different = [
-                    f"{name} {printable_name(old)} to {printable_name(new)}"
-                    for name, old, new in zip(names, previous, versions, strict=True)
-                    if old != new
-                ]
+        for (_, *before), (date_ns, *after) in pairwise(launches.select(DATE_COLUMN, *VERSION_COLUMNS).iter_rows()):
+            different = [
+                f"{name} {printable_name(old)} to {printable_name(new)}"
+                for name, old, new in zip(("hpcbench", "torch", "environment"), before, after, strict=True)
+                if old != new
+            ]
+            if different:
                 # The digest changes with every version; it explains something where it changes alone.
                 what = ", ".join(different[:-1] or different)
                 found.append((date_ns, f"{_date(date_ns)}, {printable_name(cluster)}: {what}"))
-            previous = tuple(versions)
     return [date_ns for date_ns, _ in sorted(found)], [text for _, text in sorted(found)]
 
 
@@ -108,13 +103,11 @@ def _change_rows(points: pl.DataFrame, places: list[float]) -> pl.DataFrame:
     return line_rows(lines.with_columns(y=pl.col("high")), CHANGE)
 
 
-def _value_axis(column: str, unit: str | None, points: pl.DataFrame) -> PlotAxis:
-    title = column_heading(column)
-    if unit is not None:
-        kind = _OWN_KINDS.get(unit, "")
-        return make_axis(title if kind or not unit else f"{title} ({unit})", kind, points["y"])
-    kind = "%" if column in _SHARES else next((kind for end, kind in _KINDS.items() if column.endswith(end)), "")
-    return make_axis(title, kind, points["y"])
+def _value_axis(column: str, unit: str | None, values: pl.Series) -> PlotAxis:
+    """An axis in the unit of ``column``; of a command's metric ``unit`` is that of its sweep."""
+    title, name = column_heading(column), column if unit is None else f"_{unit.lower()}"
+    kind = "%" if column in PERCENT_COLUMNS else next((kind for end, kind in _KINDS.items() if name.endswith(end)), "")
+    return make_axis(title, kind, values) if kind or unit is None else PlotAxis(title, unit=unit)
 
 
 def _date(time_ns: int) -> str:

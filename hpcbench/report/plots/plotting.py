@@ -31,11 +31,14 @@ from hpcbench.report.configurations import SPEC_COLUMNS, STEP_TIME, filter_launc
 from hpcbench.report.load_results import full_results, load_frame
 from hpcbench.report.plots import charts
 from hpcbench.report.plots.breakdown_plots import distribution_plot, memory_plot, step_parts_plot, timeline_plot
-from hpcbench.report.plots.collective_plots import BUS_BANDWIDTH, COLLECTIVE_COLUMNS, bandwidth_plot, pairs_plot
+from hpcbench.report.plots.collective_plots import pairs_plot
 from hpcbench.report.plots.history_plot import DATE_COLUMN, VERSION_COLUMNS, history_plot
 from hpcbench.report.plots.plot_model import DEVICES, NothingToDraw, Plot, PlotRequest
 from hpcbench.report.plots.point_data import POINT_COLUMNS
 from hpcbench.report.plots.scaling_plots import (
+    BUS_BANDWIDTH,
+    COLLECTIVE_COLUMNS,
+    bandwidth_plot,
     efficiency_plot,
     energy_plot,
     measured_over_predicted_plot,

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import polars as pl
 
+from hpcbench.errors import ConfigError
+from hpcbench.report.column_names import with_own_metrics
 from hpcbench.report.configurations import HIGH, LOW, STEP_TIME, THROUGHPUT
 from hpcbench.report.plots import plot_model
 from hpcbench.report.plots.charts import (
@@ -36,8 +38,11 @@ from hpcbench.report.plots.point_data import (
 )
 from hpcbench.report.plots.theme import PlotAxis, make_axis, parameter_axis
 from hpcbench.report.table_model import short_name
-from hpcbench.units import format_percent, format_seconds, pluralize
+from hpcbench.units import format_count, format_percent, format_seconds, pluralize
 
+BUS_BANDWIDTH, MESSAGE_BYTES = "metrics.own.bus_bandwidth", "spec.message_bytes"
+_GROUP_KEYS = ("spec.operation", "spec.group_tasks", "spec.env")
+COLLECTIVE_COLUMNS = ("spec.workload", MESSAGE_BYTES, *_GROUP_KEYS)
 TOKEN_RATE, MFU, HFU = "metrics.tokens_per_s", "metrics.mfu", "metrics.hfu"
 
 
@@ -120,6 +125,23 @@ def utilisation_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
     notes = [*plot_model.whisker_notes(rows), "MFU: the model's own FLOPs over the devices' peak"]
     notes += ["HFU: with the forward passes that activation checkpointing repeats"] if len(hardware) else []
     return _plot_over_x(rows, rows.clear(), make_axis("MFU", "%", rows["y"]), alt, points, request, notes)
+
+
+def bandwidth_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
+    """The bus bandwidth of each operation and group over ``message_bytes``, the median of launches."""
+    try:
+        frame = with_own_metrics(frame, [BUS_BANDWIDTH])
+    except ConfigError:
+        # No launch has one: the plot states it.
+        frame = frame.with_columns(pl.lit(None, pl.Float64).alias(BUS_BANDWIDTH))
+    measured = frame.drop_nulls(BUS_BANDWIDTH)
+    by = request.by or tuple(name for name in _GROUP_KEYS if name == _GROUP_KEYS[0] or measured[name].n_unique() > 1)
+    request = replace(request, by=by, x=MESSAGE_BYTES)
+    points = plot_points(frame, by, BUS_BANDWIDTH, MESSAGE_BYTES)
+    rows = _measured_rows(points.frame, BUS_BANDWIDTH, request)
+    y = make_axis("bus bandwidth, {}bytes/s", "/s", unit_values(rows), log=_is_log(rows))
+    alt = _Alt("bus bandwidth", lambda value: f"{format_count(value)} bytes/s")
+    return _plot_over_x(rows, rows.clear(), y, alt, points, request, plot_model.whisker_notes(rows))
 
 
 class _Alt(NamedTuple):

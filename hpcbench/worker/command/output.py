@@ -25,8 +25,7 @@ MAX_LINE_BYTES = 64 * 2**10
 MAX_VALUES = 50_000
 """About so many values of a metric are read."""
 _CHUNK_BYTES = 2**20
-_LAST_LINES = 200
-_COMPARED_LINES = 2000
+_LAST_LINES, _KEPT_CHARS = 300, 1000
 
 
 class CommandOutput:
@@ -49,7 +48,7 @@ class CommandOutput:
         self.log_error: str | None = None
         """The last reason for which lines are missing in the log."""
         self.last: deque[str] = deque(maxlen=_LAST_LINES)
-        self._first: list[str] = []
+        """The beginnings of the last lines."""
         self._metrics = [(one, _compiled(one.pattern)) for one in command.metrics if one.pattern is not None]
         self._wanted = {text: _compiled(text) for text in command.must_match}
         self._unwanted = {text: _compiled(text) for text in command.must_not_match}
@@ -84,8 +83,7 @@ class CommandOutput:
         self._left_out += len(data) - count
 
     def _search(self, lines: list[str]) -> None:
-        self.last.extend(lines)
-        self._first += lines[: _COMPARED_LINES - len(self._first)]
+        self.last.extend(line[:_KEPT_CHARS] for line in lines)
         # Most patterns match no line of a large piece: one search finds that out.
         text = "\n".join(lines)
         for metric, pattern in self._metrics:
@@ -106,10 +104,9 @@ class CommandOutput:
                     self.forbidden = f"{unwanted!r} matches the line {printable_text(line)!r:.200}"
 
     def similar_lines(self, pattern: str) -> list[str]:
-        """Return the three lines that look most like ``pattern``, for a message about one that never matched."""
+        """Return the three of the last lines that look most like ``pattern``, for a message about it."""
         words = re.sub(r"\\.|[^\w ]", " ", pattern)
-        lines = list(dict.fromkeys([*self._first, *self.last]))
-        return difflib.get_close_matches(words, lines, n=3, cutoff=0.0)
+        return difflib.get_close_matches(words, list(dict.fromkeys(self.last)), n=3, cutoff=0.0)
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,13 @@ import psutil
 import torch
 
 from hpcbench.config.command import LAUNCH_VARIABLES, Command, command_values, fill_word, fill_words
-from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError, unsupported
 from hpcbench.fileio import printable_text
 from hpcbench.results.probe_records import CommandOutcome
 from hpcbench.units import format_bytes, pluralize
 from hpcbench.worker.command.output import MAX_VALUES, CommandOutput, read_metrics_file
 from hpcbench.worker.distributed.rank_environment import RankInfo, cpu_mask, torch_thread_count
-from hpcbench.worker.distributed.rendezvous import ControlChannel, reachable_address
+from hpcbench.worker.distributed.rendezvous import ControlChannel
 from hpcbench.worker.distributed.world import open_control_channel
 from hpcbench.worker.finalize import RankMeasurements, RunFinalizer
 from hpcbench.worker.measure.counters import RegionCounters
@@ -56,15 +55,7 @@ MAX_OUTPUT_BYTES = 64 * 2**20
 _PR_SET_CHILD_SUBREAPER = 36
 _OF_THE_LAUNCHER = re.compile(r"TORCHELASTIC_\w+|GROUP_(RANK|WORLD_SIZE)|ROLE_(RANK|WORLD_SIZE|NAME)|PYTHONSAFEPATH")
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|CUDA out of memory|MemoryError|bad_alloc")
-_ALL_ENDED_KEY, _MASTER_KEY = "command/all", "command/master"
-
-
-class _Ended(msgspec.Struct):
-    """A rank's report when its process has ended."""
-
-    matched: list[str]
-    values: dict[str, int]
-    """Number of values of each metric."""
+_PORT_KEY, _ENDED_KEY = "command/port", "command/ended"
 
 
 class CommandFailed(WorkerError):
@@ -89,11 +80,11 @@ def run_command(finalizer: RunFinalizer, command: Command) -> None:
     provenance = record_provenance(context.header, spec, info, device, context.user_env, facts)
     finalizer.measurements.result.provenance = provenance
     folder = attempt.folder / "run" if command.folder == "run" else Path(command.folder)
-    address, port = _agree_on_master(context.header, spec, info.rank, channel, stop)
+    address = "127.0.0.1" if channel is None else channel.store.host
     variables = {
-        "MASTER_ADDR": address, "MASTER_PORT": str(port), "RANK": str(info.rank), "LOCAL_RANK": str(info.local_rank),
+        "MASTER_ADDR": address, "MASTER_PORT": _agree_on_port(address, channel),
+        "RANK": str(info.rank), "LOCAL_RANK": str(info.local_rank), "NODE_RANK": str(info.node_rank),
         "WORLD_SIZE": str(info.world_size), "LOCAL_WORLD_SIZE": str(info.local_world_size),
-        "NODE_RANK": str(info.node_rank),
         "HPCBENCH_SWEEP_FOLDER": command.sweep_folder,
         "HPCBENCH_METRICS": str(attempt.folder / f"metrics-{info.rank}.jsonl"),
         "HPCBENCH_NODES": str(spec.nodes),
@@ -106,13 +97,15 @@ def run_command(finalizer: RunFinalizer, command: Command) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise WorkerError(f"folder: cannot make {folder} on {socket.gethostname()}: {error.strerror}") from error
-    output: CommandOutput | None = None
+    output, found = None, dict[str, int]()
     if command.launch != "job" or info.rank == 0:
         words = fill_words(command.argv, values)
-        output = _run_process(finalizer, command, device, words, folder, variables)
-    _wait_for_all(channel, finalizer.measurements.result.command, info, output, command, spec.warmup_steps, stop)
-    outcome = finalizer.measurements.result.command
-    if info.rank == 0 and outcome is not None:
+        output, outcome = _run_process(finalizer, command, device, words, folder, variables)
+        found = {name: len(numbers) for name, numbers in outcome.values.items()}
+        found |= dict.fromkeys(map(_match_key, output.matched), 1)
+    found_by_all = _wait_for_all(channel, found, stop)
+    if info.rank == 0 and output is not None:
+        _check_found(command, found_by_all, output, spec.warmup_steps)
         # All ranks share the folder.
         outcome.outputs, lost = keep_outputs(command, folder, attempt.folder / "outputs")
         finalizer.measurements.result.warnings += lost
@@ -133,39 +126,21 @@ def program_hashes(command: Command, values: Mapping[str, Any]) -> dict[str, str
     return hashes
 
 
-def _agree_on_master(
-    header: Any, spec: RunSpec, rank: int, channel: ControlChannel | None, stop: StopController
-) -> tuple[str, int]:
-    """Return an address of rank 0 that all nodes reach, and a port there that was free."""
-    if rank == 0:
-        _, address = reachable_address(spec.nodes == 1, header.interface, header.host_suffix)
-        port = _free_port(address)
-        if channel is not None:
-            channel.publish(_MASTER_KEY, f"{address} {port}")
-        return address, port
-    assert channel is not None, "a lone rank is rank 0"
-    _wait_for_key(channel, _MASTER_KEY, stop)
-    address, _, port_text = channel.store.get(_MASTER_KEY).decode().partition(" ")
-    return address, int(port_text)
-
-
-def _free_port(address: str) -> int:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
-
-
-def _wait_for_key(channel: ControlChannel, key: str, stop: StopController) -> None:
-    while not channel.store.check([key]):
-        stop.raise_if_stopped()
-        time.sleep(_POLL_S)
+def _agree_on_port(address: str, channel: ControlChannel | None) -> str:
+    """Return a port that was free on the host of rank 0, whose address is ``address``, on all ranks."""
+    if channel is not None and channel.rank > 0:
+        return channel.store.get(_PORT_KEY).decode()
+    with socket.create_server(("", 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        port = str(probe.getsockname()[1])
+    if channel is not None:
+        channel.publish(_PORT_KEY, port)
+    return port
 
 
 def _run_process(
     finalizer: RunFinalizer, command: Command, device: torch.device, words: list[str], folder: Path,
     variables: dict[str, str],
-) -> CommandOutput:  # fmt: skip
+) -> tuple[CommandOutput, CommandOutcome]:  # fmt: skip
     """Start the process and wait for its end, which this rank's record then describes."""
     measurements, stop = finalizer.measurements, finalizer.stop
     # Children of children that outlive their parents become children of this process, which ends them.
@@ -185,18 +160,18 @@ def _run_process(
     problems: list[BaseException] = []
     reader = threading.Thread(target=_read, args=(output, process, problems), name="output", daemon=True)
     reader.start()
-    with _ended_at_abort(stop, process):
-        try:
-            _wait_for_end(process, measurements, counters, stop, problems)
-        finally:
-            _end_children(process)
-            outcome.wall_s = time.monotonic() - began_s
-            counters.end()
-            # A grandchild that escaped every signal may hold the pipe.
-            reader.join(_TERM_PATIENCE_S)
-            outcome.exit_code, outcome.values = process.returncode, dict(output.values)
-            if output.first_step_s is not None:
-                measurements.result.time_to_first_step_s = output.first_step_s - began_s
+    _end_before_abort(stop, process)
+    try:
+        _wait_for_end(process, measurements, counters, stop, problems)
+    finally:
+        _end_children(process)
+        outcome.wall_s = time.monotonic() - began_s
+        counters.end()
+        # A grandchild that escaped every signal may hold the pipe.
+        reader.join(_TERM_PATIENCE_S)
+        outcome.exit_code, outcome.values = process.returncode, dict(output.values)
+        if output.first_step_s is not None:
+            measurements.result.time_to_first_step_s = output.first_step_s - began_s
     if output.log_error is not None:
         log = f"rank-{finalizer.context.info.rank}.log"
         measurements.result.warnings.append(f"{log} is not complete: {output.log_error}")
@@ -211,7 +186,7 @@ def _run_process(
     if output.forbidden is not None:
         raise WorkerError(f"must_not_match: {output.forbidden}")
     outcome.values |= read_metrics_file(command, Path(variables["HPCBENCH_METRICS"]))
-    return output
+    return output, outcome
 
 
 def program_environment(user_env: Mapping[str, str], run_env: Mapping[str, str], threads: int | None) -> dict[str, str]:
@@ -268,9 +243,8 @@ def _wait_for_end(
         time.sleep(_POLL_S)
 
 
-@contextlib.contextmanager
-def _ended_at_abort(stop: StopController, process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Within the context a thread that ends this process ends ``process`` first."""
+def _end_before_abort(stop: StopController, process: subprocess.Popen[bytes]) -> None:
+    """Let a thread that ends this process end ``process`` first."""
     abort = stop.abort
 
     def abort_with_children(cause: BaseException) -> None:
@@ -279,10 +253,6 @@ def _ended_at_abort(stop: StopController, process: subprocess.Popen[bytes]) -> I
             abort(cause)
 
     stop.abort = abort_with_children
-    try:
-        yield
-    finally:
-        stop.abort = abort
 
 
 def largest_resident_bytes() -> int:
@@ -319,21 +289,16 @@ def _end_children(process: subprocess.Popen[bytes]) -> None:
     """End the process and all that it started: first by SIGTERM, and after a while by SIGKILL."""
     children = psutil.Process().children(recursive=True)
     for child in children:
-        _send(child, signal.SIGTERM)
+        with contextlib.suppress(psutil.Error):
+            child.terminate()
     _, alive = psutil.wait_procs(children, timeout=_TERM_PATIENCE_S)
     for child in alive:
-        _send(child, signal.SIGKILL)
+        with contextlib.suppress(psutil.Error):
+            child.kill()
     psutil.wait_procs(alive, timeout=_TERM_PATIENCE_S)
     if process.poll() is None:
         process.kill()
         process.wait()
-
-
-def _send(process: psutil.Process, number: signal.Signals) -> None:
-    try:
-        process.send_signal(number)
-    except psutil.Error:
-        return
 
 
 def _raise_if_job_was_signalled(code: int, stop: StopController) -> None:
@@ -359,46 +324,45 @@ def _process_error(program: str, code: int, output: CommandOutput) -> WorkerErro
     return error
 
 
-def _wait_for_all(
-    channel: ControlChannel | None, outcome: CommandOutcome | None, info: RankInfo, output: CommandOutput | None,
-    command: Command, warmup_steps: int, stop: StopController,
-) -> None:  # fmt: skip
-    """Wait until the processes of all ranks have ended; rank 0 checks that each pattern was found by one of them."""
-    counts = {name: len(values) for name, values in outcome.values.items()} if outcome else {}
-    own = _Ended(sorted(output.matched) if output else [], counts)
-    ended = [own]
-    if channel is not None and info.rank > 0:
-        channel.publish(f"command/ended/{info.rank}", msgspec.json.encode(own).decode())
-        _wait_for_key(channel, _ALL_ENDED_KEY, stop)
-        return
-    if channel is not None:
-        for other in range(1, info.world_size):
-            _wait_for_key(channel, f"command/ended/{other}", stop)
-            ended.append(msgspec.json.decode(channel.store.get(f"command/ended/{other}"), type=_Ended))
-        channel.publish(_ALL_ENDED_KEY, "1")
-    assert output is not None, "rank 0 starts a process with every launch"
-    matched = {text for one in ended for text in one.matched}
+def _wait_for_all(channel: ControlChannel | None, own: dict[str, int], stop: StopController) -> list[dict[str, int]]:
+    """Wait until the processes of all ranks have ended; return on rank 0 what each of them found."""
+    if channel is None:
+        return [own]
+    channel.publish(f"{_ENDED_KEY}/{channel.rank}", msgspec.json.encode(own).decode())
+    channel.store.add(_ENDED_KEY, 1)
+    while channel.store.add(_ENDED_KEY, 0) < channel.world_size:
+        stop.raise_if_stopped()
+        time.sleep(_POLL_S)
+    ranks = range(channel.world_size if channel.rank == 0 else 0)
+    return [msgspec.json.decode(channel.store.get(f"{_ENDED_KEY}/{rank}"), type=dict[str, int]) for rank in ranks]
+
+
+def _check_found(command: Command, found: list[dict[str, int]], output: CommandOutput, warmup_steps: int) -> None:
+    """Raise ``WorkerError`` where no rank found a pattern, or a metric has too few values."""
     for text in command.must_match:
-        if text not in matched:
-            raise WorkerError(_never_matched(f"must_match: no line matches {text!r}", output.similar_lines(text)))
+        if not any(_match_key(text) in one for one in found):
+            raise _never_matched("must_match", text, output)
     for metric in command.metrics:
         # The values of the first rank that has any count.
-        count = next((one.values[metric.name] for one in ended if one.values.get(metric.name)), 0)
-        if count > 0 and metric.per == "step" and count <= warmup_steps:
+        count = next((one[metric.name] for one in found if one.get(metric.name)), 0)
+        if count > (warmup_steps if metric.per == "step" else 0):
+            continue
+        if count:
             values = pluralize(count, "value")
             raise WorkerError(f"the metric {metric.name} has {values}, and warmup_steps {warmup_steps} leaves none")
-        if count > 0:
-            continue
         if metric.pattern is None:
             raise WorkerError(f"the metric {metric.name}: no line of $HPCBENCH_METRICS has the key {metric.json!r}")
-        message = f"the metric {metric.name}: no line matches {metric.pattern!r}"
-        raise WorkerError(_never_matched(message, output.similar_lines(metric.pattern)))
+        raise _never_matched(f"the metric {metric.name}", metric.pattern, output)
 
 
-def _never_matched(message: str, lines: list[str]) -> str:
-    if not lines:
-        return f"{message}; the program printed nothing"
-    return f"{message}; the most similar lines:\n" + "\n".join(f"  {printable_text(line):.200}" for line in lines)
+def _match_key(pattern: str) -> str:
+    return f"must_match {pattern}"
+
+
+def _never_matched(what: str, pattern: str, output: CommandOutput) -> WorkerError:
+    lines = "".join(f"\n  {printable_text(line):.200}" for line in output.similar_lines(pattern))
+    found = f"the most similar lines:{lines}" if lines else "the program printed nothing"
+    return WorkerError(f"{what}: no line matches {pattern!r}; {found}")
 
 
 def keep_outputs(command: Command, folder: Path, target: Path) -> tuple[list[str], list[str]]:

@@ -28,21 +28,18 @@ def collective_metrics(
 
     Of several groups, or pairs, those of the slowest one count. A run of a list of ``messages`` has no metrics.
     """
-    metrics = RunMetrics()
     peaks = [result.peak_memory_bytes for result in ranks.values() if result.peak_memory_bytes is not None]
-    metrics.peak_memory_bytes = max(peaks, default=None)
+    peak_bytes = max(peaks, default=None)
     records = [one for result in ranks.values() if result.probe for one in result.probe.collectives if one.readings_s]
     if probe is None or not records:
-        return metrics, []
+        return RunMetrics(peak_memory_bytes=peak_bytes), []
     slowest = max(records, key=lambda one: one.seconds)
     readings_s = slowest.readings_s
-    metrics.step_time_s, metrics.timed_s = timing_statistics.step_time_statistics(readings_s), math.fsum(readings_s)
-    metrics.outlier_steps = timing_statistics.count_outliers(readings_s)
-    metrics.drift = timing_statistics.relative_drift(readings_s)
-    if metrics.step_time_s is not None:
-        warnings += timing_statistics.make_steadiness_warnings(readings_s, metrics.step_time_s)
     rates = [bus_bandwidth(slowest.operation, slowest.ranks, slowest.payload_bytes, each) for each in readings_s]
-    for name, values in zip(BANDWIDTHS, zip(*rates, strict=True), strict=True):
-        if figures := timing_statistics.step_time_statistics(values):
-            metrics.own[name] = figures
+    columns = zip(BANDWIDTHS, zip(*rates, strict=True), strict=True)
+    metrics = RunMetrics(
+        own={name: figures for name, values in columns if (figures := timing_statistics.step_time_statistics(values))},
+        **timing_statistics.step_time_metrics(readings_s, warnings),
+        timed_s=math.fsum(readings_s), peak_memory_bytes=peak_bytes,
+    )  # fmt: skip
     return metrics, readings_s
