@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
-from typing import Annotated, Literal, get_args
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -22,12 +22,18 @@ from hpcbench.config.command import (
 from hpcbench.config.expression import Expression
 from hpcbench.config.option import Option, toml_literal
 from hpcbench.config.run_spec import PARAMETER_DEFAULTS, RunSpec
-from hpcbench.config.toml_tables import SingleLineText, TomlSource, TomlTable
+from hpcbench.config.toml_tables import KeyHint, KeyPath, SingleLineText, TomlSource, TomlTable
 from hpcbench.errors import ConfigError, HpcbenchError, did_you_mean
 from hpcbench.paths import resolve_beside
 from hpcbench.units import check_unit
 
+COMMAND_PARAMETERS = (
+    "nodes", "tasks_per_node", "devices_per_task", "precision", "warmup_steps", "seed", "time_limit_min", "partition",
+    "environment", "env", "node",
+)  # fmt: skip
+"""Parameters of every run that a sweep with ``[command]`` may set."""
 _NAME = r"^[A-Za-z][A-Za-z0-9_]{0,63}$"
+_RESERVED_NAMES = frozenset({*RunSpec.__struct_fields__, *RUN_INTEGERS, *LAUNCH_VARIABLES})
 _KINDS = {"bool": bool, "int": int, "float": float, "text": str}
 
 
@@ -80,13 +86,6 @@ class MetricTable(TomlTable):
     """A key of the JSON objects in the lines of ``$HPCBENCH_METRICS``."""
     value: str = ""
     """An expression of the number that was read, ``value``, and of the parameters: ``value / 1000``."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> MetricTable:
-        if (self.pattern is None) == (self.json_ is None):
-            given = "neither is given" if self.pattern is None else "both are given"
-            raise ValueError(f"either pattern or json is needed, and {given}")
-        return self
 
 
 Quantity = Annotated[int, Field(ge=1)] | Annotated[str, Field(min_length=1)]
@@ -168,28 +167,8 @@ class CommandTable(TomlTable):
 
 
 def parse_command(table: CommandTable, source: TomlSource, problems: list[HpcbenchError]) -> Command:
-    """Return the command of ``[command]``; its errors are appended to ``problems``."""
-    for name in table.parameters:
-        if name in RunSpec.__struct_fields__ or name in (*RUN_INTEGERS, *LAUNCH_VARIABLES):
-            message = f"command.parameters: {name!r} is a name that every run has"
-            problems.append(source.error(message, "command", "parameters", name, hint="choose another name"))
-    for number, word in enumerate(table.argv):
-        problems += _word_problems(word, table.parameters, source, "argv", number)
-    problems += _folder_problems(table, source)
-    for key in ("must_match", "must_not_match"):
-        problems += _pattern_problems(getattr(table, key), 0, source, "command", key)
-    names = [metric.name for metric in table.metrics]
-    for number, metric in enumerate(table.metrics):
-        if metric.pattern is not None:
-            problems += _pattern_problems([metric.pattern], 1, source, "command", "metrics", number, "pattern")
-        if metric.value:
-            names_of_value = [*expression_names(table.parameters), "value"]
-            problems += _expression_problems(metric.value, names_of_value, source, "metrics", number, "value")
-        if names.index(metric.name) < number:
-            problems.append(source.error(f"two metrics have the name {metric.name!r}", "command", "metrics", number))
+    """Return the command of ``[command]``; the errors of its layout are appended to ``problems``."""
     per_step = {name: text for name in PER_STEP_COUNTS if (text := getattr(table, name))}
-    for name, text in per_step.items():
-        problems += _expression_problems(text, expression_names(table.parameters), source, name)
     return Command(
         argv=table.argv, launch=table.launch, folder=table.folder, must_match=table.must_match,
         must_not_match=table.must_not_match, outputs=table.outputs,
@@ -227,15 +206,101 @@ def _expression_problems(
         yield error
 
 
-def _folder_problems(table: CommandTable, source: TomlSource) -> Iterator[HpcbenchError]:
-    yield from _word_problems(table.folder, table.parameters, source, "folder")
-    if table.folder != "run" and not table.folder.startswith("/"):
-        yield source.error(
-            f"folder: {table.folder!r:.80} is not an absolute path", "command", "folder", hint='or "run"'
-        )
-    if "{HPCBENCH_RUN_FOLDER}" in table.folder:
+def declared_parameters(data: Mapping[str, Any]) -> Collection[str] | None:
+    """Return the names below ``[command.parameters]`` of a sweep's decoded TOML; ``None`` without ``[command]``."""
+    command = data.get("command")
+    if not isinstance(command, dict):
+        return None
+    parameters = command.get("parameters")
+    return parameters if isinstance(parameters, dict) else ()
+
+
+def parameter_key_hint(data: Mapping[str, Any]) -> KeyHint:
+    """Return the hints for unknown keys in those tables of a sweep that set parameters of its command."""
+    declared = declared_parameters(data)
+
+    def key_hint(path: KeyPath) -> str | None:
+        sets_parameters = path[0] in ("fixed", "grid", "zip", "include", "exclude")
+        return parameter_hint(str(path[-1]), declared) if sets_parameters and declared is not None else None
+
+    return key_hint
+
+
+def parameter_hint(name: str, declared: Collection[str] | None, choices: Iterable[str] = ()) -> str:
+    """The hint for an unknown parameter of a command that has ``declared``, or without one of ``choices``."""
+    if declared is None:
+        return did_you_mean(name, choices)
+    own = [one for one in declared if one not in _RESERVED_NAMES]
+    hint = did_you_mean(name, own)
+    if not hint.startswith("did"):
+        hint = did_you_mean(name, [*own, *COMMAND_PARAMETERS])
+    return f"{hint}; {_declare(name)}"
+
+
+def _declare(name: str) -> str:
+    if name in _RESERVED_NAMES:
+        return f"or declare one of another name: [command.parameters.my_{name}]"
+    return f"or declare it: [command.parameters.{name}]"
+
+
+def command_problems(data: Mapping[str, Any], source: TomlSource) -> Iterator[HpcbenchError]:
+    """Yield the errors of ``[command]`` besides keys and types; decoded TOML is read, so that none hides another."""
+    declared = declared_parameters(data)
+    if declared is None:
+        return
+    command: dict[str, Any] = data["command"]
+    for name in declared:
+        if name in _RESERVED_NAMES:
+            message = f"command.parameters: {name!r} is a name that every run has"
+            yield source.error(message, "command", "parameters", name, hint="choose another name")
+    for number, word in enumerate(_texts(command.get("argv"))):
+        yield from _word_problems(word, declared, source, "argv", number)
+    for folder in _texts([command.get("folder")]):
+        yield from _folder_problems(folder, declared, source)
+    yield from _outputs_problems(_texts(command.get("outputs")), source)
+    for key in ("must_match", "must_not_match"):
+        yield from _pattern_problems(_texts(command.get(key)), 0, source, "command", key)
+    metrics = command.get("metrics")
+    yield from _metric_problems(metrics if isinstance(metrics, list) else [], declared, source)
+    for name in PER_STEP_COUNTS:
+        for text in filter(None, _texts([command.get(name)])):
+            yield from _expression_problems(text, expression_names(declared), source, name)
+
+
+def _texts(values: Any) -> list[str]:
+    """The texts in a list; values of another type are errors of the schema."""
+    return [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
+
+
+def _metric_problems(metrics: list[Any], declared: Collection[str], source: TomlSource) -> Iterator[HpcbenchError]:
+    seen = set[str]()
+    for number, metric in enumerate(metrics):
+        if not isinstance(metric, dict):
+            continue
+        place = ("command", "metrics", number)
+        if ("pattern" in metric) == ("json" in metric):
+            given = "both are given" if "json" in metric else "neither is given"
+            message = f"command.metrics.{number}: either pattern or json is needed, and {given}"
+            yield source.error(message, *place)
+        yield from _pattern_problems(_texts([metric.get("pattern")]), 1, source, *place, "pattern")
+        for text in filter(None, _texts([metric.get("value")])):
+            yield from _expression_problems(text, [*expression_names(declared), "value"], source, *place[1:], "value")
+        for name in _texts([metric.get("name")]):
+            if name in seen:
+                yield source.error(f"two metrics have the name {name!r}", *place)
+            seen.add(name)
+
+
+def _folder_problems(folder: str, declared: Collection[str], source: TomlSource) -> Iterator[HpcbenchError]:
+    yield from _word_problems(folder, declared, source, "folder")
+    if folder != "run" and not folder.startswith("/"):
+        yield source.error(f"folder: {folder!r:.80} is not an absolute path", "command", "folder", hint='or "run"')
+    if "{HPCBENCH_RUN_FOLDER}" in folder:
         yield source.error("folder: it cannot contain itself", "command", "folder")
-    for pattern in table.outputs:
+
+
+def _outputs_problems(patterns: list[str], source: TomlSource) -> Iterator[HpcbenchError]:
+    for pattern in patterns:
         if pattern.startswith("/") or ".." in pattern.split("/") or not pattern:
             message = f"outputs: {pattern!r:.80} leads out of the run's folder"
             yield source.error(message, "command", "outputs", hint="name files below it: profile/*.json")
@@ -251,7 +316,8 @@ def _word_problems(
             yield source.error(message, "command", *key, hint=hint)
         elif match[1] is not None and match[1] not in known:
             message = f"{key[0]}: no parameter {match[1]!r} for the placeholder in {word!r:.80}"
-            yield source.error(message, "command", *key, hint=did_you_mean(match[1], known))
+            hint = f"{did_you_mean(match[1], known)}; {_declare(match[1])}"
+            yield source.error(message, "command", *key, hint=hint)
 
 
 def _pattern_problems(patterns: list[str], groups: int, source: TomlSource, *key: str | int) -> Iterator[HpcbenchError]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.command import Command
+from hpcbench.config.command_table import COMMAND_PARAMETERS, parameter_hint
 from hpcbench.config.option import Option, toml_literal
 from hpcbench.config.sweep_loader import Sweep, command_settings
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
@@ -76,13 +77,6 @@ def _collectives_problems(sweep: Sweep) -> list[HpcbenchError]:
     return problems
 
 
-_COMMAND_PARAMETERS = (
-    "parameters", "nodes", "tasks_per_node", "devices_per_task", "precision", "warmup_steps", "seed", "time_limit_min",
-    "partition", "environment", "env", "node",
-)  # fmt: skip
-"""Parameters that a sweep with ``[command]`` may set."""
-
-
 def _command_problems(sweep: Sweep, command: Command) -> list[HpcbenchError]:
     """Parameters of trainings, and parameters of the command that do not exist or have another type."""
     problems: list[HpcbenchError] = []
@@ -96,13 +90,14 @@ def _command_problems(sweep: Sweep, command: Command) -> list[HpcbenchError]:
             if place == ("fixed",) and value == own_settings.get(parameter):
                 continue
             where = sweep.source.where((*place, *parameter))
-            if parameter[0] not in _COMMAND_PARAMETERS:
+            if parameter[0] not in ("parameters", *COMMAND_PARAMETERS):
                 message = f"{'.'.join(parameter)} belongs to trainings of hpcbench, and this sweep has a [command]"
-                hint = f"runs of a command have {', '.join(_COMMAND_PARAMETERS)}"
-                problems.append(ConfigError(message, where=where, hint=hint))
             elif parameter[0] == "parameters" and parameter[1] not in command.defaults:
-                hint = did_you_mean(parameter[1], command.defaults)
-                problems.append(ConfigError(f"[command] has no parameter {parameter[1]!r}", where=where, hint=hint))
+                message = f"[command] has no parameter {parameter[1]!r}"
+            else:
+                continue
+            hint = parameter_hint(parameter[-1], command.defaults)
+            problems.append(ConfigError(message, where=where, hint=hint))
     for name, default in command.defaults.items():
         option = Option(default, "")
         for value in sweep.values("parameters", name):
