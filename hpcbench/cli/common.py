@@ -181,7 +181,7 @@ def _chosen_cluster(context: click.Context, _parameter: click.Parameter, name: s
     from hpcbench.config.cluster_profile import default_cluster
 
     chosen = default_cluster()
-    print_message(f"cluster {chosen.name}: {chosen.reason}")
+    print_message(f"using cluster {chosen.name}, because {chosen.reason}")
     return chosen.name
 
 
