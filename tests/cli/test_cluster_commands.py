@@ -78,11 +78,44 @@ def test_cluster_list_is_empty_where_no_profile_matches_the_machine(hpcbench: An
 def test_no_scheduler_to_write_a_profile_from(hpcbench: Any, tmp_path: Path) -> None:
     done = hpcbench("cluster", "init", "mine", PATH=str(tmp_path))
     assert done.returncode == 3
-    assert "run this on a login node" in done.stderr
+    assert "found neither scontrol nor qsub\n  run this on a login node" in done.stderr
+    assert '[scheduler] kind ("pbs" for qsub, "local" without a scheduler),\n  and [node] cores' in done.stderr
     assert list((tmp_path / "clusters").iterdir()) == []
+    for name, text in (("scontrol", "for part in a b c; do echo scontrol: $part >&2; done; exit 1"), ("qsub", "")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    silent = hpcbench("cluster", "init", "mine", PATH=str(tmp_path)).stderr
+    assert f"found {tmp_path}/scontrol and {tmp_path}/qsub\n" in silent
+    assert ("(scontrol: c)" in silent, "scontrol: a" in silent) == (True, False)
     wrong = hpcbench("cluster", "init", "../mine")
     assert wrong.returncode == 2
     assert "Traceback" not in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_sbatch", "verdict"),
+    [
+        ("local", False, "mine is ready; scheduler none: jobs run on this machine"),
+        ("local", True, "mine is ready; scheduler none: jobs run on this machine, although it has {folder}/sbatch"),
+        ("none", True, "mine is ready; scheduler none: predictions alone"),
+        ("pbs", False, "mine is ready; scheduler PBS: render writes jobs for qsub"),
+    ],
+)
+def test_doctor_states_where_jobs_without_slurm_run(
+    hpcbench: Any, tmp_path: Path, kind: str, has_sbatch: bool, verdict: str
+) -> None:
+    # Made by setup lines: the software is not looked at, and the check takes no time.
+    profile = (
+        f'name = "mine"\nscheduler.kind = "{kind}"\ndefault_environment = "e"\n[environments.e]\nsetup = ["true"]\n'
+    )
+    (tmp_path / "clusters" / "mine.toml").write_text(profile)
+    if has_sbatch:
+        (tmp_path / "sbatch").write_text("#!/bin/sh\n")
+        (tmp_path / "sbatch").chmod(0o755)
+    done = hpcbench("doctor", "--no-job", "--cluster", "mine", PATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith(verdict.format(folder=tmp_path) + "; ")
+    assert ("hpcbench cluster init NAME" in done.stdout) == ("although" in verdict)
 
 
 def test_a_list_of_profiles_has_readable_descriptions_in_40_columns(hpcbench: Any, tmp_path: Path) -> None:
