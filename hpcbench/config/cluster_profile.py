@@ -177,9 +177,7 @@ class ClusterProfile(TomlTable):
             raise ValueError(
                 f"node.device_type = {node.device_type!r}{where} is not among the devices: {', '.join(self.devices)}"
             )
-        least, most = partition.min_nodes, partition.max_nodes
-        if least is not None and most is not None and least > most:
-            raise ValueError(f"partitions.{partition.key}.min_nodes = {least} is above its max_nodes, {most}")
+        tables.check_partition(partition, self.scheduler, self.directives)
         if partition.max_time_min is not None and partition.key is not None:
             own_min = self.partitions[partition.key].time_limit_min
             if own_min is not None and own_min > partition.max_time_min:
