@@ -10,6 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
+
+from hpcbench.cli.main import cli
+from hpcbench.config import cluster_profile
+from hpcbench.config.cluster_profile import ClusterProfile, load_cluster_file
+from hpcbench.config.toml_tables import TomlSource
 
 SWEEP = 'name = "s"\n[fixed]\nmodel = "resnet18"\ndataset = "digits"\nstrategy = "ddp"\nbatch_size = 8\n[grid]\nsteps = [2, 3]\n'
 
@@ -130,6 +136,19 @@ def test_recommend_states_that_a_partition_has_fewer_nodes(hpcbench: Any) -> Non
     assert "warning" not in hpcbench("recommend", *wish).stderr
     done = hpcbench("recommend", *wish, "--nodes", "9999")
     assert "warning: 9999 nodes, but a job in this partition of perlmutter has at most 1792" in done.stderr
+
+
+def test_recommend_loads_its_profile_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+
+    def load(path: Path) -> tuple[ClusterProfile, TomlSource]:
+        loaded.append(path.stem)
+        return load_cluster_file(path)
+
+    monkeypatch.setattr(cluster_profile, "load_cluster_file", load)
+    wish = ("--model", "llama_8b", "--dataset", "tokens", "--cluster", "h100-80gb-ib", "--json")
+    done = CliRunner().invoke(cli, ["recommend", *wish])
+    assert (done.exit_code, loaded) == (0, ["h100-80gb-ib"])
 
 
 def test_a_command_line_without_a_command_prints_its_usage_once(hpcbench: Any) -> None:
