@@ -52,8 +52,9 @@ class ConfigErrors(HpcbenchError):
 
     def __init__(self, problems: Sequence[HpcbenchError]) -> None:
         assert problems, "an empty list of problems is not an error"
-        super().__init__("\n".join(str(problem) for problem in problems))
-        self.problems = list(problems)
+        # An axis has a problem once, however many values it has.
+        self.problems = list({str(problem): problem for problem in problems}.values())
+        super().__init__("\n".join(map(str, self.problems)))
 
 
 class RenderError(HpcbenchError):
@@ -116,7 +117,8 @@ def did_you_mean(wrong: str, choices: Iterable[str]) -> str:
     other = wrong.lower()
     entries = choices.items() if isinstance(choices, Mapping) else ()
     named = [name for name, entry in entries if isinstance(entry, HasOtherNames) and other in entry.other_names]
-    near = [name for name in (_PARAMETERS_OF_OTHER_TOOLS.get(other), *named) if name in ordered]
+    same = [theirs for theirs, ours in _PARAMETERS_OF_OTHER_TOOLS.items() if ours == other]
+    near = [name for name in (_PARAMETERS_OF_OTHER_TOOLS.get(other), *same, *named) if name in ordered]
     near = near or difflib.get_close_matches(wrong, ordered, n=1)
     if near and len(ordered) > _MAX_LISTED:
         return f"did you mean {near[0]!r}?"

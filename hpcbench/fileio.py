@@ -172,6 +172,8 @@ def write_error(error: OSError, path: Path) -> StorageError:
     reason = error.strerror or str(error)
     # The owner of a full or absent file system is not the reason.
     hint = None if error.errno in TEMPORARY_REFUSALS else _owner_hint(path)
+    if error.errno == errno.ENOTDIR and (place := _nearest_path(path)):
+        hint = f"{place[0]} is a file: name a folder, or move it away"
     return _storage_error(f"cannot write {path}: {reason}", error, hint)
 
 

@@ -28,12 +28,13 @@ from hpcbench.config.cluster_profile import (
     load_cluster_file,
 )
 from hpcbench.config.toml_tables import TomlSource, parse_toml, validate_table
-from hpcbench.errors import ConfigError, HpcbenchError
+from hpcbench.errors import ConfigError, HpcbenchError, SubmitError
 from hpcbench.fileio import write_atomic, write_file
 from hpcbench.paths import project_folder
 from hpcbench.site.node_probe import run_probe
 from hpcbench.site.profile_writer import profile_toml
 from hpcbench.site.slurm_facts import query_site
+from hpcbench.submit.scheduler import find_command
 from hpcbench.submit.slurm_queue import first_cluster
 
 _COMMANDS = {
@@ -115,7 +116,10 @@ def init_cluster(name: str, probes: bool) -> None:
     config_file = os.environ.get("SLURM_CONF")
     data = {"name": name, "scheduler": {"config_file": config_file} if config_file else {}}
     base = validate_table(ClusterProfile, data, TomlSource(path, ""))
-    facts = query_site(base, first_cluster(base))
+    try:
+        facts = query_site(base, first_cluster(base))
+    except SubmitError as error:
+        raise _no_scheduler(path, base, error) from None
     text = profile_toml(name, facts, config_file=base.scheduler.config_file)
     # A file is left only if commands can read it.
     validate_table(ClusterProfile, *parse_toml(text, path))
@@ -134,3 +138,15 @@ def init_cluster(name: str, probes: bool) -> None:
     load_cluster_file(path)
     print_message(f"wrote {project_relative(path)}")
     print_message(f"next: hpcbench check {project_relative(path)} && hpcbench doctor --cluster {name}")
+
+
+def _no_scheduler(path: Path, base: ClusterProfile, error: SubmitError) -> SubmitError:
+    """The error of a machine without a SLURM that answers: the commands that it has, and the keys to fill in."""
+    found = [str(command) for name in ("scontrol", "qsub") if (command := find_command(name, base))]
+    message = f"no SLURM answers on {socket.getfqdn()}: found {' and '.join(found) or 'neither scontrol nor qsub'}"
+    last = error.message.splitlines()[-1]
+    hint = f"""run this on a login node of the cluster, with SLURM_CONF set if SLURM needs it ({last})
+  or: hpcbench cluster show generic-slurm > {project_relative(path)}
+  and fill in name, device, default_partition, [scheduler] kind ("pbs" for qsub, "local" without a scheduler),
+  and [node] cores, memory_bytes, devices, device_type"""
+    return SubmitError(message, hint=hint)

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from hpcbench.errors import ConfigError
 from hpcbench.fileio import escape_control_characters, printable_text
-from hpcbench.paths import project_folder, results_folder, search_folders
+from hpcbench.paths import is_visible, project_folder, results_folder, search_folders
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.units import pluralize
 
@@ -138,7 +138,7 @@ def _open_existing(context: click.Context, _parameter: click.Parameter, folder: 
     if context.resilient_parsing:
         return folder
     tree = open_results(folder)
-    if folder is not None and not tree.root.is_dir():
+    if folder is not None and not is_visible(tree.root):
         raise ConfigError(f"there is no folder {tree.root}{_near_folder(tree.root)}", where="--results")
     return tree
 
@@ -181,7 +181,7 @@ def _chosen_cluster(context: click.Context, _parameter: click.Parameter, name: s
     from hpcbench.config.cluster_profile import default_cluster
 
     chosen = default_cluster()
-    print_message(f"cluster {chosen.name}: {chosen.reason}")
+    print_message(f"using cluster {chosen.name}, because {chosen.reason}")
     return chosen.name
 
 

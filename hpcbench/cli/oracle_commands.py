@@ -21,7 +21,7 @@ from hpcbench.cli.common import (
     print_text,
 )
 from hpcbench.cli.load_plan import check_options, load_plan
-from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
 from hpcbench.config.run_spec import run_label
 from hpcbench.errors import ConfigError
 from hpcbench.fileio import printable_excerpt, write_atomic
@@ -172,11 +172,12 @@ def rank_strategies(
     check_options(missing)
     request = RecommendRequest(nodes=nodes or (1,), objective=objective, **options)
     trainer = TRAINERS[trainer_name] if trainer_name else None
-    recommendation = recommend_layouts(request, cluster_name, model_folder, results, trainer)
-    _warn_of_nodes(request, cluster_name)
+    profile, _ = load_cluster(cluster_name)
+    recommendation = recommend_layouts(request, profile, model_folder, results, trainer)
+    _warn_of_nodes(request, profile)
     if isinstance(recommendation, LayoutRecommendation):
         if measured is not None:
-            found = measured_layouts(results.cluster(load_cluster(cluster_name)[0].name), measured)
+            found = measured_layouts(results.cluster(profile.name), measured)
             recommendation = recommendation._replace(measured=found)
         _show_layouts(recommendation, request, cluster_name, top, out, trainer, as_json=as_json)
         return
@@ -185,7 +186,7 @@ def rank_strategies(
         raise ConfigError(f"there are no layouts to rank: {reason}", where="--as" if trainer_name else "--measured")
     for note in recommendation:
         print_message(note)
-    recommendations, forecast = recommend_for(request, cluster_name, results, model_folder)
+    recommendations, forecast = recommend_for(request, profile, results, model_folder)
     module, _, model = request.model.rpartition(":")
     folder = str(model_folder.resolve()) if module else None
     has_candidates = any(recommendation.candidates for recommendation in recommendations)
@@ -199,9 +200,9 @@ def rank_strategies(
         print_text(f"\n# a sweep that measures the best (--out FILE writes it)\n{text}")
 
 
-def _warn_of_nodes(request: RecommendRequest, cluster_name: str) -> None:
+def _warn_of_nodes(request: RecommendRequest, profile: ClusterProfile) -> None:
     """State where more nodes are asked for than the partition has."""
-    profile, most = load_cluster(cluster_name)[0], max(request.nodes)
+    most = max(request.nodes)
     partition = profile.partitions.get(request.partition or profile.default_partition or "")
     limits = [limit for limit in (partition.nodes, partition.max_nodes) if limit is not None] if partition else []
     if limits and most > min(limits):

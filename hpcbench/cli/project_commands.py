@@ -75,6 +75,9 @@ def _print_checks(cluster: str, checks: Sequence[DoctorCheck]) -> None:
         for needed in (True, False)
     }
     verdict = f"{cluster} is not ready, missing: {', '.join(absent[True])}" if absent[True] else f"{cluster} is ready"
+    verdict += "".join(
+        f"; scheduler {check.detail}" for check in checks if (check.what, check.needed) == ("scheduler", False)
+    )
     rest = f"; {pluralize(len(absent[False]), 'optional part')} missing: {', '.join(absent[False])}"
     console.print(Text(verdict + rest * bool(absent[False])), soft_wrap=True)
 

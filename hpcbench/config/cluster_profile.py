@@ -177,9 +177,7 @@ class ClusterProfile(TomlTable):
             raise ValueError(
                 f"node.device_type = {node.device_type!r}{where} is not among the devices: {', '.join(self.devices)}"
             )
-        least, most = partition.min_nodes, partition.max_nodes
-        if least is not None and most is not None and least > most:
-            raise ValueError(f"partitions.{partition.key}.min_nodes = {least} is above its max_nodes, {most}")
+        tables.check_partition(partition, self.scheduler, self.directives)
         if partition.max_time_min is not None and partition.key is not None:
             own_min = self.partitions[partition.key].time_limit_min
             if own_min is not None and own_min > partition.max_time_min:
@@ -392,12 +390,12 @@ def default_cluster() -> DefaultCluster:
     if project.is_file():
         name = load_table(ProjectConfig, project)[0].cluster
         if name is not None:
-            return DefaultCluster(_beside(project, name), f"set in {project}")
+            return DefaultCluster(_beside(project, name), f"{project} sets it")
     user = user_folder() / "config.toml"
     if name := load_user_config().cluster:
-        return DefaultCluster(_beside(user, name), f"set in {user}")
+        return DefaultCluster(_beside(user, name), f"{user} sets it")
     if job := os.environ.get("SLURM_JOB_ID"):
-        return DefaultCluster(LOCAL_CLUSTER, f"this is inside job {job}")
+        return DefaultCluster(LOCAL_CLUSTER, f"this shell is inside job {job}")
     matches = matching_profiles()
     if len(matches) > 1:
         raise ConfigError(
@@ -406,7 +404,7 @@ def default_cluster() -> DefaultCluster:
         )
     if matches:
         return DefaultCluster(matches[0], f"this machine, {socket.getfqdn()}, is a login node of it")
-    return DefaultCluster(LOCAL_CLUSTER, "no cluster is set, and no profile names this machine")
+    return DefaultCluster(LOCAL_CLUSTER, "--cluster is not given, and this machine is no login node of a known cluster")
 
 
 def _beside(file: Path, name: str) -> str:

@@ -23,6 +23,11 @@ LAUNCH_VARIABLES = (
 """Variables that every process of a command has, and placeholders of the same names."""
 RUN_INTEGERS = ("nodes", "devices_per_node", "devices", "seed", "repeat")
 """Placeholders that are integers of the run."""
+COMMAND_PARAMETERS = (
+    "nodes", "tasks_per_node", "devices_per_task", "precision", "warmup_steps", "seed", "time_limit_min", "partition",
+    "environment", "env", "node",
+)  # fmt: skip
+"""Parameters of every run that a sweep with ``[command]`` may set."""
 STEP_TIME = "step_time"
 """A metric per step of this name, in a unit of time, has the treatment of hpcbench's own step times."""
 PER_STEP_COUNTS = ("samples_per_step", "tokens_per_step", "flops_per_step")

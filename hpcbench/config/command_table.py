@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from pydantic import AfterValidator, Field, model_validator
 
 from hpcbench.config.command import (
+    COMMAND_PARAMETERS,
     LAUNCH_VARIABLES,
     PER_STEP_COUNTS,
     PLACEHOLDER,
@@ -22,12 +23,13 @@ from hpcbench.config.command import (
 from hpcbench.config.expression import Expression
 from hpcbench.config.option import Option, toml_literal
 from hpcbench.config.run_spec import PARAMETER_DEFAULTS, RunSpec
-from hpcbench.config.toml_tables import FOLDER_PATTERN, SingleLineText, TomlSource, TomlTable
+from hpcbench.config.toml_tables import FOLDER_PATTERN, KeyHint, KeyPath, SingleLineText, TomlSource, TomlTable
 from hpcbench.errors import ConfigError, HpcbenchError, did_you_mean
 from hpcbench.paths import resolve_beside
 from hpcbench.units import check_unit
 
 _NAME = r"^[A-Za-z][A-Za-z0-9_]{0,63}$"
+_RESERVED_NAMES = frozenset({*RunSpec.__struct_fields__, *RUN_INTEGERS, *LAUNCH_VARIABLES})
 _KINDS = {"bool": bool, "int": int, "float": float, "text": str}
 
 
@@ -46,7 +48,7 @@ def _with_group(text: str) -> str:
 
 
 def _free_name(name: str) -> str:
-    if name in RunSpec.__struct_fields__ or name in (*RUN_INTEGERS, *LAUNCH_VARIABLES):
+    if name in _RESERVED_NAMES:
         raise ValueError(f"{name!r} is a name that every run has: choose another")
     return name
 
@@ -243,6 +245,43 @@ def _expression_problems(
         yield error
 
 
+def declared_parameters(data: Mapping[str, Any]) -> Collection[str] | None:
+    """Return the names below ``[command.parameters]`` of a sweep's decoded TOML; ``None`` without ``[command]``."""
+    command = data.get("command")
+    if not isinstance(command, dict):
+        return None
+    parameters = command.get("parameters")
+    return parameters if isinstance(parameters, dict) else ()
+
+
+def parameter_key_hint(data: Mapping[str, Any]) -> KeyHint:
+    """Return the hints for unknown keys in those tables of a sweep that set parameters of its command."""
+    declared = declared_parameters(data)
+
+    def key_hint(path: KeyPath) -> str | None:
+        sets_parameters = path[0] in ("fixed", "grid", "zip", "include", "exclude")
+        return parameter_hint(str(path[-1]), declared) if sets_parameters and declared is not None else None
+
+    return key_hint
+
+
+def parameter_hint(name: str, declared: Collection[str] | None, choices: Iterable[str] = ()) -> str:
+    """The hint for an unknown parameter of a command that has ``declared``, or without one of ``choices``."""
+    if declared is None:
+        return did_you_mean(name, choices)
+    own = [one for one in declared if one not in _RESERVED_NAMES]
+    hint = did_you_mean(name, own)
+    if not hint.startswith("did"):
+        hint = did_you_mean(name, [*own, *COMMAND_PARAMETERS])
+    return f"{hint}; {_declare(name)}"
+
+
+def _declare(name: str) -> str:
+    if name in _RESERVED_NAMES:
+        return f"or declare one of another name: [command.parameters.my_{name}]"
+    return f"or declare it: [command.parameters.{name}]"
+
+
 def _word_problems(word: str, known: Collection[str], source: TomlSource, *key: str | int) -> Iterator[HpcbenchError]:
     for match in PLACEHOLDER.finditer(word):
         if match[0] in ("{", "}"):
@@ -250,4 +289,5 @@ def _word_problems(word: str, known: Collection[str], source: TomlSource, *key: 
             yield source.error(message, "command", *key, hint=hint)
         elif match[1] is not None and match[1] not in known:
             message = f"{key[0]}: no parameter {match[1]!r} for the placeholder in {word!r:.80}"
-            yield source.error(message, "command", *key, hint=did_you_mean(match[1], known))
+            hint = f"{did_you_mean(match[1], known)}; {_declare(match[1])}"
+            yield source.error(message, "command", *key, hint=hint)

@@ -4,6 +4,7 @@ environments.
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Annotated, Literal
 
@@ -323,6 +324,12 @@ class EnvironmentConfig(TomlTable):
     env_unset: list[VariableName] = []
     """Variables that the jobs must not have."""
 
+    @model_validator(mode="after")
+    def _has_one_python(self) -> EnvironmentConfig:
+        if self.venv and self.python:
+            raise ValueError(f"venv = {self.venv!r} has a python, and python = {self.python!r} is another: keep one")
+        return self
+
 
 class Partition(PartitionConfig):
     """All that holds for the jobs of a partition: its own values, and the cluster's where it has none.
@@ -338,6 +345,35 @@ class Partition(PartitionConfig):
 
     def __hash__(self) -> int:
         return hash(self.key)
+
+
+_OWN_DIRECTIVES = {
+    "slurm": ("array", "job-name", "nodes", "time", "chdir", "output", "error"),
+    "pbs": ("J", "N", "o"),
+}
+"""Directives by which hpcbench numbers, finds, bounds and logs its jobs, by kind of scheduler."""
+
+
+def check_partition(partition: Partition, scheduler: SchedulerConfig, shared: Directives) -> None:
+    """Raise ``ValueError`` for node counts, a warning or directives with which no job works.
+
+    ``shared`` are the directives of all partitions.
+    """
+    least, most = partition.min_nodes, partition.max_nodes
+    if least is not None and most is not None and least > most:
+        raise ValueError(f"partitions.{partition.key}.min_nodes = {least} is above its max_nodes, {most}")
+    where = f" of partition {partition.key}" * bool(partition.key)
+    limit_s = 60 * min(partition.time_limit_min, partition.max_time_min or math.inf)
+    if scheduler.warning_s >= limit_s:
+        raise ValueError(
+            f"scheduler.warning_s = {scheduler.warning_s:g} s is not below the time limit{where}, {limit_s:g} s: ranks "
+            "would stop as they start; lower it, or raise time_limit_min"
+        )
+    for name in _OWN_DIRECTIVES.get(scheduler.kind, ()):
+        if name in partition.directives:
+            table = "directives" if name in shared else f"partitions.{partition.key}.directives"
+            value = partition.directives[name]
+            raise ValueError(f"{table}.{name} = {value!r}: hpcbench writes this one for each job: remove it")
 
 
 class Environment(EnvironmentConfig):

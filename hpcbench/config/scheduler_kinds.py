@@ -36,7 +36,7 @@ class SchedulerKind(NamedTuple):
 
 SHIPPED_KINDS = {
     "slurm": SchedulerKind(is_slurm=True),
-    "local": SchedulerKind(runs_here=True),
+    "local": SchedulerKind(runs_here=True, note="none: jobs run on this machine"),
     "pbs": SchedulerKind(
         directive_form=("#PBS -", " "), submit_command="qsub", note="PBS: render writes jobs for qsub"
     ),

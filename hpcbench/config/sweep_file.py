@@ -16,7 +16,7 @@ import msgspec
 from pydantic import ConfigDict, Field, create_model, model_validator
 
 from hpcbench.config import toml_tables
-from hpcbench.config.command_table import CommandTable
+from hpcbench.config.command_table import CommandTable, declared_parameters, parameter_hint
 from hpcbench.config.expression import Expression
 from hpcbench.config.run_spec import NodeName, RunSpec
 from hpcbench.config.toml_tables import NAME_PATTERN, KeyPath, Minutes, PositiveInt, TomlSource, TomlTable
@@ -300,7 +300,7 @@ def _apply(data: dict[str, Any], text: str) -> KeyPath:
     where = f"--set {text}"
     if not separator or not key:
         raise ConfigError("no key=value", where=where, hint="for instance steps=5 or grid.batch_size=8,16")
-    path = _key_path(key, where, _table(_table(data, "command"), "parameters"))
+    path = _key_path(key, where, declared_parameters(data))
     is_list = path[0] == "grid" or path == ("scaling", "nodes")
     value = _parse_list(value_text) if is_list else toml_tables.parse_toml_value(value_text)
     if path[0] == "fixed" and path[1] != "env" and isinstance(value, str) and "," in value:
@@ -327,22 +327,24 @@ def _apply(data: dict[str, Any], text: str) -> KeyPath:
     return path
 
 
-def _key_path(key: str, where: str, of_command: Collection[str]) -> tuple[str, ...]:
+def _key_path(key: str, where: str, declared: Collection[str] | None) -> tuple[str, ...]:
     """The place of ``key`` in the file: parameters without a table stand in ``[fixed]``.
 
-    ``of_command`` are the names of a command's own parameters.
+    ``declared`` are the names of a command's own parameters; ``None`` without a command.
     """
     first, _, rest = key.partition(".")
     parameters = parameter_types()
     table, name = (first, rest) if first in ("fixed", "grid") else ("fixed", key)
-    if name.removeprefix("parameters.") in of_command:
+    if name.removeprefix("parameters.") in (declared or ()):
         return (table, name.removeprefix("parameters."))
     if first in parameters:
         first, rest = "fixed", key
     if first in ("fixed", "grid"):
         name, _, option = rest.partition(".")
         if name not in parameters:
-            raise ConfigError(f"unknown parameter {name!r}", where=where, hint=did_you_mean(name, parameters))
+            raise ConfigError(
+                f"unknown parameter {name!r}", where=where, hint=parameter_hint(name, declared, parameters)
+            )
         return (first, name, option) if name in TABLE_PARAMETERS and option else (first, rest)
     if first in _SETTABLE_TABLES and rest:
         return (first, rest)
@@ -350,9 +352,8 @@ def _key_path(key: str, where: str, of_command: Collection[str]) -> tuple[str, .
         return (key,)
     if first in (field.alias or name for name, field in SweepFile.model_fields.items()):
         raise ConfigError(f"[{first}] cannot be set here", where=where, hint="change it in the sweep's file")
-    raise ConfigError(
-        f"unknown key {key!r}", where=where, hint=did_you_mean(key, [*of_command, *parameters, *_SETTABLE_KEYS])
-    )
+    hint = parameter_hint(key, declared, [*parameters, *_SETTABLE_KEYS])
+    raise ConfigError(f"unknown key {key!r}", where=where, hint=hint)
 
 
 def _parse_list(text: str) -> list[Any]:

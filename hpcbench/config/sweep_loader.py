@@ -14,7 +14,7 @@ import msgspec
 
 from hpcbench.config.cluster_profile import is_profile
 from hpcbench.config.command import Command
-from hpcbench.config.command_table import parse_command
+from hpcbench.config.command_table import parameter_hint, parameter_key_hint, parse_command
 from hpcbench.config.expression import Expression
 from hpcbench.config.run_spec import DEGREE_NAMES, PARAMETER_DEFAULTS, RunSpec
 from hpcbench.config.sweep_file import (
@@ -30,7 +30,7 @@ from hpcbench.config.sweep_file import (
     values_read_too_early,
 )
 from hpcbench.config.toml_tables import TomlSource, number_problem, read_toml, validate_table
-from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
+from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError
 from hpcbench.paths import resolve_beside
 
 ParameterSettings = dict[ParameterPath, Any]
@@ -157,7 +157,7 @@ def load_sweep(path: Path, overrides: Iterable[str] = ()) -> Sweep:
 def parse_sweep(data: dict[str, Any], source: TomlSource) -> Sweep:
     """The sweep in decoded TOML. Raises ``ConfigErrors`` with everything that is wrong in it."""
     data = _name_parameters(data, source)
-    file = validate_table(SweepFile, data, source)
+    file = validate_table(SweepFile, data, source, parameter_key_hint(data))
     problems: list[HpcbenchError] = []
     command = parse_command(file.command, source, problems) if file.command is not None else None
     declared = file.command.parameters if file.command is not None else {}
@@ -285,14 +285,14 @@ def _parse_derived(
     file: SweepFile, source: TomlSource, problems: list[HpcbenchError]
 ) -> dict[ParameterPath, Expression]:
     derived, parameters = dict[ParameterPath, Expression](), parameter_types()
+    declared = file.command.parameters if file.command is not None else None
     for name, text in file.derive.items():
         parameter = tuple(name.split(".", 1)) if name.partition(".")[0] in TABLE_PARAMETERS else (name,)
         if parameter[0] not in parameters or (parameter[0] in TABLE_PARAMETERS and len(parameter) == 1):
             message = f"derive: unknown parameter {name!r}"
-            problems.append(source.error(message, "derive", name, hint=did_you_mean(name, parameters)))
+            problems.append(source.error(message, "derive", name, hint=parameter_hint(name, declared, parameters)))
             continue
-        declared = file.command.parameters if file.command is not None else {}
-        if expression := _parse_expression(text, source.where(("derive", name)), problems, declared):
+        if expression := _parse_expression(text, source.where(("derive", name)), problems, declared or ()):
             derived[parameter] = expression
     problems += values_read_too_early(derived, source)
     return derived

@@ -9,7 +9,7 @@ import inspect
 import re
 import sys
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -37,6 +37,7 @@ _ERROR_POSITION = re.compile(r"\(at (line (?P<line>\d+)|end of document)")
 
 KeyPath = tuple["str | int", ...]
 LineIndex = dict[KeyPath, int]
+KeyHint = Callable[[KeyPath], "str | None"]
 _M = TypeVar("_M", bound=BaseModel)
 
 
@@ -197,8 +198,13 @@ class TomlSource:
         return ConfigError(message, where=self.where(key_path), hint=hint)
 
 
-def validate_table(model: type[_M], data: dict[str, Any], source: TomlSource) -> _M:
-    """Convert ``data`` to ``model``; ``ConfigErrors`` with all wrong keys and values."""
+def validate_table(
+    model: type[_M], data: dict[str, Any], source: TomlSource, key_hint: KeyHint = lambda _path: None
+) -> _M:
+    """Convert ``data`` to ``model``; ``ConfigErrors`` with all wrong keys and values.
+
+    ``key_hint`` returns the hint for an unknown key whose table takes names that the file itself declares.
+    """
     wrong = ((path, number_problem(value)) for path, value in _leaves(data))
     if numbers := [source.error(f"{'.'.join(map(str, path))}: {why}", *path) for path, why in wrong if why]:
         raise ConfigErrors(numbers)
@@ -209,7 +215,7 @@ def validate_table(model: type[_M], data: dict[str, Any], source: TomlSource) ->
         for detail in error.errors(include_url=False):
             key_path = strip_union_steps(data, detail["loc"], detail["type"])
             # One error per key; of the alternatives of a union only the first.
-            problems.setdefault(key_path, _describe_problem(model, key_path, detail, source))
+            problems.setdefault(key_path, _describe_problem(model, key_path, detail, source, key_hint))
         raise ConfigErrors(list(problems.values())) from None
 
 
@@ -249,16 +255,20 @@ def _has_step(node: Any, step: str | int) -> bool:
     return isinstance(node, list) and isinstance(step, int) and step < len(node)
 
 
-def _describe_problem(model: type[BaseModel], key_path: KeyPath, detail: Any, source: TomlSource) -> HpcbenchError:
+def _describe_problem(
+    model: type[BaseModel], key_path: KeyPath, detail: Any, source: TomlSource, key_hint: KeyHint
+) -> HpcbenchError:
     name = ".".join(str(step) for step in key_path) or "the file"
     if detail["type"] == "extra_forbidden":
         parent, wrong = key_path[:-1], str(key_path[-1])
         table = ".".join(str(step) for step in parent)
         message = f"unknown key {wrong!r}" + (f" in [{table}]" if table else "")
         keys = known_keys(model, parent)
-        hint = _other_place(model, wrong) or did_you_mean(wrong, keys)
-        if "options" in keys and not hint.startswith("did"):
-            hint += "; parameters of a single strategy belong in options = { ... }"
+        hint = _other_place(model, wrong) or key_hint(key_path)
+        if hint is None:
+            hint = did_you_mean(wrong, keys)
+            if "options" in keys and not hint.startswith("did"):
+                hint += "; parameters of a single strategy belong in options = { ... }"
         return source.error(message, *key_path, hint=hint)
     if detail["type"] == "missing":
         return source.error(f"{name} is missing", *key_path[:-1])
@@ -268,9 +278,9 @@ def _describe_problem(model: type[BaseModel], key_path: KeyPath, detail: Any, so
         message = f"{name}: a table is needed, not {detail['input']!r:.80}"
         return source.error(message, *key_path, hint=_table_hint(model, key_path, detail["input"]))
     text = detail["msg"].removeprefix("Value error, ")
-    if not key_path and (found := re.match(r"([a-z_]+(?:\.[a-z_]+)*) = ", text)):
+    if found := re.match(r"([\w-]+(?:\.[\w-]+)*) = ", text):
         # A rule about several keys begins with the first of them.
-        return source.error(text, *found[1].split("."))
+        return source.error(f"{name}: {text}" if key_path else text, *key_path, *found[1].split("."))
     if detail["type"] == "too_short" and not detail["input"]:
         return source.error(f"{name} is empty: at least one value is needed", *key_path)
     value = "" if detail["type"] == "value_error" else f", not {detail['input']!r:.80}"
@@ -315,13 +325,13 @@ def known_keys(model: type[BaseModel], path: Sequence[str | int]) -> list[str]:
     return [field.alias or name for name, field in kind.model_fields.items()] if _is_model(kind) else []
 
 
-def _other_place(model: type[BaseModel], key: str) -> str:
-    """Return where else in the file ``key`` can stand, as a hint; empty if nowhere."""
+def _other_place(model: type[BaseModel], key: str) -> str | None:
+    """Return where else in the file ``key`` can stand, as a hint; ``None`` if nowhere."""
     top = known_keys(model, ())
     tables = [name for name in top if key in known_keys(model, [name])]
     tables += [f"{name}.NAME" for name in top if key in known_keys(model, [name, "NAME"])]
     places = ["at the top of the file"] * (key in top) + [f"in [{table}]" for table in tables]
-    return f"it belongs {' or '.join(places)}" if places else ""
+    return f"it belongs {' or '.join(places)}" if places else None
 
 
 def _type_at_step(kind: Any, step: str | int) -> Any:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
 
-from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
+from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.command import LayerPrecision
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
@@ -57,13 +57,12 @@ class RecommendRequest(NamedTuple):
 
 
 def recommend_for(
-    wish: RecommendRequest, cluster_name: str, results: ResultsTree, model_folder: Path
+    wish: RecommendRequest, profile: ClusterProfile, results: ResultsTree, model_folder: Path
 ) -> tuple[list[Recommendation], Forecast]:
     """A ranking for each number of nodes, and what it was made with.
 
     Raises ``ConfigErrors`` with everything that is wrong with ``wish``.
     """
-    profile, _ = load_cluster(cluster_name)
     check_request(wish, profile, model_folder)
     base: dict[str, Any] = {"model": wish.model, "dataset": wish.dataset, "precision": wish.precision}
     base |= {"optimizer": wish.optimizer} if wish.optimizer != "sgd" else {}
@@ -151,7 +150,7 @@ class LayoutRecommendation(NamedTuple):
 
 def recommend_layouts(
     wish: RecommendRequest,
-    cluster_name: str,
+    profile: ClusterProfile,
     model_folder: Path,
     results: ResultsTree | None = None,
     trainer: Trainer | None = None,
@@ -166,7 +165,6 @@ def recommend_layouts(
     """
     if wish.model not in named_shapes():
         return []
-    profile, _ = load_cluster(cluster_name)
     if wish.partition is not None and wish.partition not in profile.partitions:
         return []
     device = device_of_profile(profile, wish.partition)

@@ -11,7 +11,7 @@ import polars as pl
 
 from hpcbench.errors import ConfigError
 from hpcbench.fileio import open_atomic, write_atomic
-from hpcbench.paths import results_folder
+from hpcbench.paths import is_visible, results_folder
 from hpcbench.report.column_names import with_option_column
 from hpcbench.report.table_files import csv_cell, excel_bytes, parquet_bytes, view_encoder
 from hpcbench.report.table_model import Column, View, short_name
@@ -102,9 +102,8 @@ def cluster_trees_in(source: str, clusters: Sequence[str] | None) -> list[Cluste
     """Return the clusters' trees in a results tree, or the one that the folder is; ``ConfigError`` for neither."""
     folder = Path(source)
     if not folder.is_dir():
-        raise ConfigError(
-            f"no folder {source}", hint="a results tree, a cluster's folder in one, or a bundle is needed"
-        )
+        reason = f"{source} is not a folder" if is_visible(folder) else f"no folder {source}"
+        raise ConfigError(reason, hint="a results tree, a cluster's folder in one, or a bundle is needed")
     if (folder / "runs").is_dir():
         return [ClusterTree(folder.absolute())] if not clusters or folder.absolute().name in clusters else []
     return cluster_trees(ResultsTree(folder.absolute()), clusters)

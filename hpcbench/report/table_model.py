@@ -231,8 +231,11 @@ class WarningFootnotes:
     def __init__(self, rows: Sequence[Any], noun: str = "row", *, shared: bool = False) -> None:
         self._noun = noun
         self._texts = {pattern: [text for _, text in having] for pattern, having in group_warnings(rows).items()}
-        self._letters = dict(zip(self._texts, ascii_lowercase, strict=False))
-        self._shared = {kind for kind in self._letters if shared and 1 < len(rows) == len(self._texts[kind])}
+        self._shared = {kind for kind, texts in self._texts.items() if shared and 1 < len(rows) == len(texts)}
+        # Kinds without a mark use up no letter.
+        self._letters = dict(
+            zip((one for one in self._texts if one not in self._shared), ascii_lowercase, strict=False)
+        )
         self._is_cut = any(len({message_pattern(text) for text in row.warnings}) > _MAX_LETTERS_PER_ROW for row in rows)
 
     def marks(self, row: Any) -> str:
@@ -249,15 +252,16 @@ class WarningFootnotes:
     def footnotes(self) -> list[str]:
         """Return the explanation of every letter, and one of ``+`` if a row has it."""
         notes = []
-        for letter, texts in self.kinds()[: len(self._letters)]:
+        for kind in [one for one in self._texts if one in self._shared or one in self._letters]:
+            texts = self._texts[kind]
             count = f"{len(texts)} {self._noun}s" if len(set(texts)) == 1 else f"first of {len(texts)} similar warnings"
             text = printable_excerpt(texts[0])
-            if message_pattern(texts[0]) not in self._shared:
-                notes.append(f"*{letter}: {text}{f' ({count})' if len(texts) > 1 else ''}")
+            if kind not in self._shared:
+                notes.append(f"*{self._letters[kind]}: {text}{f' ({count})' if len(texts) > 1 else ''}")
                 continue
             similar = "" if len(set(texts)) == 1 else f" ({count})"
             notes.append(f"all {len(texts)} {self._noun}s: {text}{similar}")
-        beyond = len(self._texts) - len(self._letters)
+        beyond = len(self._texts) - len(self._letters) - len(self._shared)
         if beyond > 0:
             notes.append(f"*+: {beyond} more kinds of warnings: see `hpcbench collect`")
         elif self._is_cut:

@@ -46,6 +46,17 @@ def read_record(path: Path | str, kind: type[_T]) -> _T | None:
         raise read_error(error, Path(path)) from error
 
 
+def why_no_record(path: Path | str, kind: type[object]) -> str:
+    """Return the reason why ``read_record`` finds no record in the file ``path``."""
+    try:
+        decode_record(read_regular(path), kind)
+    except OSError as error:
+        return str(error.strerror)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        return str(error)
+    return "it has changed meanwhile"
+
+
 def decode_result(data: bytes, run_id: str) -> RunResult:
     """Return the result in ``data``, the content of ``result.json``.
 

@@ -24,11 +24,13 @@ from hpcbench.fileio import (
     write_atomic,
     write_error,
 )
+from hpcbench.paths import is_folder, is_visible
 from hpcbench.results.decode import BrokenFileError, decode_result
 from hpcbench.results.schema import STATUS_BROKEN, STATUS_OK, ResultSummary, RunResult, result_document
 
 RUN_ID_PATTERN = re.compile(r"[0-9a-f]{16}")
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_CLUSTER_CONTENT = ("runs", "sweeps", "submissions", "archive", "calibrations")
 _STALE_LOCK_S = 10.0
 _MAX_SINGLE_LOOKUPS = 100
 """So many are looked up one by one, whatever else is in the tree."""
@@ -326,9 +328,26 @@ class ResultsTree:
         return ClusterTree(join_without_links(self.root, name))
 
     def clusters(self) -> list[str]:
-        """Return the names of the clusters that have a folder here, ascending; ``StorageError`` if it is unreadable."""
+        """Return the names of the clusters that have a folder here, ascending.
+
+        Raises:
+            StorageError: it is unreadable.
+            ConfigError: it is no results tree, but a file, or a folder with other content.
+        """
         entries = _sorted_entries(self.root)
-        return [entry.name for entry in entries if _NAME_PATTERN.fullmatch(entry.name) and _is_real_folder(entry)]
+        names = [entry.name for entry in entries if _NAME_PATTERN.fullmatch(entry.name) and _is_real_folder(entry)]
+        hint = "name a results tree, a folder with CLUSTER/runs: --results, HPCBENCH_RESULTS"
+        if "runs" in names:
+            raise ConfigError(
+                f"{self.root} is the folder of one cluster", hint=f"name the results tree {self.root.parent}"
+            )
+        if is_visible(self.root) and not is_folder(self.root):
+            raise ConfigError(f"{self.root} is a file, no results tree", hint=hint)
+        seen = [entry.name for entry in entries if not entry.name.startswith(".")]
+        if seen and not any(is_visible(self.root / name / part) for name in names for part in _CLUSTER_CONTENT):
+            message = f"{self.root} is no results tree: it has {seen[0]!r:.80}, and no CLUSTER/runs"
+            raise ConfigError(message, hint=hint)
+        return names
 
 
 def _is_real_folder(entry: os.DirEntry[str]) -> bool:

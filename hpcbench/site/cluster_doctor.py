@@ -55,8 +55,11 @@ def check_cluster(
     checks = [_check_results_tree(results)]
     if traits.is_slurm:
         checks += _check_slurm(profile, source)
-    elif not traits.runs_here:
-        checks.append(_check("scheduler", True, traits.note, needed=False))
+    else:
+        unused = find_command("sbatch", profile) if traits.runs_here else None
+        detail = f"{traits.note}, although it has {unused}" if unused else traits.note
+        mend = "hpcbench cluster init NAME writes a profile that submits to the nodes"
+        checks.append(_check("scheduler", unused is None, detail, mend, needed=False))
     if notify and traits.is_slurm and all(check.works or not check.needed for check in checks):
         checks += _check_from_node(profile, notify)
     else:

@@ -62,7 +62,7 @@ class NodeProbe:
     def devices(self) -> list[str]:
         """The accelerators, as their vendors' tools list them."""
         nvidia = [line for line in self.sections.get("nvidia", []) if line.startswith("GPU ")]
-        amd = [line for line in self.sections.get("amd", []) if "Card series" in line or "Card Series" in line]
+        amd = [line for line in self.sections.get("amd", []) if re.search(r"Card [sS]eries|^\s*GPU: \d", line)]
         return nvidia or amd
 
     @property

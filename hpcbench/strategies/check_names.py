@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.command import Command
+from hpcbench.config.command_table import parameter_hint
 from hpcbench.config.option import Option, toml_literal
 from hpcbench.config.sweep_loader import Sweep, command_settings
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
@@ -74,7 +75,10 @@ def _workload_problems(sweep: Sweep) -> list[HpcbenchError]:
                     problems.append(ConfigError("workload is not an axis", where=where, hint=hint))
             elif known is not None and parameter[0] not in known:
                 message = f"{name} belongs to trainings of hpcbench, and these runs have workload = {workload!r}"
-                problems.append(ConfigError(message, where=where, hint=f"they have {', '.join(known)}"))
+                hint = f"they have {', '.join(known)}"
+                if sweep.command is not None:
+                    hint = parameter_hint(parameter[-1], sweep.command.defaults)
+                problems.append(ConfigError(message, where=where, hint=hint))
             elif COLLECTIVES not in workloads and parameter[0] in ("operation", "message_bytes", "group_tasks"):
                 hint = f'set workload = "{COLLECTIVES}" in [fixed]'
                 problems.append(ConfigError(f"{name} belongs to collectives", where=where, hint=hint))
@@ -135,7 +139,8 @@ def _option_problems(sweep: Sweep, table: str, options: Mapping[str, Option], un
     for name in sorted(names):
         where = sweep.where(table, name)
         if name not in options and unknown:
-            problems.append(ConfigError(f"{unknown} {name!r}", where=where, hint=did_you_mean(name, options)))
+            hint = parameter_hint(name, options if table == "parameters" else None, options)
+            problems.append(ConfigError(f"{unknown} {name!r}", where=where, hint=hint))
         for value in sweep.values(table, name) if name in options else ():
             if not options[name].accepts(value):
                 message = f"{table}.{name}: {options[name].expected()} expected, not {toml_literal(value)}"

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from hpcbench.config.command import COMMAND_PARAMETERS
 from hpcbench.config.run_spec import DEGREE_NAMES, RunSpec, max_job_minutes
 from hpcbench.strategies import catalog
 from hpcbench.strategies.catalog import ALIASES, exclusion_reason, get_strategy
@@ -23,7 +24,7 @@ _EVERY_WORKLOAD = (
 )  # fmt: skip
 WORKLOAD_PARAMETERS: dict[str, tuple[str, ...]] = {
     catalog.COLLECTIVES: ("operation", "message_bytes", "group_tasks", "options", "steps", *_EVERY_WORKLOAD),
-    "command": ("parameters", "devices_per_task", "precision", *_EVERY_WORKLOAD),
+    "command": ("parameters", *COMMAND_PARAMETERS),
 }
 """Parameters that a sweep may set for runs that are no trainings, by their workload."""
 

@@ -20,7 +20,7 @@ from hpcbench.errors import ConfigError, StorageError, did_you_mean
 from hpcbench.fileio import MAX_GENERATED_FILE_BYTES, read_error, read_regular, write_atomic
 from hpcbench.identity import account_name, owner_name
 from hpcbench.results.attempts import Attempt, AttemptStart, attempt_numbers
-from hpcbench.results.decode import decode_record, read_record
+from hpcbench.results.decode import decode_record, read_record, why_no_record
 from hpcbench.results.results_tree import RUN_ID_PATTERN, ClusterTree, ResultsTree
 from hpcbench.submit.journal import JobBatch, read_journal
 
@@ -152,7 +152,7 @@ def read_submission(folder: Path) -> Submission | None:
     record = _read_submission_cached(path, state.st_mtime_ns, state.st_size, state.st_ino)
     if record is None:
         hint = f"its jobs may be queued or running; once none is, remove the folder {folder}"
-        raise StorageError(f"{path} is a link, or no record of a submission", hint=hint)
+        raise StorageError(f"{path} is no record of a submission: {why_no_record(path, Submission)}", hint=hint)
     return record
 
 
@@ -315,9 +315,16 @@ def _read_record(tree: ClusterTree, path: Path) -> SweepRecord:
         record = read_sweep_record(tree, path.stem)
     except (ValueError, RecursionError):
         record = None
-    if record is None or record.sweep != path.stem or not all(map(RUN_ID_PATTERN.fullmatch, record.run_ids)):
-        raise StorageError(f"{path} is a link, or no record of a sweep", hint="submit the sweep again to write it anew")
-    return record
+    if record is None:
+        reason = why_no_record(path, SweepRecord)
+    elif record.sweep != path.stem:
+        reason = f"it is about the sweep {record.sweep!r:.80}"
+    elif wrong := [run_id for run_id in record.run_ids if not RUN_ID_PATTERN.fullmatch(run_id)]:
+        reason = f"{wrong[0]!r:.80} is not a run_id"
+    else:
+        return record
+    hint = "submit the sweep again to write it anew"
+    raise StorageError(f"{path} is no record of a sweep: {reason}", hint=hint)
 
 
 def sweep_name(source: str) -> str:

@@ -10,6 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
+
+from hpcbench.cli.main import cli
+from hpcbench.config import cluster_profile
+from hpcbench.config.cluster_profile import ClusterProfile, load_cluster_file
+from hpcbench.config.toml_tables import TomlSource
 
 SWEEP = 'name = "s"\n[fixed]\nmodel = "resnet18"\ndataset = "digits"\nstrategy = "ddp"\nbatch_size = 8\n[grid]\nsteps = [2, 3]\n'
 
@@ -78,11 +84,44 @@ def test_cluster_list_is_empty_where_no_profile_matches_the_machine(hpcbench: An
 def test_no_scheduler_to_write_a_profile_from(hpcbench: Any, tmp_path: Path) -> None:
     done = hpcbench("cluster", "init", "mine", PATH=str(tmp_path))
     assert done.returncode == 3
-    assert "run this on a login node" in done.stderr
+    assert "found neither scontrol nor qsub\n  run this on a login node" in done.stderr
+    assert '[scheduler] kind ("pbs" for qsub, "local" without a scheduler),\n  and [node] cores' in done.stderr
     assert list((tmp_path / "clusters").iterdir()) == []
+    for name, text in (("scontrol", "for part in a b c; do echo scontrol: $part >&2; done; exit 1"), ("qsub", "")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    silent = hpcbench("cluster", "init", "mine", PATH=str(tmp_path)).stderr
+    assert f"found {tmp_path}/scontrol and {tmp_path}/qsub\n" in silent
+    assert ("(scontrol: c)" in silent, "scontrol: a" in silent) == (True, False)
     wrong = hpcbench("cluster", "init", "../mine")
     assert wrong.returncode == 2
     assert "Traceback" not in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_sbatch", "verdict"),
+    [
+        ("local", False, "mine is ready; scheduler none: jobs run on this machine"),
+        ("local", True, "mine is ready; scheduler none: jobs run on this machine, although it has {folder}/sbatch"),
+        ("none", True, "mine is ready; scheduler none: predictions alone"),
+        ("pbs", False, "mine is ready; scheduler PBS: render writes jobs for qsub"),
+    ],
+)
+def test_doctor_states_where_jobs_without_slurm_run(
+    hpcbench: Any, tmp_path: Path, kind: str, has_sbatch: bool, verdict: str
+) -> None:
+    # Made by setup lines: the software is not looked at, and the check takes no time.
+    profile = (
+        f'name = "mine"\nscheduler.kind = "{kind}"\ndefault_environment = "e"\n[environments.e]\nsetup = ["true"]\n'
+    )
+    (tmp_path / "clusters" / "mine.toml").write_text(profile)
+    if has_sbatch:
+        (tmp_path / "sbatch").write_text("#!/bin/sh\n")
+        (tmp_path / "sbatch").chmod(0o755)
+    done = hpcbench("doctor", "--no-job", "--cluster", "mine", PATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith(verdict.format(folder=tmp_path) + "; ")
+    assert ("hpcbench cluster init NAME" in done.stdout) == ("although" in verdict)
 
 
 def test_a_list_of_profiles_has_readable_descriptions_in_40_columns(hpcbench: Any, tmp_path: Path) -> None:
@@ -97,6 +136,19 @@ def test_recommend_states_that_a_partition_has_fewer_nodes(hpcbench: Any) -> Non
     assert "warning" not in hpcbench("recommend", *wish).stderr
     done = hpcbench("recommend", *wish, "--nodes", "9999")
     assert "warning: 9999 nodes, but a job in this partition of perlmutter has at most 1792" in done.stderr
+
+
+def test_recommend_loads_its_profile_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+
+    def load(path: Path) -> tuple[ClusterProfile, TomlSource]:
+        loaded.append(path.stem)
+        return load_cluster_file(path)
+
+    monkeypatch.setattr(cluster_profile, "load_cluster_file", load)
+    wish = ("--model", "llama_8b", "--dataset", "tokens", "--cluster", "h100-80gb-ib", "--json")
+    done = CliRunner().invoke(cli, ["recommend", *wish])
+    assert (done.exit_code, loaded) == (0, ["h100-80gb-ib"])
 
 
 def test_a_command_line_without_a_command_prints_its_usage_once(hpcbench: Any) -> None:

@@ -33,13 +33,16 @@ def test_the_source_nearest_to_the_command_decides(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert default_cluster().name == "local"
+    stderr = hpcbench("plan", "tiny.toml").stderr
+    reason = "--cluster is not given, and this machine is no login node of a known cluster"
+    assert stderr.splitlines()[0] == f"using cluster local, because {reason}"
     monkeypatch.setenv("HERE", "two")
     assert (default_cluster().name, "login node" in default_cluster().reason) == ("two", True)
     user = tmp_path / "config" / "hpcbench" / "config.toml"
     user.write_text('cluster = "of-the-user"\n[accounts]\none = "mine"\n')
-    assert (default_cluster().name, default_cluster().reason) == ("of-the-user", f"set in {user}")
+    assert (default_cluster().name, default_cluster().reason) == ("of-the-user", f"{user} sets it")
     (project / "hpcbench.toml").write_text('cluster = "of-the-project"\n')
-    assert (default_cluster().name, default_cluster().reason) == ("of-the-project", f"set in {project}/hpcbench.toml")
+    assert (default_cluster().name, default_cluster().reason) == ("of-the-project", f"{project}/hpcbench.toml sets it")
     monkeypatch.setenv("HPCBENCH_CLUSTER", "of-the-variable")
     assert default_cluster().name == "of-the-variable"
 
@@ -77,7 +80,7 @@ def test_run_on_a_login_node_does_not_train_there(project: Path) -> None:
     text = PROFILE.format(name="site", here="site").replace('"local"', '"slurm"')
     (project / "clusters" / "site.toml").write_text(text)
     done = hpcbench("run", "tiny.toml", cwd=project, env={"HERE": "site", "PATH": "/nowhere"})
-    assert "cluster site: this machine" in done.stderr
+    assert "using cluster site, because this machine" in done.stderr
     assert (done.returncode, "sbatch" in done.stderr) == (3, True), done.stderr
     assert not list(project.glob("results/*/runs/*"))
 
@@ -86,7 +89,7 @@ def test_the_default_is_printed_and_filters_nothing(project: Path) -> None:
     environment = {"HPCBENCH_CLUSTER": "two"}
     done = hpcbench("plan", "tiny.toml", "--json", cwd=project, env=environment)
     assert (done.returncode, '"cluster": "two"' in done.stdout) == (0, True), done.stderr
-    assert done.stderr == "cluster two: $HPCBENCH_CLUSTER is set\n"
+    assert done.stderr == "using cluster two, because $HPCBENCH_CLUSTER is set\n"
     table = hpcbench("table", cwd=project, env=environment)
     assert (table.returncode, table.stderr) == (0, f"no results yet in {project}/results\n")
 

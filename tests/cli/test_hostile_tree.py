@@ -125,33 +125,39 @@ def test_strange_results_are_shown_without_their_codes(tree: ClusterTree, data: 
 
 
 @pytest.mark.parametrize(
-    "content",
+    ("content", "reason"),
     [
-        b"",
-        b"[" * 100_000,
-        b'{"sweep": "\xff"}',
-        json.dumps(
-            {"sweep": EVIL, "cluster": EVIL, "description": EVIL, "run_ids": [], "dropped": 0, "written_unix_s": 0}
-        ).encode(),
-        json.dumps(
-            {
-                "sweep": "s",
-                "cluster": "local",
-                "description": "",
-                "run_ids": ["../../etc", EVIL],
-                "dropped": 0,
-                "written_unix_s": 0,
-            }
-        ).encode(),
+        (b"", "Input data was truncated"),
+        (b"[" * 100_000, "Expected `object`, got `array`"),
+        (b'{"sweep": "\xff"}', "it is not UTF-8"),
+        (
+            json.dumps(
+                {"sweep": EVIL, "cluster": EVIL, "description": EVIL, "run_ids": [], "dropped": 0, "written_unix_s": 0}
+            ).encode(),
+            "it is about the sweep '",
+        ),
+        (
+            json.dumps(
+                {
+                    "sweep": "s",
+                    "cluster": "local",
+                    "description": "",
+                    "run_ids": ["../../etc", EVIL],
+                    "dropped": 0,
+                    "written_unix_s": 0,
+                }
+            ).encode(),
+            "'../../etc' is not a run_id",
+        ),
     ],
     ids=["empty", "nested", "no text", "another name", "ids that are none"],
 )
-def test_a_broken_sweep_record_is_named_and_others_are_shown(tree: ClusterTree, content: bytes) -> None:
+def test_a_broken_sweep_record_is_named_and_others_are_shown(tree: ClusterTree, content: bytes, reason: str) -> None:
     write(tree, document())
     (tree.root / "sweeps" / "bad.json").write_bytes(content.replace(b'"s"', b'"bad"'))
     for command in ("status", "table"):
         done = hpcbench(tree, command, "bad")
-        assert (done.returncode, "no record of a sweep" in done.stderr) == (3, True)
+        assert (done.returncode, f"bad.json is no record of a sweep: {reason}" in done.stderr) == (3, True), done.stderr
         assert hpcbench(tree, command, "s").returncode == 0
         both = hpcbench(tree, command)
         assert (both.returncode, "Traceback" in both.stderr) == (0, False)

@@ -149,6 +149,24 @@ def test_the_longest_job_time_follows_nodes_steps_and_node_hours(
             {"partitions": {"a": {"max_time_min": 60}, "b": {"max_time_min": 90}}, "time_limit_min": 100},
             "time_limit_min = 100 is longer than any partition allows: the largest max_time_min is 90",
         ),
+        (
+            {"scheduler": {"warning_s": 7200}, "time_limit_min": 30},
+            r"scheduler.warning_s = 7200 s is not below the time limit, 1800 s: .*; lower it, or raise time_limit_min",
+        ),
+        (
+            {"scheduler": {"warning_s": 600}, "partitions": {"a": {"max_time_min": 10}}},
+            "warning_s = 600 s is not below the time limit of partition a, 600 s",
+        ),
+        (
+            {"directives": {"array": "0-3"}},
+            "directives.array = '0-3': hpcbench writes this one for each job: remove it",
+        ),
+        ({"partitions": {"a": {"directives": {"time": 5}}}}, "partitions.a.directives.time = 5: hpcbench writes this"),
+        ({"scheduler": {"kind": "pbs"}, "directives": {"J": "0-3"}}, "directives.J = '0-3': hpcbench writes this one"),
+        (
+            {"environments": {"e": {"venv": "/a", "python": "/b"}}},
+            "venv = '/a' has a python, and python = '/b' is another: keep one",
+        ),
         ({"match": {"hosts": ["("]}}, "not a regular expression"),
         ({"environments": {"e": {"container": {}}}}, "either `command` or `kind`"),
         ({"environments": {"e": {"container": {"kind": "pyxis"}}}}, "needs an `image`"),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from hpcbench.config.command import Command, command_values, fill_word, fill_words, unused_parameters
 from hpcbench.config.run_spec import RunSpec, run_id
+from hpcbench.config.sweep_file import apply_overrides
 from hpcbench.config.sweep_loader import Sweep, expand_sweep
+from hpcbench.config.toml_tables import parse_toml
 from hpcbench.errors import ConfigErrors, HpcbenchError
 from hpcbench.strategies.check_names import check_names
 from hpcbench.strategies.resolve import PartitionLimits, resolve_point
@@ -121,7 +124,11 @@ WRONG: dict[str, tuple[str, str, str]] = {
     "folder's word": ("[[command", 'folder = "/a/{b}"\n[[command', "folder: no parameter 'b' for the placeholder"),
     "outputs": ("[[command", 'outputs = ["../*"]\n[[command', "sweep.toml:7: command.outputs.0: '../*' leads out of the run's folder"),
     "per step": ("[[command", 'samples_per_step = "lr * batch"\n[[command', "unknown name 'batch'"),
-    "derive": ('dp = "nodes * width"', 'dq = "nodes"', "derive: unknown parameter 'dq'"),
+    "derive": ('dp = "nodes * width"', 'dps = "nodes"', "derive: unknown parameter 'dps'\n  did you mean 'dp'? choices: dp, lr, width; or declare it: [command.parameters.dps]"),
+    "other tool's name": ("lr = [1e-3, 1e-2]", "learning_rate = [0.1, 0.2]", "sweep.toml:14: learning_rate belongs to trainings of hpcbench, and these runs have workload = 'command'\n  did you mean 'lr'? choices: dp, lr, width; or declare one of another name: [command.parameters.my_learning_rate]"),
+    "undeclared": ("lr = [1e-3, 1e-2]", "lrs = [0.1]", "sweep.toml:14: unknown key 'lrs' in [grid]\n  did you mean 'lr'? choices: dp, lr, width; or declare it: [command.parameters.lrs]"),
+    "declared nowhere": ("lr = [1e-3, 1e-2]", "gamma = [0.1]", "unknown key 'gamma' in [grid]\n  choices: devices_per_task, dp, env, environment, lr, node, nodes, partition, precision, seed, tasks_per_node, time_limit_min, warmup_steps, width; or declare it: [command.parameters.gamma]"),
+    "excluded": ('when = "width > 2"', "widht = 2", "unknown key 'widht' in [exclude.0]\n  did you mean 'width'?"),
 }  # fmt: skip
 
 
@@ -131,6 +138,56 @@ def test_a_wrong_command_is_refused_with_its_line(write_sweep: WriteSweep, text:
     with pytest.raises((ConfigErrors, HpcbenchError)) as caught:
         check_names(write_sweep(SWEEP.replace(text, other, 1)))
     assert message in str(caught.value)
+
+
+def test_the_other_name_of_a_parameter_is_suggested_only_where_it_is_declared(write_sweep: WriteSweep) -> None:
+    text = 'name = "a"\n[command]\nargv = ["a", "{lr}"]\n[grid]\nlr = [1.0, 2.0]\n'
+    with pytest.raises(ConfigErrors) as caught:
+        write_sweep(text)
+    assert "learning_rate" not in str(caught.value)
+    assert str(caught.value).count("; or declare it: [command.parameters.lr]") == 1
+    declared = text.replace("[grid]", "[command.parameters.learnrate]\ntype = 'float'\ndefault = 1.0\n[grid]")
+    with pytest.raises(ConfigErrors, match=r"unknown key 'learn_rate' in \[grid\]\n  did you mean 'learnrate'\?"):
+        write_sweep(declared.replace("lr = [", "learn_rate = ["))
+
+
+def test_an_undeclared_parameter_that_is_set_for_one_command_is_refused_with_the_declared_ones(
+    write_sweep: WriteSweep,
+) -> None:
+    data, _ = parse_toml(SWEEP, Path("sweep.toml"))
+    for text in ("widht=1", "grid.widht=1,2"):
+        with pytest.raises(
+            ConfigErrors, match=f"--set {text}: unknown .* 'widht'\n  did you mean 'width'. .*; or declare"
+        ):
+            apply_overrides(data, [text])
+
+
+def test_all_mistakes_in_all_metrics_are_listed_at_once(write_sweep: WriteSweep) -> None:
+    wrong = """\
+[[command.metrics]]
+name = "1st"
+better = "low"
+pattern = "elapsed"
+[[command.metrics]]
+name = "step_time"
+better = "lower"
+json = "t"
+pattern = "(t)"
+value = "value / speed"
+unit = "secs"
+[grid]
+lrs = [1]
+"""
+    with pytest.raises(ConfigErrors) as caught:
+        write_sweep(SWEEP.replace("[grid]", wrong, 1).replace("{lr}", "{rl}", 1))
+    text = str(caught.value)
+    mistakes = (
+        "14: command.metrics.1.name: string should", "15: command.metrics.1.better: input",
+        "16: command.metrics.1.pattern: 'elapsed' has no", "23: command.metrics.2.unit: 'secs' is not a unit",
+        "25: unknown key 'lrs' in [grid]",
+    )  # fmt: skip
+    assert [mistake for mistake in mistakes if f"sweep.toml:{mistake}" not in text] == []
+    assert len(caught.value.problems) == len(mistakes)
 
 
 def test_parameters_need_a_command(write_sweep: WriteSweep) -> None:

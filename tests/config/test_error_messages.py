@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from hpcbench.config.cluster_profile import load_cluster_file
 from hpcbench.config.expression import Expression
 from hpcbench.config.sweep_loader import load_sweep
-from hpcbench.errors import ConfigError, HpcbenchError, did_you_mean
+from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
 from hpcbench.strategies.catalog import selectable_strategies
 from hpcbench.strategies.check_names import check_names
 from tests.cli.test_cli import GOOD, hpcbench
@@ -88,3 +89,15 @@ def test_check_calls_a_file_by_its_folder_and_its_keys(tmp_path: Path) -> None:
     assert "mine.toml:3: unknown key 'data_folder' in [node]\n  it belongs at the top of the file" in profile.stderr
     planned = hpcbench("plan", "mine.toml", "--cluster", "local", cwd=tmp_path)
     assert (planned.returncode, "error: mine.toml: a cluster profile, no sweep" in planned.stderr) == (2, True)
+
+
+def test_a_rule_about_keys_of_a_nested_table_names_the_line_of_the_first(tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text(
+        'name = "x"\n[environments.e]\nmodules = ["a"]\nvenv = "/a"\npython = "/b"\n[directives]\njob-name = "j"\n'
+    )
+    with pytest.raises(ConfigErrors, match=r"x.toml:4: environments.e: venv = '/a' has a python"):
+        load_cluster_file(path)
+    path.write_text(path.read_text().replace('python = "/b"\n', ""))
+    with pytest.raises(ConfigErrors, match=r"x.toml:6: directives.job-name = 'j': hpcbench writes this one"):
+        load_cluster_file(path)

@@ -25,7 +25,7 @@ CLUSTERS = ("h100-80gb-ib", "h200-141gb-ib", "a100-80gb-ib")
 @pytest.mark.parametrize("gpus", [1, 8])
 def test_a_recommended_run_is_predicted_alike(cluster: str, model: str, batch: int, gpus: int) -> None:
     wish = RecommendRequest(model, "tokens", tasks_per_node=gpus, batch_size=batch)
-    found = recommend_layouts(wish, cluster, Path())
+    found = recommend_layouts(wish, load_cluster(cluster)[0], Path())
     assert isinstance(found, LayoutRecommendation)
     forecast, strategies = Forecast(load_cluster(cluster)[0]), set()
     for row in found.rankings[1].layouts:
@@ -49,7 +49,7 @@ def test_a_recommended_run_is_predicted_alike(cluster: str, model: str, batch: i
 def test_shards_that_only_other_programs_hold_are_priced_only() -> None:
     """70B over 512 GPUs: hpcbench's loop accumulates unsharded gradients, torchtitan's does not."""
     wish = RecommendRequest("llama_70b", "tokens", nodes=(64,))
-    found = recommend_layouts(wish, "h100-80gb-ib", Path())
+    found = recommend_layouts(wish, load_cluster("h100-80gb-ib")[0], Path())
     assert isinstance(found, LayoutRecommendation)
     layouts = found.rankings[64].layouts
     rows = [row for row in layouts if row.priced_only == NEEDS_MORE_MEMORY and row.layout.shards > 1]

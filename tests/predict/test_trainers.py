@@ -50,7 +50,7 @@ NVIDIA/Megatron-LM at commit 000c4ac24f61159c138b0975def722c65245983c: the packa
 
 def recommended(trainer: str, model: str = "llama_8b", nodes: tuple[int, ...] = (2,)) -> LayoutRecommendation:
     wish = RecommendRequest(model=model, dataset="tokens", nodes=nodes, input_size=8192)
-    found = recommend_layouts(wish, H100, Path(), None, TRAINERS[trainer])
+    found = recommend_layouts(wish, load_cluster(H100)[0], Path(), None, TRAINERS[trainer])
     assert isinstance(found, LayoutRecommendation)
     return found
 

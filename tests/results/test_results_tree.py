@@ -6,7 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hpcbench.errors import StorageError
+from hpcbench.errors import ConfigError, StorageError
+from hpcbench.fileio import make_folder
 from hpcbench.results.attempts import begin_attempt
 from hpcbench.results.results_tree import ClusterTree, ResultsTree, collect_results
 from hpcbench.results.schema import RankResult, RunResult
@@ -92,3 +93,34 @@ def test_collect_passes_over_runs_without_a_result_and_names_links(tree: Cluster
     (tree.root / "runs" / "aa").symlink_to(tmp_path)
     assert [entry.run_id for entry in collect_results(tree)] == ["runs/aa", ID]
     assert ResultsTree(tmp_path).clusters() == ["c"]
+
+
+@pytest.mark.parametrize(
+    ("place", "problem"),
+    [
+        ("file", "file is a file, no results tree\n  name a results tree, a folder with CLUSTER/runs: --results"),
+        ("other", "other is no results tree: it has 'hosts', and no CLUSTER/runs\n  name a results tree"),
+        ("results/local", "results/local is the folder of one cluster\n  name the results tree .*/results$"),
+    ],
+)
+def test_what_is_no_results_tree_is_refused(tmp_path: Path, place: str, problem: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "other" / "local").mkdir(parents=True)
+    (tmp_path / "other" / "hosts").touch()
+    (tmp_path / "results" / "local" / "runs").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=problem):
+        ResultsTree(tmp_path / place).clusters()
+
+
+def test_an_absent_and_an_empty_folder_may_become_a_results_tree(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / ".gitkeep").touch()
+    (tmp_path / "results" / "local" / "sweeps").mkdir(parents=True)
+    found = [ResultsTree(tmp_path / name).clusters() for name in ("absent", "empty", "results")]
+    assert found == [[], [], ["local"]]
+
+
+def test_a_file_above_a_result_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="file is a file: name a folder, or move it away"):
+        make_folder(tmp_path / "file" / "local" / "runs")

@@ -11,7 +11,13 @@ import pytest
 from click.testing import CliRunner
 
 from hpcbench.cli.cluster_commands import cluster
-from hpcbench.config.cluster_profile import ClusterProfile, LoginNodeMatch, is_login_node, load_cluster_file
+from hpcbench.config.cluster_profile import (
+    ClusterProfile,
+    LoginNodeMatch,
+    is_login_node,
+    load_cluster,
+    load_cluster_file,
+)
 from hpcbench.config.toml_tables import TomlSource
 from hpcbench.errors import SubmitError
 from hpcbench.site.cluster_doctor import check_cluster, compare_probe
@@ -197,3 +203,36 @@ def test_a_login_node_is_recognised_by_a_file(tmp_path: Path) -> None:
     (tmp_path / "systemname").write_text("juwelsbooster\n")
     assert is_login_node(LoginNodeMatch(files={str(tmp_path / "systemname"): "juwelsbooster"}), "x", {})
     assert not is_login_node(LoginNodeMatch(files={str(tmp_path / "other"): "juwelsbooster"}), "x", {})
+
+
+_AMD_SMI = "GPU: 0\n    BDF: 0000:46:00.0\n    UUID: 30ff74b5\nGPU: 1\n    BDF: 0000:4e:00.0"
+_ROCM_SMI = "GPU[0]\t\t: Card Series: \t\tAMD Instinct MI250X\nGPU[0]\t\t: Card Vendor: \t\tAMD"
+
+
+@pytest.mark.parametrize(
+    ("tools", "devices"),
+    [
+        ({"amd-smi": _AMD_SMI}, ["GPU: 0", "GPU: 1"]),
+        ({"rocm-smi": _ROCM_SMI}, [_ROCM_SMI.splitlines()[0]]),
+        ({"amd-smi": _AMD_SMI, "rocm-smi": _ROCM_SMI}, ["GPU: 0", "GPU: 1"]),
+        ({"amd-smi": "", "rocm-smi": _ROCM_SMI}, [_ROCM_SMI.splitlines()[0]]),
+        ({}, []),
+    ],
+    ids=["ROCm 7", "ROCm 5", "both", "a broken amd-smi", "no AMD"],
+)
+def test_amd_devices_are_listed_by_the_tool_that_the_node_has(
+    tmp_path: Path, tools: dict[str, str], devices: list[str]
+) -> None:
+    profile, _ = load_cluster("local")
+    script = render_probe(profile, tmp_path)
+    begin, end = script.index("section()"), script.index("section cores")
+    (tmp_path / "timeout").write_text('#!/bin/sh\nshift\nexec "$@"\n')
+    for name, output in tools.items():
+        (tmp_path / f"{name}.txt").write_text(output)
+        (tmp_path / name).write_text(f"#!/bin/sh\n/bin/cat {tmp_path}/{name}.txt\n[ -s {tmp_path}/{name}.txt ]\n")
+    for file in tmp_path.iterdir():
+        file.chmod(0o755)
+    done = subprocess.run(
+        ["/bin/bash", "-c", script[begin:end]], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
+    assert parse_probe(done.stdout).devices == devices

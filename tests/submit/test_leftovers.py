@@ -135,7 +135,12 @@ def test_a_deadline_ahead_keeps_a_run_of_no_sweep(plan: SweepPlan, cluster_tree:
 def test_a_submission_that_cannot_be_read_keeps_all(plan: SweepPlan, cluster_tree: ClusterTree, run_id: str) -> None:
     take_out(cluster_tree, *plan.runs)
     (cluster_tree.submissions / "small-0001" / "submission.json").write_text("{")
-    with pytest.raises(StorageError, match="no record of a submission"):
+    with pytest.raises(StorageError, match="submission.json is no record of a submission: Input data was truncated"):
+        found(cluster_tree, after_s=WEEKS_S)
+    record = cluster_tree.submissions / "small-0001" / "submission.json"
+    record.rename(record.with_name("elsewhere.json"))
+    record.symlink_to("elsewhere.json")
+    with pytest.raises(StorageError, match="no record of a submission: it is a link, which is not followed"):
         found(cluster_tree, after_s=WEEKS_S)
 
 

@@ -1,0 +1,22 @@
+"""Footnotes of tables: the letters of kinds of warnings."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from hpcbench.report.table_model import WarningFootnotes
+
+
+def test_letters_are_consecutive_beside_a_warning_that_all_rows_have() -> None:
+    rows = [SimpleNamespace(warnings=texts) for texts in (["slow disk", "busy host"], ["busy host", "hot device"])]
+    footnotes = WarningFootnotes(rows, shared=True)
+    assert [footnotes.marks(row) for row in rows] == ["*a", "*b"]
+    assert footnotes.footnotes() == ["*a: slow disk", "all 2 rows: busy host", "*b: hot device"]
+
+
+def test_a_shared_warning_leaves_26_letters_to_the_others() -> None:
+    others = [f"fault {chr(97 + number) * 3}" for number in range(27)]
+    rows = [SimpleNamespace(warnings=["busy host", other]) for other in others]
+    footnotes = WarningFootnotes(rows, shared=True)
+    assert [footnotes.marks(row) for row in rows[-2:]] == ["*z", "*+"]
+    assert footnotes.footnotes()[-1] == "*+: 1 more kinds of warnings: see `hpcbench collect`"
