@@ -6,12 +6,12 @@ The sweeps are templates in ``trainer_sweeps``: ``$name`` is a value of the best
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import resources
 from string import Template
 from typing import Any
 
-from hpcbench.config.command import Software
+from hpcbench.config.command import LayerPrecision, Software
 from hpcbench.config.sweep_file import settings_lines
 from hpcbench.errors import ConfigError
 from hpcbench.predict.decoder.layout import Layout
@@ -44,6 +44,9 @@ def _torchtitan_values(shape: DecoderShape, layout: Layout) -> dict[str, Any]:
     if shape.name not in _TORCHTITAN_CONFIGS:
         hint = f"models: {', '.join(_TORCHTITAN_CONFIGS)}"
         raise ConfigError(f"torchtitan has no {shape.name} in bf16", where="--as torchtitan", hint=hint)
+    if layout.precision != "bf16":
+        hint = "--as megatron, or --precision bf16"
+        raise ConfigError(f"sweeps of torchtitan have no {layout.precision}", where="--as torchtitan", hint=hint)
     # Without stages the trainer accumulates gradients over calls; with stages one call has all micro-batches.
     local_batch = layout.micro_batch * (layout.accumulation if layout.pipeline > 1 else 1)
     schedule = "Interleaved1F1B" if layout.chunks > 1 else "1F1B"
@@ -64,12 +67,54 @@ def _megatron_values(shape: DecoderShape, layout: Layout) -> dict[str, Any]:
         raise ConfigError(f"{shape.name} is not a Llama: its flags are not known", where="--as megatron")
     interleaving = f"--num-virtual-stages-per-pipeline-rank={layout.chunks}" if layout.chunks > 1 else ""
     return {
-        **asdict(shape), **_shared_values(layout), "cp": layout.context, "chunks": layout.chunks,
+        **{name: getattr(shape, name) for name in ("layers", "hidden", "ffn", "heads", "kv_heads")},
+        **_shared_values(layout), "cp": layout.context, "chunks": layout.chunks,
         "interleaving": interleaving, "recomputed_layers": shape.layers if layout.recompute == "full" else 0,
         "untied": "" if shape.tied else '"--untie-embeddings-and-output-weights",',
         # NullTokenizer adds a token.
-        "vocabulary": shape.vocabulary - 1,
+        "vocabulary": shape.vocabulary - 1, "ep": layout.expert, "layer_precision": layout.precision,
+        "more": "".join(f'    "{flag}",\n' for flag in [*_attention_flags(shape), *_expert_flags(shape),
+                                                       *_PRECISION_FLAGS[layout.precision]]),
     }  # fmt: skip
+
+
+_PRECISION_FLAGS: dict[LayerPrecision, tuple[str, ...]] = {
+    "bf16": (),
+    "fp8_delayed": ("--fp8-format=hybrid", "--fp8-recipe=delayed"),
+    "fp8_current": ("--fp8-format=hybrid", "--fp8-recipe=tensorwise"),
+    "fp8_block": ("--fp8-format=e4m3", "--fp8-recipe=blockwise"),
+    "mxfp8": ("--fp8-format=e4m3", "--fp8-recipe=mxfp8"),
+    "nvfp4": ("--fp4-format=e2m1", "--fp4-recipe=nvfp4"),
+}
+
+
+def _attention_flags(shape: DecoderShape) -> list[str]:
+    """Flags of attention that is not that of a Llama."""
+    if shape.latent is not None:
+        latent = shape.latent
+        return [
+            "--multi-latent-attention", "--qk-layernorm", f"--q-lora-rank={latent.query_rank}",
+            f"--kv-lora-rank={latent.key_rank}", f"--qk-head-dim={latent.plain_width}",
+            f"--qk-pos-emb-head-dim={latent.rotary_width}", f"--v-head-dim={latent.value_width}",
+        ]  # fmt: skip
+    width = [f"--kv-channels={shape.head_elements}"] if shape.head_elements else []
+    return [*width, *(["--qk-layernorm"] if shape.head_norms else [])]
+
+
+def _expert_flags(shape: DecoderShape) -> list[str]:
+    """Flags of a mixture of experts, whose routing is balanced by force, as the price takes it."""
+    experts = shape.experts
+    if experts is None:
+        return []
+    flags = [
+        f"--num-experts={experts.count}", f"--moe-router-topk={experts.active}",
+        f"--moe-ffn-hidden-size={experts.ffn}", "--moe-grouped-gemm", "--moe-token-dispatcher-type=alltoall",
+        "--moe-router-force-load-balancing", "--expert-tensor-parallel-size=1", "--expert-model-parallel-size={ep}",
+    ]  # fmt: skip
+    flags += [f"--moe-shared-expert-intermediate-size={experts.shared_ffn}"] if experts.shared_ffn else []
+    dense = experts.dense_layers
+    flags += [f"--moe-layer-freq=([0]*{dense}+[1]*{shape.expert_layers})"] if dense else []
+    return [*flags, *(["--moe-router-score-function=sigmoid"] if experts.router_bias else [])]
 
 
 def _shared_values(layout: Layout) -> dict[str, Any]:

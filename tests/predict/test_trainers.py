@@ -42,14 +42,22 @@ MEGATRON_FLAGS: dict[str, type | tuple[str, ...] | None] = {
     "context-parallel-size": int, "num-virtual-stages-per-pipeline-rank": int, "sequence-parallel": None,
     "use-distributed-optimizer": None, "overlap-grad-reduce": None, "overlap-param-gather": None,
     "recompute-granularity": ("full", "selective"), "recompute-method": ("uniform", "block"),
-    "recompute-num-layers": int,
+    "recompute-num-layers": int, "kv-channels": int, "qk-layernorm": None, "num-experts": int, "moe-router-topk": int,
+    "moe-ffn-hidden-size": int, "moe-grouped-gemm": None,
+    "moe-token-dispatcher-type": ("allgather", "alltoall", "flex"), "moe-router-force-load-balancing": None,
+    "expert-tensor-parallel-size": int, "expert-model-parallel-size": int, "moe-shared-expert-intermediate-size": int,
+    "moe-layer-freq": str, "moe-router-score-function": ("softmax", "sigmoid"), "fp8-format": ("e4m3", "hybrid"),
+    "fp8-recipe": ("tensorwise", "delayed", "mxfp8", "blockwise"), "multi-latent-attention": None, "q-lora-rank": int,
+    "kv-lora-rank": int, "qk-head-dim": int, "qk-pos-emb-head-dim": int, "v-head-dim": int,
 }  # fmt: skip
 """Flags with their type or choices; ``None`` for those without a value. Read in ``megatron/training/arguments.py`` of
 NVIDIA/Megatron-LM at commit 000c4ac24f61159c138b0975def722c65245983c: the package megatron-core 0.16.1 has no parser."""
 
 
-def recommended(trainer: str, model: str = "llama_8b", nodes: tuple[int, ...] = (2,)) -> LayoutRecommendation:
-    wish = RecommendRequest(model=model, dataset="tokens", nodes=nodes, input_size=8192)
+def recommended(
+    trainer: str, model: str = "llama_8b", nodes: tuple[int, ...] = (2,), precision: str = "bf16"
+) -> LayoutRecommendation:
+    wish = RecommendRequest(model=model, dataset="tokens", nodes=nodes, input_size=8192, precision=precision)
     found = recommend_layouts(wish, load_cluster(H100)[0], Path(), None, TRAINERS[trainer])
     assert isinstance(found, LayoutRecommendation)
     return found
@@ -67,15 +75,19 @@ def runs_of(sweep: Sweep, tmp_path: Path) -> tuple[Command, list[RunSpec]]:
     return sweep.command, [spec for spec in plan.runs.values() if spec.repeat == 0]
 
 
-CASES = [("torchtitan", "llama_8b", (1, 4)), ("torchtitan", "llama_70b", (16,)), ("megatron", "llama_8b", (1, 4)),
-         ("megatron", "llama_70b", (32,))]  # fmt: skip
+CASES = [
+    ("torchtitan", "llama_8b", (1, 4), "bf16"), ("torchtitan", "llama_70b", (16,), "bf16"),
+    ("megatron", "llama_8b", (1, 4), "fp8_current"), ("megatron", "llama_70b", (32,), "bf16"),
+    ("megatron", "mixtral_8x7b", (8,), "bf16"), ("megatron", "qwen3_30b_a3b", (2, 4), "fp8_block"),
+    ("megatron", "deepseek_v3", (256,), "fp8_delayed"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("trainer", "model", "nodes"), CASES)
+@pytest.mark.parametrize(("trainer", "model", "nodes", "precision"), CASES)
 def test_a_written_sweep_has_the_best_layouts(
-    write_sweep: WriteSweep, tmp_path: Path, trainer: str, model: str, nodes: tuple[int, ...]
+    write_sweep: WriteSweep, tmp_path: Path, trainer: str, model: str, nodes: tuple[int, ...], precision: str
 ) -> None:
-    found = recommended(trainer, model, nodes)
+    found = recommended(trainer, model, nodes, precision)
     command, specs = runs_of(write_sweep(written(trainer, found)), tmp_path)
     assert command.layout is not None
     layouts = [anyones_layout(layout_of_command(spec, command.layout)[1]) for spec in specs]
@@ -90,9 +102,9 @@ def test_the_shipped_sweep_is_the_written_one(trainer: str) -> None:
     assert written(trainer, recommended(trainer)) == shipped.read_text()
 
 
-@pytest.mark.parametrize(("trainer", "model", "nodes"), CASES[2:])
+@pytest.mark.parametrize(("trainer", "model", "nodes", "precision"), CASES[2:])
 def test_flags_of_megatron_are_those_of_its_parser(
-    write_sweep: WriteSweep, tmp_path: Path, trainer: str, model: str, nodes: tuple[int, ...]
+    write_sweep: WriteSweep, tmp_path: Path, trainer: str, model: str, nodes: tuple[int, ...], precision: str
 ) -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     for name, kind in MEGATRON_FLAGS.items():
@@ -102,7 +114,8 @@ def test_flags_of_megatron_are_those_of_its_parser(
             parser.add_argument(f"--{name}", choices=kind)
         else:
             parser.add_argument(f"--{name}", type=kind)
-    command, specs = runs_of(write_sweep(written(trainer, recommended(trainer, model, nodes))), tmp_path)
+    command, specs = runs_of(write_sweep(written(trainer, recommended(trainer, model, nodes, precision))), tmp_path)
+    shape = named_shape(model)
     for spec in specs:
         words = fill_words(command.argv, {**command_values(spec, command), "NODE_RANK": 0, "MASTER_ADDR": "a",
                                           "MASTER_PORT": 1})  # fmt: skip
@@ -120,6 +133,13 @@ def test_flags_of_megatron_are_those_of_its_parser(
         assert pipeline > 1 or chunks is None
         assert flags["num_layers"] % (pipeline * (chunks or 1)) == 0
         assert flags["num_query_groups"] % tensor == 0
+        experts, expert_degree = flags["num_experts"], flags["expert_model_parallel_size"] or 1
+        assert expert_degree == spec.parameters["ep"]
+        assert (experts or 0) % expert_degree == 0
+        assert (spec.devices // pipeline) % expert_degree == 0, "the ranks of a stage"
+        assert (experts is None) == (shape.experts is None)
+        assert (flags["fp8_format"] is None) == (precision == "bf16")
+        assert flags["multi_latent_attention"] == (shape.latent is not None)
         assert spec.env == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
@@ -167,6 +187,12 @@ def test_a_trainer_without_flags_for_the_model_is_an_error() -> None:
     for trainer, model in (("torchtitan", "llama2_13b"), ("megatron", "mpt_7b")):
         with pytest.raises(ConfigError, match=model):
             TRAINERS[trainer].values(named_shape(model), layout)
+
+
+def test_torchtitan_has_no_sweep_in_8_bit() -> None:
+    layout = Layout(gpus=1, software="torchtitan", sequence=2048, micro_batch=1, global_batch=1, precision="mxfp8")
+    with pytest.raises(ConfigError, match="sweeps of torchtitan have no mxfp8"):
+        TRAINERS["torchtitan"].values(named_shape("llama_8b"), layout)
 
 
 def ok_result(key: str, spec: RunSpec, step_s: float) -> RunResult:
