@@ -45,7 +45,7 @@ def python() -> Path:
 
 def test_its_parser_takes_the_flags(write_sweep: Callable[[str], Sweep], tmp_path: Path, python: Path) -> None:
     specs, words = [], []
-    for trainer, model, nodes in CASES[:2]:
+    for trainer, model, nodes, _ in CASES[:2]:
         command, found = runs_of(write_sweep(written(trainer, recommended(trainer, model, nodes))), tmp_path)
         places = {"NODE_RANK": 0, "MASTER_ADDR": "a", "MASTER_PORT": 1}
         filled = [fill_words(command.argv, {**command_values(spec, command), **places}) for spec in found]
