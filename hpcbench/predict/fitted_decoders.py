@@ -246,9 +246,17 @@ def predict_command(priced: PricedCommand, site: Site, key: str) -> Prediction:
         fits=fits,
         memory_limit_bytes=round(limit),
         depth="nominal",
-        source=f"published runs of {priced.layout.software}: {priced.machine.name}",
+        source=f"published runs of {priced.layout.software}: {priced.machine.name}{_unlearned_note(priced)}",
         rests_on=_basis(site, key, step_s / step_time(work, figures).total_s, spread),
     )  # fmt: skip
+
+
+def _unlearned_note(priced: PricedCommand) -> str:
+    """Name the parts of a layout of which no run was learned from."""
+    precision = priced.layout.precision
+    parts = ["experts"] if priced.shape.experts is not None else []
+    parts += [f"products in {precision}"] if precision != "bf16" else []
+    return f"; no run of {' and '.join(parts)} was learned from" if parts else ""
 
 
 def _basis(site: Site, key: str, factor: float, spread: float) -> PredictionBasis:

@@ -166,6 +166,7 @@ def predictions_view(rows: Sequence[PredictedConfiguration], title: str) -> View
         "[90 %]: prediction interval, from the assumed uncertainty of the hardware figures above",
         "split: % of the step in computation + exposed communication + pipeline bubble",
     ]
+    notes += sorted({row.known.source for row in rows if row.known and row.spec.workload == "command"})
     if len(limits) == 1 and None not in limits:
         capacity = format_bytes(max(limit or 0 for limit in limits))
         notes.append(f"memory: peak of the rank that uses most; capacity {capacity}")

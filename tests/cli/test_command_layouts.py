@@ -114,3 +114,44 @@ def test_a_training_is_explained_too_and_many_are_refused(tmp_path: Path) -> Non
         assert sum(term["seconds"] for term in entry["terms"]) == pytest.approx(entry["predicted"]["step_time_s"])
         assert {term["rests_on"] for term in entry["terms"]} == {"from the profile"}
         assert entry["measured_step_time_s"] is None
+
+
+def test_predictions_name_the_parts_that_no_run_taught(tmp_path: Path) -> None:
+    sweep = tmp_path / "experts.toml"
+    sweep.write_text(EXPERTS)
+    text = " ".join(hpcbench("predict", str(sweep), "--cluster", H100, cwd=tmp_path).stdout.split())
+    assert "published runs of megatron: h100-80gb-sxm; no run of experts was learned from" in text
+    assert "no run of experts and products in fp8_current was learned from" in text
+    entries = output(tmp_path, "predict", str(sweep), "--cluster", H100)["predictions"]
+    assert ["predicted" in entry for entry in entries] == [True, True, False]
+    assert "nvfp4: h100-80gb-sxm has no peak in fp4" in entries[2]["reason"]
+    words = ("--explain", "--where", "recipe == 'fp8_current'")
+    (entry,) = output(tmp_path, "predict", str(sweep), "--cluster", H100, *words)["explanations"]
+    rests_on = {term["name"]: term["rests_on"] for term in entry["terms"]}
+    assert "the device's peak in fp8_current" in rests_on["computation of the layers"]
+    assert "balanced routing" in rests_on["tokens to experts and back"]
+
+
+EXPERTS = """
+name = "experts"
+[fixed]
+nodes = 8
+tasks_per_node = 8
+[command]
+argv = ["train", "{recipe}"]
+parameters.recipe = { type = "text", default = "bf16" }
+[command.layout]
+model = "mixtral_8x7b"
+software = "megatron"
+sequence = 4096
+micro_batch = 1
+global_batch = 256
+dp = 16
+zero = 1
+tp = 2
+pp = 2
+ep = 8
+precision = "recipe"
+[grid]
+recipe = ["bf16", "fp8_current", "nvfp4"]
+"""
