@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from benchmarks.oracle import exam2
@@ -39,16 +40,26 @@ from benchmarks.oracle.gpu_tables import (
     read_outcomes,
     read_rows,
 )
+from benchmarks.oracle.reserved_memory import (
+    FACTORS,
+    MemoryTerms,
+    ReservedMemory,
+    reserved_gib,
+    reserved_memory,
+    stage_memory_terms,
+)
 from hpcbench.predict import decoder as transformer
+from hpcbench.predict.decoder.layout import nominal_rates
 from hpcbench.predict.decoder.machines import (
     FittedMachine,
+    fit_interval_s,
     fitted_machine,
     fitted_machines,
     interval_class,
     machine_file,
-    predict_step,
 )
-from hpcbench.predict.decoder.memory import MemoryTerms, reserved_gib, stage_memory_terms
+from hpcbench.predict.decoder.pricing import step_time
+from hpcbench.predict.decoder.work import step_work
 
 FOLDER = Path(__file__).parent
 STEP_PREDICTIONS = FOLDER / "gpu_predictions.csv"
@@ -123,18 +134,10 @@ def rounded(values: dict[str, float]) -> dict[str, float]:
 
 
 def fitted(rows: Sequence[PublishedRow]) -> list[FittedMachine]:
-    """Fit everything and return the machines."""
+    """Fit the figures and return the machines."""
     fit = fit_figures(rows)
-    memory = fit_memory(rows)
-    low, high = error_bounds(rows, held_out_seconds(rows))
-    threshold = fits_threshold(memory)
-    machines = []
-    for name, node in NODES.items():
-        machines.append(
-            _machine(name, rows, fit, memory, (low, high), threshold * node.memory_gib / NODES[FIRST].memory_gib)
-        )
-        assert machines[-1].device == node
-    return machines
+    bounds = error_bounds(rows, held_out_seconds(rows))
+    return [_machine(name, rows, fit, bounds) for name in NODES]
 
 
 def _software_factors(fit: Fit) -> dict[str, dict[str, float]]:
@@ -149,9 +152,7 @@ def _machine(
     name: str,
     rows: Sequence[PublishedRow],
     fit: Fit,
-    memory: MemoryTerms,
     bounds: tuple[dict[str, float], dict[str, float]],
-    threshold: float,
 ) -> FittedMachine:
     own = [row for row in rows if row.device == name]
     counts = {source: sum(row.source == source for row in own) for source in sorted({row.source for row in own})}
@@ -163,8 +164,6 @@ def _machine(
         software_factors=_software_factors(fit),
         log_error_low=rounded(bounds[0]),
         log_error_high=rounded(bounds[1]),
-        memory=rounded(asdict(memory)),
-        fits_below_gib=round(threshold, 2),
         provenance=[
             f"Learned from {learned}." if learned else f"No run of this device: the figures of {FIRST} on its peaks.",
             "Figures that these runs do not determine are those of other devices (benchmarks/oracle/gpu_fit.py).",
@@ -178,11 +177,17 @@ def step_predictions(rows: Sequence[PublishedRow]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(STEP_COLUMNS)
+    factors = reserved_memory().factors
     for row in rows:
-        step = predict_step(row.shape, row.layout, fitted_machine(row.device), row.rates)
+        machine = fitted_machine(row.device)
+        work = step_work(
+            row.shape, row.layout, machine.device, row.rates or nominal_rates(machine.device, row.layout.gpus)
+        )
+        step_s = step_time(work, machine.figures_of(row.layout.software)).total_s
         # These runs ended well: none reserved more than its device holds.
-        memory = min(step.first_rank_memory_gib, NODES[row.device].memory_gib)
-        values = (step.step_time_s, step.step_time_low_s, step.step_time_high_s, memory)
+        first = reserved_gib(stage_memory_terms(row.shape, row.layout)[0], factors)
+        memory = min(first, NODES[row.device].memory_gib)
+        values = (step_s, *fit_interval_s(step_s, row.layout, machine), memory)
         writer.writerow([row.id, *(f"{value:.5g}" for value in values)])
     return text.getvalue()
 
@@ -192,9 +197,11 @@ def fits_predictions(rows: Sequence[PublishedRow]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(FITS_COLUMNS)
+    reserved = reserved_memory()
     for row in rows:
-        step = predict_step(row.shape, row.layout, fitted_machine(row.device), row.rates)
-        writer.writerow([row.id, int(step.fits), f"{step.peak_memory_gib:.5g}"])
+        peak = fullest_gib(row, reserved.factors)
+        below = reserved.fits_below_gib * NODES[row.device].memory_gib / NODES[FIRST].memory_gib
+        writer.writerow([row.id, int(peak <= below), f"{peak:.5g}"])
     return text.getvalue()
 
 
@@ -247,6 +254,11 @@ def write() -> None:
     rows, left_out = read_rows(FIT)
     for row in left_out:
         print(f"left out: id {row.id}: {row.reason}")
+    memory = fit_memory(rows)
+    factors = MemoryTerms(**rounded(asdict(memory)))
+    FACTORS.write_bytes(
+        msgspec.json.format(msgspec.json.encode(ReservedMemory(factors, fits_threshold(memory)))) + b"\n"
+    )
     for machine in fitted(rows):
         (MACHINES / f"{machine.name}.json").write_bytes(machine_file(machine))
     fitted_machines.cache_clear()

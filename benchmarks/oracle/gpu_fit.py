@@ -15,8 +15,8 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from benchmarks.oracle.gpu_tables import PublishedRow
+from benchmarks.oracle.reserved_memory import TERM_NAMES, MemoryTerms, stage_memory_terms
 from hpcbench.predict.decoder.layout import GpuNode, nominal_rates
-from hpcbench.predict.decoder.memory import TERM_NAMES, MemoryTerms, stage_memory_terms
 from hpcbench.predict.decoder.pricing import FIGURE_NAMES, Figures, step_time
 from hpcbench.predict.decoder.work import Work, step_work
 

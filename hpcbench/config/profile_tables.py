@@ -348,10 +348,11 @@ class Partition(PartitionConfig):
 
 
 _OWN_DIRECTIVES = {
-    "slurm": ("array", "job-name", "nodes", "time", "chdir", "output", "error"),
-    "pbs": ("J", "N", "o"),
+    "slurm": ("array", "nodes", "time", "chdir", "output", "error"),
+    "pbs": ("J", "o"),
 }
-"""Directives by which hpcbench numbers, finds, bounds and logs its jobs, by kind of scheduler."""
+"""Directives by which hpcbench numbers, bounds and logs its jobs, by kind of scheduler. Names of jobs are not among them:
+sites ask for their own."""
 
 
 def check_partition(partition: Partition, scheduler: SchedulerConfig, shared: Directives) -> None:

@@ -14,7 +14,7 @@ from hpcbench.config.profile_tables import DeviceConfig
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError
 from hpcbench.predict.command_layouts import layout_of_command
-from hpcbench.predict.decoder.allocated import AllocatedMemory, allocated_memory, occupied_bytes
+from hpcbench.predict.decoder.allocated import GIB, AllocatedMemory, allocated_memory, occupied_bytes
 from hpcbench.predict.decoder.layout import GpuNode, Layout, nominal_rates
 from hpcbench.predict.decoder.layout_search import priced_only_reason, software_of
 from hpcbench.predict.decoder.low_precision import node_of_products
@@ -25,7 +25,6 @@ from hpcbench.predict.decoder.machines import (
     machine_without_runs,
     unlearned_log_error,
 )
-from hpcbench.predict.decoder.memory import GIB
 from hpcbench.predict.decoder.pricing import Figures, step_time
 from hpcbench.predict.decoder.site import Site, gradient, site_step, site_terms
 from hpcbench.predict.decoder.work import Work, step_work
@@ -55,7 +54,10 @@ def machine_of_profile(profile: ClusterProfile, partition: str | None, per_node:
     except ConfigError as error:
         raise ConfigError(error.message, where=f"{profile.name}: devices.{name}.fitted", hint=error.hint) from error
     peaks = device.peak_flops_per_s
-    node = replace(machine.device, gpus=per_node, fp8_flops=peaks.get("fp8", 0.0), fp4_flops=peaks.get("fp4", 0.0))
+    # A fitted machine may be held below its vendor's peak, by a limit of power for instance.
+    held = machine.device.peak_flops / peaks.get("bf16", machine.device.peak_flops)
+    low = {name: held * peaks.get(name, 0.0) for name in ("fp8", "fp4")}
+    node = replace(machine.device, gpus=per_node, fp8_flops=low["fp8"], fp4_flops=low["fp4"])
     intra, inter = profile.links.intra_node, profile.links.inter_node
     if intra is not None:
         node = replace(node, nvlink_bytes_s=intra.bandwidth_bytes_per_s, is_shared=intra.shared)

@@ -58,7 +58,7 @@ def _torchtitan_values(shape: DecoderShape, layout: Layout) -> dict[str, Any]:
 
 def _megatron_can_run(shape: DecoderShape, layout: Layout) -> bool:
     is_even = shape.layers % (layout.pipeline * layout.chunks) == 0 and layout.tensor <= shape.kv_heads
-    shares_optimizer = layout.zero == 1 or layout.data_degree == 1
+    shares_optimizer = layout.zero == 1 or layout.data_degree * layout.context == 1
     return layout.shards == 1 and is_even and shares_optimizer and layout.sequence % (2 * layout.context) == 0
 
 

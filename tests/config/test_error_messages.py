@@ -94,10 +94,10 @@ def test_check_calls_a_file_by_its_folder_and_its_keys(tmp_path: Path) -> None:
 def test_a_rule_about_keys_of_a_nested_table_names_the_line_of_the_first(tmp_path: Path) -> None:
     path = tmp_path / "x.toml"
     path.write_text(
-        'name = "x"\n[environments.e]\nmodules = ["a"]\nvenv = "/a"\npython = "/b"\n[directives]\njob-name = "j"\n'
+        'name = "x"\n[environments.e]\nmodules = ["a"]\nvenv = "/a"\npython = "/b"\n[directives]\narray = "0-3"\n'
     )
     with pytest.raises(ConfigErrors, match=r"x.toml:4: environments.e: venv = '/a' has a python"):
         load_cluster_file(path)
     path.write_text(path.read_text().replace('python = "/b"\n', ""))
-    with pytest.raises(ConfigErrors, match=r"x.toml:6: directives.job-name = 'j': hpcbench writes this one"):
+    with pytest.raises(ConfigErrors, match=r"x.toml:6: directives.array = '0-3': hpcbench writes this one"):
         load_cluster_file(path)

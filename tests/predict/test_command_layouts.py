@@ -14,9 +14,10 @@ from hpcbench.config.run_spec import RunSpec, config_id, run_id
 from hpcbench.config.sweep_loader import Sweep, expand_sweep
 from hpcbench.errors import ConfigError, ConfigErrors
 from hpcbench.predict.command_layouts import layout_of_command, layout_refusal, recorded_layouts
-from hpcbench.predict.decoder.layout import Layout
-from hpcbench.predict.decoder.machines import predict_step
+from hpcbench.predict.decoder.layout import Layout, nominal_rates
+from hpcbench.predict.decoder.pricing import step_time
 from hpcbench.predict.decoder.site import PRIOR_LOGS, site_terms
+from hpcbench.predict.decoder.work import step_work
 from hpcbench.predict.fitted_decoders import machine_of_profile
 from hpcbench.predict.forecast import Forecast
 from hpcbench.predict.prediction import NotPredicted
@@ -148,12 +149,14 @@ def test_a_layout_is_priced_like_a_published_run_and_its_terms_are_the_step(writ
     assert not isinstance(predicted, NotPredicted)
     assert not isinstance(priced, NotPredicted)
     layout = Layout(gpus=8, sequence=4096, micro_batch=1, global_batch=16, shards=4, tensor=2, software="torchtitan")
-    step = predict_step(named_shape("llama_8b"), layout, machine_of_profile(profile, None, 8))
-    assert predicted.step_time_s == pytest.approx(step.step_time_s)
+    machine = machine_of_profile(profile, None, 8)
+    work = step_work(named_shape("llama_8b"), layout, machine.device, nominal_rates(machine.device, 8))
+    step_s = step_time(work, machine.figures_of("torchtitan")).total_s
+    assert predicted.step_time_s == pytest.approx(step_s)
     assert predicted.samples_per_s * predicted.step_time_s == pytest.approx(16)
     assert predicted.peak_memory_bytes == pytest.approx(predicted.memory.total_bytes)
     terms = site_terms(priced.work, priced.figures, PRIOR_LOGS)
-    assert terms.own_s + terms.traffic_s + terms.bubble + terms.straggling == pytest.approx(step.step_time_s)
+    assert terms.own_s + terms.traffic_s + terms.bubble + terms.straggling == pytest.approx(step_s)
     assert terms.tensor_traffic > 0
     assert terms.stage_traffic == 0.0
     assert terms.bubble == pytest.approx(0.0, abs=1e-9)

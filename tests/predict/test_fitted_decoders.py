@@ -11,7 +11,7 @@ import pytest
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.predict.decoder.layout_search import NEEDS_MORE_MEMORY
-from hpcbench.predict.fitted_decoders import layout_of_run, run_point
+from hpcbench.predict.fitted_decoders import layout_of_run, machine_of_profile, run_point
 from hpcbench.predict.forecast import Forecast
 from hpcbench.predict.oracle_requests import LayoutRecommendation, RecommendRequest, recommend_layouts
 from hpcbench.predict.prediction import Prediction
@@ -90,3 +90,11 @@ def test_the_interval_contains_every_software_that_was_learned() -> None:
     predicted = Forecast(load_cluster("h100-80gb-ib")[0]).predict(spec)
     assert isinstance(predicted, Prediction)
     assert predicted.interval.low < 0.27 < predicted.step_time_s < 0.34 < predicted.interval.high
+
+
+@pytest.mark.parametrize(("cluster", "factor"), [("h100-80gb-ib", 2.0), ("h100-96gb-roce", 2.0), ("a100-80gb-ib", 0.0)])
+def test_the_peak_in_8_bit_is_that_of_the_profile(cluster: str, factor: float) -> None:
+    """The H100 of 500 W is held below its peaks in both precisions."""
+    node = machine_of_profile(load_cluster(cluster)[0], None, 8).device
+    assert node.fp8_flops == pytest.approx(factor * node.peak_flops, rel=1e-3)
+    assert node.fp4_flops == 0.0

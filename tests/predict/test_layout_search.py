@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from hpcbench.errors import ConfigError
-from hpcbench.predict.decoder.layout import Layout
+from hpcbench.predict.decoder.allocated import GIB, SAFE_SHARE, allocated_memory, occupied_bytes
+from hpcbench.predict.decoder.layout import Layout, nominal_rates
 from hpcbench.predict.decoder.layout_search import LayoutRanking, LayoutWish, layout_degrees, rank_layouts, software_of
-from hpcbench.predict.decoder.machines import fitted_machine, predict_step
+from hpcbench.predict.decoder.machines import fitted_machine
+from hpcbench.predict.decoder.pricing import step_time
+from hpcbench.predict.decoder.work import step_work
 from hpcbench.strategies.decoder_shapes import named_shape
 
 H100 = fitted_machine("h100-80gb-sxm")
@@ -46,9 +49,15 @@ def test_an_exhaustive_search_finds_nothing_faster() -> None:
                     gpus=8, sequence=8192, micro_batch=micro_batch, global_batch=16, recompute=recompute,
                     **degrees,  # type: ignore[arg-type]
                 )  # fmt: skip
-                step = predict_step(shape, replace(layout, software=software_of(shape, layout)), H100)
-                priced += step.fits
-                assert not step.fits or step.step_time_s >= best * (1 - 1e-9), layout
+                layout = replace(layout, software=software_of(shape, layout))
+                if layout.software == "megatron" and layout.replicas * layout.context > 1 and not layout.zero:
+                    continue  # Megatron shares the optimizer in any case: the layout is that with ZeRO 1.
+                allocated = max(rank.total for rank in allocated_memory(shape, layout))
+                if occupied_bytes(allocated, layout) <= SAFE_SHARE * H100.device.memory_gib * GIB:
+                    work = step_work(shape, layout, H100.device, nominal_rates(H100.device, 8))
+                    step_s = step_time(work, H100.figures_of(layout.software)).total_s
+                    priced += 1
+                    assert step_s >= best * (1 - 1e-9), layout
     assert priced > found.priced > 100
 
 
@@ -61,7 +70,7 @@ def test_the_layout_search_covers_8_to_8192_gpus(gpus: int) -> None:
 
 @pytest.mark.parametrize(("gpus", "measured_s"), [(512, 14.67), (1024, 14.65)])
 def test_the_recipe_of_nvidia_is_among_the_best(gpus: int, measured_s: float) -> None:
-    """Llama 3.1 70B: tensor 4, pipeline 4 in 5 chunks, context 2. On 512 GPUs its memory is at the limit."""
+    """Llama 3.1 70B: tensor 4, pipeline 4 in 5 chunks, context 2."""
     found = ranking(gpus=gpus)
     (recipe,) = [
         one for one in (*found.layouts, *found.tight)
@@ -70,7 +79,7 @@ def test_the_recipe_of_nvidia_is_among_the_best(gpus: int, measured_s: float) ->
     ]  # fmt: skip
     assert not recipe.is_told_apart
     assert recipe.step_time_low_s < measured_s < recipe.step_time_high_s
-    assert recipe.peak_memory_gib < 1.1 * H100.fits_below_gib
+    assert recipe.peak_memory_gib < SAFE_SHARE * H100.device.memory_gib
 
 
 def test_too_large_a_model_leaves_the_reason() -> None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from hpcbench.errors import ConfigError
-from hpcbench.predict.decoder.layout import Layout
-from hpcbench.predict.decoder.machines import fitted_machine, predict_step
+from hpcbench.predict.decoder.layout import Layout, check_layout
+from hpcbench.predict.decoder.machines import fitted_machine
 from hpcbench.strategies.decoder_shapes import DecoderShape, named_shape
 
 LAYOUT = Layout(gpus=64, sequence=4096, micro_batch=1, global_batch=256, replicas=8, zero=1, tensor=4, pipeline=2)
@@ -56,7 +56,7 @@ def test_a_layout_that_cannot_be_priced_is_named(change: dict[str, int], message
 def test_heads_that_cannot_be_divided_are_named() -> None:
     layout = replace(LAYOUT, tensor=64, replicas=1, pipeline=1)
     with pytest.raises(ConfigError, match="32 heads cannot be divided by tensor degree 64"):
-        predict_step(named_shape("llama_8b"), layout, fitted_machine("h100-80gb-sxm"))
+        check_layout(named_shape("llama_8b"), layout)
 
 
 def test_an_unknown_device_names_the_valid_ones() -> None:

@@ -222,7 +222,7 @@ def test_nodes_agree_with_the_machines_that_they_name() -> None:
     ("cluster", "device_type", "units", "clock_hz", "flops_per_clock", "bus_bits", "bits_per_s"),
     [
         ("mi300x-192gb-ib", "mi300x", 304, 2.1e9,
-         {"fp64": 256, "fp32": 256, "tf32": 1024, "bf16": 2048, "fp16": 2048}, 8192, 5.2e9),
+         {"fp64": 256, "fp32": 256, "tf32": 1024, "bf16": 2048, "fp16": 2048, "fp8": 4096}, 8192, 5.2e9),
         *((name, "mi250x_gcd", 110, 1.7e9, {"fp64": 256, "fp32": 256, "bf16": 1024, "fp16": 1024}, 4096, 3.2e9)
           for name in ("mi250x-128gb-slingshot", "lumi-g", "frontier")),
     ],

@@ -11,9 +11,10 @@ from hpcbench.results.attempts import Attempt, begin_attempt
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import FailureRecord, RankResult
 from hpcbench.strategies.decoder_shapes import named_shapes
+from hpcbench.workloads.models import MODELS
 
-DECODERS = [name for name in named_shapes() if not name.startswith("llama2_")]
-"""Llama 2 has fewer words than the data set: its shapes are priced alone."""
+DECODERS = [name for name in named_shapes() if name in MODELS]
+"""The others are priced alone: mixtures of experts, and Llama 2, which has fewer words than the data set."""
 
 
 def make_spec(**values: Any) -> RunSpec:

@@ -18,6 +18,7 @@ from hpcbench.predict.decoder.low_precision import copied_weight_bytes, operand_
 from hpcbench.predict.decoder.software import LOOPS
 from hpcbench.strategies.decoder_shapes import DecoderShape
 
+GIB = 2.0**30
 HALF, FULL, MASK = 2, 4, 1
 """Bytes of a number in bf16 or fp16, in fp32, and of a dropout mask's."""
 LOGIT_BYTES = HALF + FULL

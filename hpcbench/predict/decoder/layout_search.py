@@ -19,7 +19,7 @@ import msgspec
 from hpcbench.config.command import LayerPrecision, Recompute, Software
 from hpcbench.errors import ConfigError
 from hpcbench.predict.candidate_points import divisors
-from hpcbench.predict.decoder.allocated import SAFE_SHARE, allocated_memory, occupied_bytes
+from hpcbench.predict.decoder.allocated import GIB, SAFE_SHARE, allocated_memory, occupied_bytes
 from hpcbench.predict.decoder.layout import CollectiveRates, Layout, nominal_rates
 from hpcbench.predict.decoder.low_precision import node_of_products
 from hpcbench.predict.decoder.machines import (
@@ -45,7 +45,6 @@ MAX_CONTEXT = 16
 MIN_CONTEXT_TOKENS = 1024
 """Fewest tokens of a sequence on one GPU."""
 MAX_MICRO_BATCH = 16
-_GIB = 2.0**30
 MAX_CHUNKS = 5
 """Most chunks of an interleaved pipeline: the formulas charge nothing for the messages of further ones."""
 RECOMPUTATION: tuple[Recompute, ...] = ("none", "full")
@@ -238,7 +237,8 @@ class _Search:
             return None
         software = self.request.software or software_of(self.shape, layout)
         # It shares the optimizer in any case, so that the layout is the same as with ZeRO 1.
-        is_twin = LOOPS[software].splits_optimizer and layout.replicas > 1 and layout.shards == 1 and not layout.zero
+        is_shared = layout.replicas * layout.context > 1 and layout.shards == 1
+        is_twin = LOOPS[software].splits_optimizer and is_shared and not layout.zero
         return None if is_twin else software
 
     def _peak_gib(self, layout: Layout) -> float:
@@ -246,7 +246,7 @@ class _Search:
         logits."""
         ranks = allocated_memory(self.shape, layout, ends_only=True)
         allocated = max(rank.total for rank in ranks)
-        return max(occupied_bytes(allocated, layout), allocated * self.request.site.memory_factor) / _GIB
+        return max(occupied_bytes(allocated, layout), allocated * self.request.site.memory_factor) / GIB
 
     def _priced(self, layout: Layout, peak_gib: float, priced_only: str | None) -> RankedLayout:
         parts = site_step(self.work(layout), self.figures_of(layout), self.request.site.logs)
@@ -341,7 +341,8 @@ def layout_degrees(shape: DecoderShape, gpus: int, sequence: int, per_node: int)
                     shared = {"tensor": tensor, "context": context, "pipeline": pipeline, "expert": expert}
                     for chunks in _chunks(shape.layers, pipeline):
                         # ZeRO 0 is a whole optimizer state a replica, which hpcbench itself runs.
-                        for zero in (1,) if data > 1 and expert > 1 else (0, 1) if data > 1 else (0,):
+                        is_shared = data * context > 1
+                        for zero in (1,) if is_shared and expert > 1 else (0, 1) if is_shared else (0,):
                             yield {**shared, "replicas": data, "shards": 1, "zero": zero, "chunks": chunks}
                     for shards in divisors(data):
                         group = shards * tensor * context

@@ -11,10 +11,8 @@ from typing import Any
 import msgspec
 
 from hpcbench.errors import ConfigError
-from hpcbench.predict.decoder.layout import CollectiveRates, GpuNode, Layout, nominal_rates
-from hpcbench.predict.decoder.memory import MemoryTerms, reserved_gib, stage_memory_terms
-from hpcbench.predict.decoder.pricing import Figures, StepTime, step_time
-from hpcbench.predict.decoder.work import step_work
+from hpcbench.predict.decoder.layout import GpuNode, Layout
+from hpcbench.predict.decoder.pricing import Figures
 from hpcbench.strategies.decoder_shapes import DecoderShape
 
 FOLDER = "machines"
@@ -25,7 +23,7 @@ class FittedMachine(msgspec.Struct, frozen=True, kw_only=True):
 
     ``figures`` hold for ``software`` nanotron; ``software_factors`` multiply figures for others, by figure name.
     ``log_error_low`` and ``log_error_high``: bounds of the 90 % interval of measured over predicted, as logarithms,
-    by class of layout (``interval_class``). ``memory`` factors are by term; a run fits up to ``fits_below_gib``.
+    by class of layout (``interval_class``).
     """
 
     name: str
@@ -34,8 +32,6 @@ class FittedMachine(msgspec.Struct, frozen=True, kw_only=True):
     software_factors: dict[str, dict[str, float]]
     log_error_low: dict[str, float]
     log_error_high: dict[str, float]
-    memory: dict[str, float]
-    fits_below_gib: float
     provenance: list[str]
 
     def figures_of(self, software: str) -> Figures:
@@ -51,20 +47,6 @@ class FittedMachine(msgspec.Struct, frozen=True, kw_only=True):
         # Factors of other devices may lead beyond what this one can reach.
         figures["matmul"] = min(figures["matmul"], self.device.best_product)
         return Figures(**figures)
-
-
-class StepPrediction(msgspec.Struct, frozen=True, kw_only=True):
-    """A step of one layout: seconds with a 90 % interval, its parts, and the GiB that GPUs reserve.
-
-    ``peak_memory_gib`` is the one of the pipeline rank that holds most."""
-
-    step_time_s: float
-    step_time_low_s: float
-    step_time_high_s: float
-    parts: StepTime
-    peak_memory_gib: float
-    first_rank_memory_gib: float
-    fits: bool
 
 
 @cache
@@ -108,7 +90,6 @@ def machine_without_runs(node: GpuNode) -> FittedMachine:
         name=node.name,
         device=node,
         figures=figures,
-        fits_below_gib=first.fits_below_gib * node.memory_gib / first.device.memory_gib,
         log_error_low={kind: -hypot(error, DEVICE_LOG_ERROR) for kind, error in first.log_error_low.items()},
         log_error_high={kind: hypot(error, DEVICE_LOG_ERROR) for kind, error in first.log_error_high.items()},
         provenance=[
@@ -156,29 +137,6 @@ def loop_interval_s(step_time_s: float, layout: Layout, machine: FittedMachine) 
         hypot(max(0.0, machine.log_error_high[kind]), LOOP_LOG_ERROR),
     )
     return step_time_s * exp(-low), step_time_s * exp(high)
-
-
-def predict_step(
-    shape: DecoderShape, layout: Layout, machine: FittedMachine, rates: CollectiveRates | None = None
-) -> StepPrediction:
-    """Predict a step's time and memory.
-
-    ``rates`` are collectives' rates measured over the job's GPUs, where they are there. Raises ConfigError where the
-    layout cannot be priced.
-    """
-    work = step_work(shape, layout, machine.device, rates or nominal_rates(machine.device, layout.gpus))
-    parts = step_time(work, machine.figures_of(layout.software))
-    low_s, high_s = fit_interval_s(parts.total_s, layout, machine)
-    peaks = [reserved_gib(terms, MemoryTerms(**machine.memory)) for terms in stage_memory_terms(shape, layout)]
-    return StepPrediction(
-        step_time_s=parts.total_s,
-        step_time_low_s=low_s,
-        step_time_high_s=high_s,
-        parts=parts,
-        peak_memory_gib=max(peaks),
-        first_rank_memory_gib=peaks[0],
-        fits=max(peaks) <= machine.fits_below_gib,
-    )
 
 
 def machine_file(machine: FittedMachine) -> bytes:

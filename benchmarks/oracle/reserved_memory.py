@@ -1,9 +1,16 @@
-"""Memory that a rank's allocator reserves: weights, gradients, optimizer state, activations in flight, buffers."""
+"""Memory that nanotron's allocator reserves: terms of weights, gradients, optimizer state, activations and buffers.
+
+Their factors are fitted to the playbook's runs (``reserved_memory.json``). hpcbench itself counts the tensors of a
+program instead, as ``hpcbench.predict.decoder.allocated`` does.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from hpcbench.predict.decoder.layout import Layout, check_layout, stage_layers
 from hpcbench.strategies.decoder_shapes import DecoderShape
@@ -94,6 +101,21 @@ def stage_memory_terms(shape: DecoderShape, layout: Layout, *, ends_only: bool =
             )
         )
     return terms
+
+
+FACTORS = Path(__file__).parent / "reserved_memory.json"
+
+
+class ReservedMemory(msgspec.Struct, frozen=True):
+    """The fitted factors, and the reserved memory up to which runs fit into 80 GB."""
+
+    factors: MemoryTerms
+    fits_below_gib: float
+
+
+def reserved_memory() -> ReservedMemory:
+    """Return the committed fit."""
+    return msgspec.json.decode(FACTORS.read_bytes(), type=ReservedMemory)
 
 
 def reserved_gib(terms: MemoryTerms, factors: MemoryTerms) -> float:
