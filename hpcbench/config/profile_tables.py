@@ -351,8 +351,9 @@ _OWN_DIRECTIVES = {
     "slurm": ("array", "nodes", "time", "chdir", "output", "error"),
     "pbs": ("J", "o"),
 }
-"""Directives by which hpcbench numbers, bounds and logs its jobs, by kind of scheduler. Names of jobs are not among them:
-sites ask for their own."""
+"""Directives by which hpcbench numbers, bounds and logs its jobs, by kind of scheduler.
+
+Names of jobs are not among them: sites ask for their own."""
 
 
 def check_partition(partition: Partition, scheduler: SchedulerConfig, shared: Directives) -> None:
