@@ -7,6 +7,7 @@ are a site: some of them, drawn at random, are given to ``hpcbench.predict.decod
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import exp, log, sqrt
@@ -16,7 +17,7 @@ from benchmarks.oracle import exam2
 from benchmarks.oracle.gpu_fit import BY_SOFTWARE, Fit, fit_figures, row_work, unseen_factors
 from benchmarks.oracle.gpu_tables import FIT, PublishedRow, megatron_rows, read_rows
 from hpcbench.predict.decoder import site as site_module
-from hpcbench.predict.decoder.pricing import Figures
+from hpcbench.predict.decoder.pricing import Figures, step_terms
 from hpcbench.predict.decoder.site import CONFIGURATION_SPREAD, Site, SiteRun, gradient, learn_site, site_step
 from hpcbench.predict.forecast import Forecast
 from hpcbench.predict.prediction import NORMAL_90, NotPredicted
@@ -113,8 +114,51 @@ def left_one_out(runs: Sequence[SiteRun]) -> Score:
     return Score(*(fmean(getattr(one, name) for one in scores) for name in ("error", "signed", "holds")))
 
 
+def largest_term(run: SiteRun) -> str:
+    """Return the term of a run's step that is largest beside its computation, if it is a tenth of the step."""
+    terms = step_terms(run.work, run.figures)
+    others = {
+        "messages of tensor groups": terms.tensor_traffic,
+        "parameters of shards": terms.shard_traffic,
+        "gradients of replicas": terms.gradient_traffic,
+        "pipeline: bubble and messages": terms.bubble + terms.stage_traffic,
+    }
+    name = max(others, key=lambda term: others[term])
+    return name if others[name] > 0.1 * terms.total_s else "computation"
+
+
+def _log_ratio(site: Site, run: SiteRun) -> float:
+    return log(site_step(run.work, run.figures, site.logs).total_s / (run.measured_s or 1.0))
+
+
+def term_errors(runs: Sequence[SiteRun]) -> Iterator[tuple[str, int, float]]:
+    """Yield the largest term, the column (0, 5, or all others known) and the signed error of each run of a site."""
+    prior, whole, draws = learn_site([]), learn_site(runs), random.Random(5)
+    for run in runs:
+        yield largest_term(run), 0, _log_ratio(prior, run)
+        yield largest_term(run), 2, _log_ratio(whole.without(run.key), run)
+    for _ in range(DRAWS):
+        order = draws.sample(runs, len(runs))
+        site = learn_site(order[:5])
+        for run in order[5 : 5 + MAX_PREDICTED]:
+            yield largest_term(run), 1, _log_ratio(site, run)
+
+
+def print_terms(sites: Sequence[tuple[str, list[SiteRun]]]) -> None:
+    """Print the errors of held-out sites by the largest term of the step."""
+    found: dict[str, list[list[float]]] = defaultdict(lambda: [[], [], []])
+    for _, runs in sites:
+        for term, column, value in term_errors(runs):
+            found[term][column].append(value)
+    heads = ("largest term beside computation", "runs", "none known", "5 runs known", "all others known")
+    print(f"\n| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
+    for term, columns in sorted(found.items(), key=lambda entry: -len(entry[1][0])):
+        cells = " | ".join(f"{fmean(abs(exp(one) - 1) for one in logs):.1%} ({fmean(logs):+.0%})" for logs in columns)
+        print(f"| {term} | {len(columns[0])} | {cells} |")
+
+
 def print_sites() -> None:
-    """Print the tables of errors by pilots, and the worth of each factor."""
+    """Print the tables of errors by pilots and by terms, and the worth of each factor."""
     old, new = list(held_out_sites()), list(exam_sites())
     heads = " | ".join(f"{count} runs known" if count else "none known" for count in PILOTS)
     print(f"\n| site, held out | runs | {heads} | 90 % intervals that hold |\n|{'---|' * (len(PILOTS) + 3)}")
@@ -126,6 +170,7 @@ def print_sites() -> None:
         cells = " | ".join(f"{one.error:.1%} ({one.signed:+.0%})" for one in scores)
         print(f"| {name} | {len(runs)} | {cells} | {', '.join(f'{one.holds:.0%}' for one in scores)} |")
     print(f"| mean of sites | | {' | '.join(f'{fmean(total):.1%}' for total in totals)} | |")
+    print_terms(old)
     print(
         "\n| new site | pilots | none known | each from all others | 90 % intervals that hold |\n|---|---|---|---|---|"
     )
