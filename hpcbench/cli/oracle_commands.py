@@ -103,6 +103,8 @@ def _explain(
     if len(configurations) > MAX_EXPLAINED and not as_json:
         message = f"{len(configurations)} configurations, at most {MAX_EXPLAINED} are explained at once"
         raise ConfigError(message, where="--explain", hint="--where EXPR selects some, --json explains all")
+    if not configurations:
+        print_message("no configuration satisfies --where")
     documents = []
     for number, entry in enumerate(configurations):
         explained = explain(entry.spec, forecast)

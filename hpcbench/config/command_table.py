@@ -227,8 +227,13 @@ def _parse_layout(
 ) -> dict[str, Any]:
     terms: dict[str, int | float | bool | str] = table.model_dump(exclude_defaults=True, exclude={"model", "software"})
     for name, words in (("recompute", Recompute), ("precision", LayerPrecision)):
-        if terms.get(name) in get_args(words):
-            terms[name] = f"'{terms[name]}'"
+        text = str(terms.get(name, ""))
+        if text in get_args(words):
+            terms[name] = f"'{text}'"
+        elif text.isidentifier() and text not in names:
+            hint = did_you_mean(text, get_args(words))
+            problems.append(source.error(f"layout: unknown {name} {text!r}", "command", "layout", name, hint=hint))
+            del terms[name]
     for name, term in terms.items():
         if isinstance(term, str):
             problems += _expression_problems(term, names, source, "layout", name)

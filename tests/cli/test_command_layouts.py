@@ -109,6 +109,7 @@ def test_a_training_is_explained_too_and_many_are_refused(tmp_path: Path) -> Non
     refused = hpcbench(*words, cwd=tmp_path)
     assert refused.returncode == 2
     assert "600 configurations, at most 6 are explained at once" in refused.stderr
+    assert "no configuration satisfies --where" in hpcbench(*words, "--where", "nodes == 99", cwd=tmp_path).stderr
     chosen = (*words, "--where", "strategy == 'gpipe' and model == 'vgg16' and nodes == 1")
     for entry in output(tmp_path, *chosen)["explanations"]:
         assert sum(term["seconds"] for term in entry["terms"]) == pytest.approx(entry["predicted"]["step_time_s"])

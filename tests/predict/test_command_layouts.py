@@ -274,3 +274,22 @@ def test_wrong_dimensions_are_refused(write_sweep: WriteSweep, lines: str, messa
     with pytest.raises(ConfigError) as refused:
         layout_of_command(spec_of(sweep), sweep.command.layout)
     assert message in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('precision = "fp9"', "layout: unknown precision 'fp9'"),
+        ('recompute = "ful"', "layout: unknown recompute 'ful'\n  did you mean 'full'?"),
+        ("expert_imbalance = 0.5", "expert_imbalance: input should be greater than or equal to 1"),
+        ("ep = 0", "ep"),
+    ],
+)
+def test_a_word_or_number_that_a_layout_cannot_have_is_refused(
+    write_sweep: WriteSweep, line: str, message: str
+) -> None:
+    key = line.partition(" =")[0]
+    kept = [own for own in SWEEP.splitlines() if own.partition(" =")[0] != key]
+    with pytest.raises(ConfigErrors) as caught:
+        write_sweep("\n".join(kept).replace("[command.layout]\n", f"[command.layout]\n{line}\n", 1))
+    assert message in str(caught.value)
