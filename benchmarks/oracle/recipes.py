@@ -1,9 +1,9 @@
 """``python -m benchmarks.oracle.recipes``: published runs in 8 bit and with experts against prices without any of them.
 
 ``data/nvidia_recipes.csv`` has the runs of Megatron-Bridge's performance page (NVIDIA-NeMo/Megatron-Bridge, release
-25.11, ``docs/performance-summary.md``) whose shape and layout it states; routing was balanced by force. GPT-OSS has
-sliding windows, which shapes do not have; one row's columns are shifted. No figure was learned from them but
-``HOST_OF_CAST_EXPERT``, from one row, which the means leave out.
+25.11, ``docs/performance-summary.md``) whose shape and layout it states; routing was balanced by force. Two kinds of
+rows are left out: GPT-OSS, whose sliding windows are not priced, and a row whose columns are shifted. The constant
+``HOST_OF_CAST_EXPERT`` was fitted to one row, which the means leave out. Nothing else was fitted to these runs.
 """
 
 from __future__ import annotations

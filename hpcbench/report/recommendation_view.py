@@ -13,7 +13,7 @@ import msgspec
 from hpcbench.config.run_spec import spec_document, strategy_label
 from hpcbench.config.sweep_file import sweep_toml
 from hpcbench.predict.command_layouts import anyones_layout
-from hpcbench.predict.decoder.allocated import SAFE_SHARE
+from hpcbench.predict.decoder.allocated import GIB, SAFE_SHARE
 from hpcbench.predict.decoder.layout import Layout
 from hpcbench.predict.decoder.layout_search import MAX_COMPARED, LayoutRanking, RankedLayout
 from hpcbench.predict.fitted_decoders import run_point
@@ -178,9 +178,6 @@ def recommended_sweep_toml(
     return sweep_toml(settings, fixed, candidate_sweep_points(best))
 
 
-_GIB = 2**30
-
-
 def layout_name(layout: Layout) -> str:
     """The degrees above 1 and the rest of a layout: ``dp=8 tp=4 pp=8x5 cp=2 in 128``.
 
@@ -216,7 +213,7 @@ def layouts_view(recommendation: LayoutRecommendation, nodes: int, most: int) ->
         Column("mfu", "MFU", lambda row: model_flops_utilisation(recommendation, row[1]),
                lambda row: format_percent(model_flops_utilisation(recommendation, row[1]), 1)),
         Column("memory", "memory", lambda row: row[1].peak_memory_gib,
-               lambda row: format_bytes(int(row[1].peak_memory_gib * _GIB))),
+               lambda row: format_bytes(int(row[1].peak_memory_gib * GIB))),
         text_column("runs", lambda row: "" if row[1].priced_only else "yes"),
     ]  # fmt: skip
     if recommendation.measured:
@@ -276,7 +273,7 @@ def _view_notes(recommendation: LayoutRecommendation, ranking: LayoutRanking, mo
         )
     if ranking.tight:
         best = ranking.tight[0]
-        memory = format_bytes(int(best.peak_memory_gib * _GIB))
+        memory = format_bytes(int(best.peak_memory_gib * GIB))
         yield (
             f"{pluralize(len(ranking.tight), 'faster layout')} above {SAFE_SHARE:.0%} of the memory, where an "
             f"allocator may stall a run: {layout_name(best.layout)}, {_step_text(best)}, {memory}"
@@ -330,7 +327,7 @@ def _layout_json(recommendation: LayoutRecommendation, row: RankedLayout) -> dic
             "tokens_per_s": row.tokens_per_s_per_gpu * row.layout.gpus,
             "tokens_per_s_per_device": row.tokens_per_s_per_gpu,
             "mfu": model_flops_utilisation(recommendation, row),
-            "peak_memory_bytes": int(row.peak_memory_gib * _GIB),
+            "peak_memory_bytes": int(row.peak_memory_gib * GIB),
         },
         "ratio": {"value": row.ratio, "low": row.ratio_low, "high": row.ratio_high},
         "significant": row.is_told_apart,

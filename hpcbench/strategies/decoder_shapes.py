@@ -117,6 +117,11 @@ class DecoderShape:
         """Layers with experts instead of an MLP."""
         return 0 if self.experts is None else self.layers - self.experts.dense_layers
 
+    @property
+    def expert_share(self) -> float:
+        """Share of the layers that have experts."""
+        return self.expert_layers / self.layers
+
     @cached_property
     def attention_parameters(self) -> int:
         """Matrices of a layer's attention."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import log
 
 import pytest
 
@@ -14,9 +15,10 @@ from hpcbench.predict.decoder.experts import PERMUTE_BYTES, expert_replicas, hel
 from hpcbench.predict.decoder.layout import Layout, nominal_rates
 from hpcbench.predict.decoder.layout_search import LayoutWish, rank_layouts
 from hpcbench.predict.decoder.low_precision import RECIPES
-from hpcbench.predict.decoder.machines import fitted_machine, unlearned_log_error
+from hpcbench.predict.decoder.machines import EXPERTS_LOG_ERROR, fitted_machine, unlearned_log_error
 from hpcbench.predict.decoder.pricing import StepTerms, step_terms, step_time
 from hpcbench.predict.decoder.products import product
+from hpcbench.predict.decoder.site import SiteRun, learn_site
 from hpcbench.predict.decoder.work import Work, step_work
 from hpcbench.strategies.decoder_shapes import DecoderShape, Experts, named_shape
 
@@ -191,6 +193,21 @@ def test_intervals_are_wider_where_nothing_was_learned() -> None:
     width = [one.step_time_high_s / one.step_time_low_s for one in (plain, low)]
     assert width[0] < width[1]
     assert low.priced_only == "products in fp8_current"
+
+
+def test_runs_of_other_models_at_the_site_leave_experts_as_unknown() -> None:
+    known = learn_site([SiteRun("dense", work(LLAMA, LAYOUT), H100.figures_of("megatron"), 2.0)])
+    wish = LayoutWish(gpus=64, sequence=4096, global_batch=256, software="megatron", site=known)
+    best = rank_layouts(MIXTRAL, H100, wish).layouts[0]
+    assert log(best.step_time_high_s / best.step_time_s) > EXPERTS_LOG_ERROR
+
+
+def test_tokens_share_the_link_of_a_node_without_nvlink() -> None:
+    """A group over both sockets of a PCIe node has 0.65 of the rate of one inside a socket."""
+    for expert, share in ((4, 1.0), (8, 0.65)):
+        layout = replace(LAYOUT, expert=expert)
+        shared = step_work(MIXTRAL, layout, replace(NODE, is_shared=True), nominal_rates(NODE, 8))
+        assert shared.layer_exchange_s == pytest.approx(work(MIXTRAL, layout).layer_exchange_s / share)
 
 
 def test_a_process_occupies_more_than_its_tensors() -> None:

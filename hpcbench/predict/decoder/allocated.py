@@ -72,7 +72,8 @@ def occupied_bytes(allocated: float, layout: Layout) -> float:
 
 
 class _LayerMemory(NamedTuple):
-    """Parameters of a rank's mean layer, and bytes of its activations: kept, and while its backward pass runs."""
+    """Parameters of a rank's mean layer, and bytes of its activations: those kept for the backward pass of one
+    micro-batch (the layer's input alone if all is recomputed), and those while that pass runs."""
 
     held: HeldParameters
     kept: float
@@ -83,7 +84,7 @@ def _of_layer(shape: DecoderShape, layout: Layout) -> _LayerMemory:
     whole = _layer_bytes(shape, layout)
     return _LayerMemory(
         held_parameters(shape, layout, vectors=True),
-        kept_bytes_of_layer(shape, layout, whole),
+        _norm_tokens(layout) * shape.hidden * HALF if layout.recompute == "full" else whole,
         working_bytes_of_layer(shape, layout, whole),
     )
 
@@ -97,11 +98,11 @@ def _rank_memory(
     common = _common_parameters(shape, layout, stage, layers * held.common) / layout.shards
     pieces = expert_shards(layout)
     experts = layers * held.experts / pieces
-    everyone, copies = layout.replicas * layout.context, max(1, expert_replicas(layout) // pieces)
+    everyone, copies = layout.replicas * layout.context, expert_replicas(layout)
     is_shared = layout.zero or loop.splits_optimizer
     sharers = (layout.optimizer_shards or everyone) if is_shared else 1
     if is_last:
-        working = max(working, _tokens(layout) * shape.vocabulary / layout.tensor * LOGIT_BYTES)
+        working = max(working, layout.tokens * shape.vocabulary / layout.tensor * LOGIT_BYTES)
     if layout.shards > 1:
         # The layer that runs and the one that is gathered, and the gradients of one.
         working += 3 * HALF * (held.common + held.experts)
@@ -140,15 +141,9 @@ def in_flight(layout: Layout, stage: int) -> float:
     return min(layout.accumulation * layout.chunks, warm) / layout.chunks
 
 
-def kept_bytes_of_layer(shape: DecoderShape, layout: Layout, whole: float) -> float:
-    """Bytes that a layer keeps for the backward pass of one micro-batch, of ``whole``; its input alone if all is
-    recomputed."""
-    return _norm_tokens(layout) * shape.hidden * HALF if layout.recompute == "full" else whole
-
-
 def _layer_bytes(shape: DecoderShape, layout: Layout) -> float:
-    own, split = _norm_tokens(layout), _tokens(layout) / layout.tensor
-    gathered = _tokens(layout) if layout.tensor > 1 and not layout.recompute_gathers else own
+    own, split = _norm_tokens(layout), layout.tokens / layout.tensor
+    gathered = layout.tokens if layout.tensor > 1 and not layout.recompute_gathers else own
     is_rotary = shape.learned_positions == 0 and layout.fused_attention
     operand = operand_bytes(layout.precision)
     # Two norms keep their inputs; the products behind them keep their outputs.
@@ -177,12 +172,12 @@ def _inner_values(shape: DecoderShape, layout: Layout, operand: float) -> float:
 
     A routed token has its hidden state beside them, sorted by expert, and its router's probabilities.
     """
-    split, experts = _tokens(layout) / layout.tensor, shape.experts
+    split, experts = layout.tokens / layout.tensor, shape.experts
     of_element = HALF * (shape.mlp_matrices - 1) + operand
     dense = of_element * shape.ffn * split
     if experts is None:
         return dense
-    routed, share = split * experts.active * layout.expert_imbalance, shape.expert_layers / shape.layers
+    routed, share = split * experts.active * layout.expert_imbalance, shape.expert_share
     inside = routed * (of_element * experts.ffn + operand * shape.hidden) + split * experts.count * FULL
     return (1 - share) * dense + share * (inside + of_element * experts.shared_ffn * split)
 
@@ -192,16 +187,11 @@ def working_bytes_of_layer(shape: DecoderShape, layout: Layout, whole: float) ->
     own = _norm_tokens(layout)
     # Gradients of the MLP's inner state and of the hidden state, gathered over the tensor group where it is split.
     inner = _inner_values(shape, layout, HALF)
-    hidden = HALF * shape.hidden * (own + 2 * (_tokens(layout) if layout.tensor > 1 else own))
+    hidden = HALF * shape.hidden * (own + 2 * (layout.tokens if layout.tensor > 1 else own))
     again = whole if layout.recompute == "full" else 0.0
     return again + inner + hidden
 
 
-def _tokens(layout: Layout) -> float:
-    """Tokens of a micro-batch on one rank before tensor parallelism."""
-    return layout.micro_batch * layout.sequence / layout.context
-
-
 def _norm_tokens(layout: Layout) -> float:
     """Tokens that a rank normalises."""
-    return _tokens(layout) / (layout.tensor if layout.sequence_parallel else 1)
+    return layout.tokens / (layout.tensor if layout.sequence_parallel else 1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpcbench.predict.decoder.layout import GpuNode, Layout
+from hpcbench.predict.decoder.layout import GpuNode, Layout, share_of_link
 from hpcbench.predict.decoder.products import ProductTime, product, total
 from hpcbench.strategies.decoder_shapes import DecoderShape
 
@@ -49,7 +49,7 @@ def expert_work(
     """
     experts = shape.experts
     assert experts is not None, "a decoder with experts"
-    tokens, local = _tokens(layout), _tokens(layout) / layout.tensor
+    tokens, local = layout.tokens, layout.tokens / layout.tensor
     routed = local * experts.active * layout.expert_imbalance
     own = experts.count // layout.expert
     # Fewer tokens than experts leave some without any.
@@ -84,7 +84,8 @@ def _exchange_seconds(shape: DecoderShape, layout: Layout, node: GpuNode, tokens
     nodes = group / per_node
     others = (nodes - 1) * (1 - (1 - 1 / nodes) ** active)
     sent = EXCHANGES * tokens * layout.expert_imbalance * shape.hidden * _BF16
-    return sent * active * (per_node - 1) / per_node / node.nvlink_bytes_s, sent * others / node.nic_bytes_s
+    inside = node.nvlink_bytes_s * share_of_link(node, per_node)
+    return sent * active * (per_node - 1) / per_node / inside, sent * others / node.nic_bytes_s
 
 
 def host_ratio(shape: DecoderShape, layout: Layout) -> float:
@@ -93,12 +94,12 @@ def host_ratio(shape: DecoderShape, layout: Layout) -> float:
         return 1.0
     each = HOST_OF_EXPERT if layout.precision == "bf16" else HOST_OF_CAST_EXPERT
     routed = HOST_OF_EXPERTS + shape.experts.count / layout.expert * each
-    return 1.0 + shape.expert_layers / shape.layers * (routed - 1.0)
+    return 1.0 + shape.expert_share * (routed - 1.0)
 
 
 def expert_replicas(layout: Layout) -> int:
-    """Return the number of ranks of a stage that hold the same experts."""
-    return layout.gpus // layout.pipeline // layout.expert
+    """Return the number of ranks of a stage that hold the same experts, or the same shards of them."""
+    return max(1, layout.gpus // layout.pipeline // layout.expert // expert_shards(layout))
 
 
 def expert_shards(layout: Layout) -> int:
@@ -116,13 +117,9 @@ class HeldParameters:
 
 def held_parameters(shape: DecoderShape, layout: Layout, *, vectors: bool = False) -> HeldParameters:
     """Return the parameters that a rank holds of a mean layer; with ``vectors`` its norms and biases, too."""
-    share = shape.expert_layers / shape.layers
+    share = shape.expert_share
     dense = shape.layer_parameters if vectors else shape.layer_matmul_parameters
     routed = shape.routed_layer_parameters - (0 if vectors else shape.layer_vectors)
     common = (dense if not share else (1 - share) * dense + share * routed) / layout.tensor
     held = share * shape.experts.count * shape.expert_parameters / layout.expert if shape.experts is not None else 0.0
     return HeldParameters(common, held)
-
-
-def _tokens(layout: Layout) -> float:
-    return layout.micro_batch * layout.sequence // layout.context

@@ -303,7 +303,7 @@ def rank_layouts(
         gpus=request.gpus,
         sequence=request.sequence,
         layouts=[
-            _at_site(candidate, ranked[0], request.site, best[place], best[0])
+            _at_site(shape, candidate, ranked[0], request.site, best[place], best[0])
             if request.site.observations and place < len(best)
             else _with_ratio(candidate, ranked[0], machine)
             for place, candidate in enumerate(ranked)
@@ -389,10 +389,12 @@ def _with_ratio(candidate: RankedLayout, best: RankedLayout, machine: FittedMach
 
 
 def _at_site(
-    candidate: RankedLayout, best: RankedLayout, site: Site, own: Sequence[float], of_best: Sequence[float]
-) -> RankedLayout:
+    shape: DecoderShape, candidate: RankedLayout, best: RankedLayout, site: Site, own: Sequence[float],
+    of_best: Sequence[float],
+) -> RankedLayout:  # fmt: skip
     """Return ``candidate`` with the intervals that runs at the site leave. Errors of factors are in both layouts."""
-    spread = hypot(sqrt(site.variance(own)), CONFIGURATION_SPREAD)
+    unlearned = unlearned_log_error(shape, candidate.layout) / _NORMAL_90
+    spread = hypot(sqrt(site.variance(own)), CONFIGURATION_SPREAD, unlearned)
     step_s = candidate.step_time_s
     priced = msgspec.structs.replace(
         candidate,

@@ -99,8 +99,8 @@ def machine_without_runs(node: GpuNode) -> FittedMachine:
 
 
 EXPERTS_LOG_ERROR, PRECISION_LOG_ERROR = 0.45, 0.2
-"""Bounds of 90 % of the errors of experts and of low precision, as logarithms: no figure was learned from such runs,
-and 27 published ones differ so much (``benchmarks/oracle/recipes.py``)."""
+"""Bounds of 90 % of the errors of experts and of low precision, as logarithms. The fitted runs have neither;
+the bounds are those of 27 published runs (``benchmarks/oracle/recipes.py``)."""
 
 
 def unlearned_log_error(shape: DecoderShape, layout: Layout) -> float:

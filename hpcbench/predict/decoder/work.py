@@ -19,7 +19,7 @@ from hpcbench.predict.decoder.experts import (
     held_parameters,
     host_ratio,
 )
-from hpcbench.predict.decoder.layout import CollectiveRates, GpuNode, Layout, check_layout, stage_layers
+from hpcbench.predict.decoder.layout import CollectiveRates, GpuNode, Layout, check_layout, share_of_link, stage_layers
 from hpcbench.predict.decoder.low_precision import cast_bytes, node_of_products
 from hpcbench.predict.decoder.products import ProductTime, product, total
 from hpcbench.predict.decoder.software import LOOPS
@@ -41,9 +41,6 @@ OPTIMIZER_BYTES = 60
 """Bytes for each parameter: clipping, fused Adam in fp32, the copy to bf16, gradients set to zero."""
 BUCKET_BYTES = 25e6
 DISTURBED_BELOW = 0.95
-BETWEEN_SOCKETS = 0.65
-"""Rate of a PCIe group over both sockets relative to one inside a socket: measured on a node of 8 A100 PCIe, 0.61 for
-an all_reduce of all devices, 0.75 for groups of 2 and 4."""
 USUAL_GATHER_RATE, USUAL_REDUCE_RATE = 225e9, 185e9
 
 
@@ -131,16 +128,8 @@ def _group_seconds(
         return 0.0, False
     moved = payload_bytes * (group - 1) / group
     if group <= per_node:
-        return moved / (node.nvlink_bytes_s * _share_of_link(node, group, stride)), False
+        return moved / (node.nvlink_bytes_s * share_of_link(node, group, stride)), False
     return moved / min(node.nvlink_bytes_s, node.nic_bytes_s * per_node), True
-
-
-def _share_of_link(node: GpuNode, group: int, stride: int) -> float:
-    """Return the part of a device's rate inside its node that a group has."""
-    if not node.is_shared:
-        return 1.0
-    crosses_sockets = 2 * group * stride > node.gpus
-    return (BETWEEN_SOCKETS if crosses_sockets else 1.0) / stride
 
 
 def step_work(shape: DecoderShape, layout: Layout, node: GpuNode, rates: CollectiveRates) -> Work:
@@ -161,11 +150,11 @@ def step_work(shape: DecoderShape, layout: Layout, node: GpuNode, rates: Collect
 
 def _compute_terms(shape: DecoderShape, layout: Layout, node: GpuNode) -> dict[str, float]:
     tensor = layout.tensor
-    tokens = _tokens(layout)
+    tokens = layout.tokens
     local_tokens = tokens / tensor
     parts = _row_parts(layout)
     layer_node = node_of_products(node, layout.precision)
-    routed = _routed_share(shape)
+    routed = shape.expert_share
     inner = GATED_BYTES if shape.gated else PLAIN_BYTES
     columns = shape.ffn * (2 if shape.gated else 1)
     mlp = [
@@ -219,15 +208,10 @@ def _compute_terms(shape: DecoderShape, layout: Layout, node: GpuNode) -> dict[s
     }
 
 
-def _routed_share(shape: DecoderShape) -> float:
-    """Return the share of layers with experts."""
-    return shape.expert_layers / shape.layers
-
-
 def _attention_products(
     shape: DecoderShape, layout: Layout, node: GpuNode, parts: tuple[float, ...]
 ) -> list[ProductTime]:
-    tokens, tensor, latent = _tokens(layout), layout.tensor, shape.latent
+    tokens, tensor, latent = layout.tokens, layout.tensor, shape.latent
     result = product(tokens, shape.hidden, shape.value_width / tensor, node)
     if latent is None:
         columns = (shape.attention_width + 2 * shape.kv_width) / tensor
@@ -246,7 +230,7 @@ def _attention_products(
 def _cast_operands(shape: DecoderShape, layout: Layout) -> float:
     """Return the numbers that a layer casts for one micro-batch: inputs and output gradients of its products, and its
     weights once a step."""
-    local, routed, experts = _tokens(layout) / layout.tensor, _routed_share(shape), shape.experts
+    local, routed, experts = layout.tokens / layout.tensor, shape.expert_share, shape.experts
     inner = shape.ffn * shape.mlp_matrices
     attention = 2 * shape.hidden + shape.attention_width + shape.kv_state_width + shape.value_width
     mlp = (1 - routed) * (inner + 2 * shape.hidden)
@@ -262,9 +246,9 @@ def _stage_terms(shape: DecoderShape, layout: Layout, node: GpuNode, rates: Coll
     counts = stage_layers(shape, layout)
     is_pipelined = layout.pipeline > 1
     loop = LOOPS[layout.software]
-    message = _tokens(layout) * shape.hidden * BF16 / (1 if loop.sends_whole else layout.tensor)
+    message = layout.tokens * shape.hidden * BF16 / (1 if loop.sends_whole else layout.tensor)
     crosses = layout.gpus > node.gpus
-    inside = node.nvlink_bytes_s * _share_of_link(node, 2, layout.tensor * layout.data_degree)
+    inside = node.nvlink_bytes_s * share_of_link(node, 2, layout.tensor * layout.data_degree)
     # Pipelines on the network of the later playbook runs, slower than usual, hold the host up in tensor parallelism.
     is_disturbed = rates.all_gather < DISTURBED_BELOW * usual_gather_rate(layout.gpus / node.gpus)
     return {
@@ -287,7 +271,7 @@ def _tensor_terms(shape: DecoderShape, layout: Layout, node: GpuNode, rates: Col
     """Sequence parallelism gathers and scatters the hidden state twice a layer in each direction, and may gather its
     inputs again in the backward pass."""
     tensor = layout.tensor
-    seconds, is_wide = _group_seconds(_tokens(layout) * shape.hidden * BF16, tensor, min(tensor, node.gpus), node)
+    seconds, is_wide = _group_seconds(layout.tokens * shape.hidden * BF16, tensor, min(tensor, node.gpus), node)
     passes = LOOPS[layout.software].tensor_passes
     return {
         "tensor": tensor,
@@ -339,7 +323,7 @@ def _data_terms(shape: DecoderShape, layout: Layout, node: GpuNode, rates: Colle
         tensor,
     )  # fmt: skip
     pieces = expert_shards(layout)
-    held_experts, copies = max(counts) * held.experts, max(1, expert_replicas(layout) // pieces)
+    held_experts, copies = max(counts) * held.experts, expert_replicas(layout)
     copies_per_node = max(1, min(copies, node.gpus // min(layout.expert * pieces, node.gpus)))
     # Seconds for a byte of each parameter. The ring of an expert has fewer of a node's network ports than the others.
     ring_s, ring_is_wide = _group_seconds(held_experts / pieces, copies, copies_per_node, node, layout.expert * pieces)
@@ -379,8 +363,3 @@ def usual_gather_rate(nodes: float) -> float:
     """Return the bus rate in bytes a second of an all_gather over all GPUs of so many nodes on an undisturbed network:
     the runs' own measurements, 222 GB/s on 2 nodes, 123 on 16, 75 on 32, 44 on 64."""
     return USUAL_GATHER_RATE / (1.0 + nodes / 16.0)
-
-
-def _tokens(layout: Layout) -> int:
-    """Tokens of a micro-batch on one rank before tensor parallelism."""
-    return layout.micro_batch * layout.sequence // layout.context

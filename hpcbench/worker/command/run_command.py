@@ -82,7 +82,7 @@ def run_command(finalizer: RunFinalizer, command: Command) -> None:
     folder = attempt.folder / "run" if command.folder == "run" else Path(command.folder)
     address = "127.0.0.1" if channel is None else channel.store.host
     variables = {
-        "MASTER_ADDR": address, "MASTER_PORT": _agree_on_port(address, channel),
+        "MASTER_ADDR": address, "MASTER_PORT": _agree_on_port(address, channel, stop),
         "RANK": str(info.rank), "LOCAL_RANK": str(info.local_rank), "NODE_RANK": str(info.node_rank),
         "WORLD_SIZE": str(info.world_size), "LOCAL_WORLD_SIZE": str(info.local_world_size),
         "HPCBENCH_SWEEP_FOLDER": command.sweep_folder,
@@ -126,9 +126,13 @@ def program_hashes(command: Command, values: Mapping[str, Any]) -> dict[str, str
     return hashes
 
 
-def _agree_on_port(address: str, channel: ControlChannel | None) -> str:
+def _agree_on_port(address: str, channel: ControlChannel | None, stop: StopController) -> str:
     """Return a port that was free on the host of rank 0, whose address is ``address``, on all ranks."""
     if channel is not None and channel.rank > 0:
+        # The store's own wait would leave a signal unanswered.
+        while not channel.store.check([_PORT_KEY]):
+            stop.raise_if_stopped()
+            time.sleep(_POLL_S)
         return channel.store.get(_PORT_KEY).decode()
     with socket.create_server(("", 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         port = str(probe.getsockname()[1])
