@@ -53,13 +53,14 @@ def explain(spec: RunSpec, forecast: Forecast) -> Explanation | NotPredicted:
         priced = forecast.price_command(spec)
         if isinstance(priced, NotPredicted):
             return priced
-        terms = _decoder_terms(priced, forecast.site(spec.partition).without(config_id(spec)))
+        terms = decoder_terms(priced, forecast.site(spec.partition).without(config_id(spec)))
     else:
         terms = _training_terms(prediction)
     return Explanation(prediction, sorted((one for one in terms if one.seconds > 0), key=lambda one: -one.seconds))
 
 
-def _decoder_terms(priced: PricedCommand, site: Site) -> list[Term]:
+def decoder_terms(priced: PricedCommand, site: Site) -> list[Term]:
+    """Return the terms of a decoder's step at a site, those of no time too."""
     parts: StepTerms = site_terms(priced.work, priced.figures, site.logs)
     learned = dict(zip(SITE_FACTORS, site.logs, strict=True))
     terms = []

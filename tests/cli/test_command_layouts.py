@@ -18,6 +18,7 @@ from hpcbench.results.schema import RunMetrics, RunResult
 from hpcbench.results.timing_statistics import step_time_statistics
 from hpcbench.submit.plan import make_plan
 from hpcbench.submit.submit import write_sweep_record
+from hpcbench.units import format_seconds
 from tests.cli.test_cli import hpcbench
 
 H100 = "h100-80gb-ib"
@@ -30,7 +31,12 @@ FACTORS = (1.25, 1.3, 1.1)
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tree with three launches of each layout of the shipped sweep."""
     monkeypatch.delenv("HPCBENCH_RESULTS", raising=False)
-    profile, tree = load_cluster(H100)[0], ResultsTree(tmp_path / "results").cluster(H100)
+    measure(tmp_path, H100)
+    return tmp_path
+
+
+def measure(folder: Path, cluster: str) -> None:
+    profile, tree = load_cluster(cluster)[0], ResultsTree(folder / "results").cluster(cluster)
     plan = make_plan(load_sweep(SHIPPED), profile, tree)
     write_sweep_record(plan, tree)
     forecast = Forecast(profile, tree)
@@ -40,11 +46,10 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         step_s = predicted.step_time_s * FACTORS[number // 3] * (1 + 0.001 * (number % 3))
         metrics = RunMetrics(step_time_s=step_time_statistics([step_s] * 20), samples_per_s=32 / step_s)
         result = RunResult(
-            run_id=key, config_id=config_id(spec), attempt=1, sweep=plan.sweep.name, cluster=H100, spec=spec,
+            run_id=key, config_id=config_id(spec), attempt=1, sweep=plan.sweep.name, cluster=cluster, spec=spec,
             status="ok", metrics=metrics,
         )  # fmt: skip
         tree.write_result(result)
-    return tmp_path
 
 
 def output(project: Path, *words: str) -> Any:
@@ -67,8 +72,26 @@ def test_validate_compares_commands_with_their_predictions(project: Path) -> Non
 def test_report_states_the_part_that_the_model_does_not_explain(project: Path) -> None:
     (finding,) = [one for one in output(project, "report", "megatron-llama_8b")["findings"] if one["kind"] == "model"]
     assert "of it is not explained: the model of megatron explains" in finding["text"]
-    assert "of which compute is most" in finding["text"]
-    assert finding["why"].startswith("inside the model's 90 % interval; terms: compute ")
+    assert "of which computation of the layers is most" in finding["text"]
+    assert finding["why"].startswith("inside the model's 90 % interval; terms: computation of the layers ")
+
+
+@pytest.mark.parametrize("cluster", [H100, "b200-180gb-ib"])
+def test_the_model_of_the_report_is_the_one_without_runs_here(tmp_path: Path, cluster: str) -> None:
+    """The interval of a device without published runs is wider."""
+    measure(tmp_path, cluster)
+    report = json.loads(hpcbench("report", "megatron-llama_8b", "--json", cwd=tmp_path).stdout)
+    (finding,) = [one for one in report["findings"] if one["kind"] == "model"]
+    profile, unmeasured = load_cluster(cluster)[0], ResultsTree(tmp_path / "none").cluster(cluster)
+    plan = make_plan(load_sweep(SHIPPED), profile, unmeasured)
+    write_sweep_record(plan, unmeasured)
+    forecast, texts = Forecast(profile, unmeasured), list[str]()
+    for spec in plan.runs.values():
+        predicted = forecast.predict(spec)
+        assert not isinstance(predicted, NotPredicted)
+        bounds = (predicted.interval.low, predicted.interval.high)
+        texts.append(f"[{format_seconds(bounds[0])} {format_seconds(bounds[1])}]")
+    assert any(text in finding["text"] for text in texts), (finding["text"], texts)
 
 
 def test_recommend_shows_the_measured_winner(project: Path) -> None:
