@@ -57,25 +57,42 @@ def _torchtitan_values(shape: DecoderShape, layout: Layout) -> dict[str, Any]:
 
 
 def _megatron_can_run(shape: DecoderShape, layout: Layout) -> bool:
-    is_even = shape.layers % (layout.pipeline * layout.chunks) == 0 and layout.tensor <= shape.kv_heads
+    has_layers = min(_end_layers(shape.layers, layout.pipeline)) > 0
+    is_divisible = layout.tensor <= shape.kv_heads and layout.sequence % (2 * layout.context) == 0
     shares_optimizer = layout.zero == 1 or layout.data_degree * layout.context == 1
-    return layout.shards == 1 and is_even and shares_optimizer and layout.sequence % (2 * layout.context) == 0
+    return layout.shards == 1 and has_layers and is_divisible and shares_optimizer
 
 
 def _megatron_values(shape: DecoderShape, layout: Layout) -> dict[str, Any]:
     if not shape.gated or shape.biases or shape.learned_positions or shape.norm_vectors != 1:
         raise ConfigError(f"{shape.name} is not a Llama: its flags are not known", where="--as megatron")
-    interleaving = f"--num-virtual-stages-per-pipeline-rank={layout.chunks}" if layout.chunks > 1 else ""
+    first, last = _end_layers(shape.layers, layout.pipeline)
+    is_even = shape.layers % layout.pipeline == 0
+    stage_flags = {
+        "interleaving": f"--num-virtual-stages-per-pipeline-rank={layout.chunks}" if layout.chunks > 1 else "",
+        "first_stage": "" if is_even else f"--decoder-first-pipeline-num-layers={first}",
+        "last_stage": "" if is_even else f"--decoder-last-pipeline-num-layers={last}",
+    }
     return {
-        **{name: getattr(shape, name) for name in ("layers", "hidden", "ffn", "heads", "kv_heads")},
+        **stage_flags, **{name: getattr(shape, name) for name in ("layers", "hidden", "ffn", "heads", "kv_heads")},
         **_shared_values(layout), "cp": layout.context, "chunks": layout.chunks,
-        "interleaving": interleaving, "recomputed_layers": shape.layers if layout.recompute == "full" else 0,
+        "recomputed_layers": shape.layers if layout.recompute == "full" else 0,
         "untied": "" if shape.tied else '"--untie-embeddings-and-output-weights",',
         # NullTokenizer adds a token.
         "vocabulary": shape.vocabulary - 1, "ep": layout.expert, "layer_precision": layout.precision,
         "more": "".join(f'    "{flag}",\n' for flag in [*_attention_flags(shape), *_expert_flags(shape),
                                                        *_PRECISION_FLAGS[layout.precision]]),
     }  # fmt: skip
+
+
+def _end_layers(layers: int, stages: int) -> tuple[int, int]:
+    """Return the layers of the first and the last stage, so that all stages between them have as many.
+
+    The ends have fewer than the others: the embedding and the head are there. The last may come out without any.
+    """
+    most = -(-layers // stages)
+    missing = most * stages - layers
+    return most - missing // 2, most - (missing + 1) // 2
 
 
 _PRECISION_FLAGS: dict[LayerPrecision, tuple[str, ...]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,7 +49,7 @@ MEGATRON_FLAGS: dict[str, type | tuple[str, ...] | None] = {
     "expert-tensor-parallel-size": int, "expert-model-parallel-size": int, "moe-shared-expert-intermediate-size": int,
     "moe-layer-freq": str, "moe-router-score-function": ("softmax", "sigmoid"), "fp8-format": ("e4m3", "hybrid"),
     "fp8-recipe": ("tensorwise", "delayed", "mxfp8", "blockwise"), "multi-latent-attention": None, "q-lora-rank": int,
-    "kv-lora-rank": int, "qk-head-dim": int, "qk-pos-emb-head-dim": int, "v-head-dim": int,
+    "decoder-first-pipeline-num-layers": int, "decoder-last-pipeline-num-layers": int, "kv-lora-rank": int, "qk-head-dim": int, "qk-pos-emb-head-dim": int, "v-head-dim": int,
 }  # fmt: skip
 """Flags with their type or choices; ``None`` for those without a value. Read in ``megatron/training/arguments.py`` of
 NVIDIA/Megatron-LM at commit 000c4ac24f61159c138b0975def722c65245983c: the package megatron-core 0.16.1 has no parser."""
@@ -79,7 +80,7 @@ CASES = [
     ("torchtitan", "llama_8b", (1, 4), "bf16"), ("torchtitan", "llama_70b", (16,), "bf16"),
     ("megatron", "llama_8b", (1, 4), "fp8_current"), ("megatron", "llama_70b", (32,), "bf16"),
     ("megatron", "mixtral_8x7b", (8,), "bf16"), ("megatron", "qwen3_30b_a3b", (2, 4), "fp8_block"),
-    ("megatron", "deepseek_v3", (256,), "fp8_delayed"),
+    ("megatron", "deepseek_v3", (256,), "fp8_delayed"), ("megatron", "deepseek_v3", (64, 128), "bf16"),
 ]  # fmt: skip
 
 
@@ -100,6 +101,44 @@ def test_a_written_sweep_has_the_best_layouts(
 def test_the_shipped_sweep_is_the_written_one(trainer: str) -> None:
     shipped = Path(__file__).parents[2] / "sweeps" / "commands" / f"{trainer}.toml"
     assert written(trainer, recommended(trainer)) == shipped.read_text()
+
+
+def is_divided(layers: int, stages: int, flags: dict[str, Any]) -> bool:
+    """Whether the stages between those with layers of their own divide the rest, as ``TransformerConfig`` checks it."""
+    for end in ("first", "last"):
+        if (own := flags[f"decoder_{end}_pipeline_num_layers"]) is not None:
+            layers, stages = layers - own, stages - 1
+    return layers % stages == 0 if stages else layers == 0
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "ends"),
+    [
+        (1, None),
+        (2, (31, 30)),
+        (4, (15, 14)),  # 15 16 16 14
+        (8, (7, 6)),  # 7 8 8 8 8 8 8 6
+        (16, (3, 2)),
+        (31, (2, 1)),
+        (61, None),
+    ],
+)
+def test_stages_at_the_ends_have_fewer_layers_where_they_do_not_divide(
+    pipeline: int, ends: tuple[int, int] | None
+) -> None:
+    values = TRAINERS["megatron"].values(named_shape("deepseek_v3"), pipelined(pipeline))
+    assert TRAINERS["megatron"].can_run(named_shape("deepseek_v3"), pipelined(pipeline))
+    flags = [f"--decoder-{end}-pipeline-num-layers=" for end in ("first", "last")]
+    expected = [f"{flag}{count}" for flag, count in zip(flags, ends, strict=True)] if ends else ["", ""]
+    assert [values["first_stage"], values["last_stage"]] == expected
+
+
+def test_stages_without_a_layer_are_not_run() -> None:
+    assert not TRAINERS["megatron"].can_run(named_shape("deepseek_v3"), pipelined(32)), "1 2 ... 2 0"
+
+
+def pipelined(stages: int) -> Layout:
+    return Layout(gpus=stages, sequence=4096, micro_batch=1, global_batch=64, pipeline=stages, software="megatron")
 
 
 @pytest.mark.parametrize(("trainer", "model", "nodes", "precision"), CASES[2:])
@@ -131,7 +170,7 @@ def test_flags_of_megatron_are_those_of_its_parser(
         chunks = flags["num_virtual_stages_per_pipeline_rank"]
         assert (chunks or 1) == spec.parameters["chunks"]
         assert pipeline > 1 or chunks is None
-        assert flags["num_layers"] % (pipeline * (chunks or 1)) == 0
+        assert is_divided(flags["num_layers"], pipeline * (chunks or 1), flags)
         assert flags["num_query_groups"] % tensor == 0
         experts, expert_degree = flags["num_experts"], flags["expert_model_parallel_size"] or 1
         assert expert_degree == spec.parameters["ep"]
