@@ -31,6 +31,7 @@ MIN_RUNS = 12
 """Fewest runs of a site that can be drawn from and predicted."""
 MAX_PREDICTED, DRAWS = 60, 12
 PILOTS = (0, 2, 5, 10)
+MEASURED = (3, 5)
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,64 @@ def drawn_score(runs: Sequence[SiteRun], pilots: int) -> Score:
         rest = order[pilots:] if not pilots else order[pilots : pilots + MAX_PREDICTED]
         scores.append(score(order[:pilots], rest))
     return Score(*(fmean(getattr(one, name) for one in scores) for name in ("error", "signed", "holds")))
+
+
+def choice_groups(runs: Sequence[SiteRun]) -> list[list[SiteRun]]:
+    """Return the runs that a user would choose among: of one model, number of GPUs, batch and sequence."""
+    rows = {row.id: row for row in (*read_rows(FIT)[0], *megatron_rows())}
+    groups: dict[tuple[str, int, int, int], list[SiteRun]] = defaultdict(list)
+    for run in runs:
+        layout = rows[run.key].layout
+        groups[rows[run.key].shape.name, layout.gpus, layout.global_batch, layout.sequence].append(run)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def regret(groups: Sequence[Sequence[SiteRun]], seconds: Callable[[SiteRun], float]) -> float:
+    """Return by how much the runs of fewest ``seconds`` were slower than the best of their groups, in the mean."""
+    return fmean((min(group, key=seconds).measured_s or 1.0) / _best_s(group) - 1 for group in groups)
+
+
+def predicted_s(site: Site) -> Callable[[SiteRun], float]:
+    return lambda run: site_step(run.work, run.figures, site.logs).total_s
+
+
+def drawn_regret(runs: Sequence[SiteRun], groups: Sequence[Sequence[SiteRun]], pilots: int) -> float:
+    """Return the mean regret of predictions over draws of so many runs of a site."""
+    draws = random.Random(pilots)
+    sites = [learn_site(draws.sample(runs, pilots)) for _ in range(DRAWS if pilots else 1)]
+    return fmean(regret(groups, predicted_s(site)) for site in sites)
+
+
+def regret_of_measured(group: Sequence[SiteRun], measured: int) -> float:
+    """Return the regret of the best of so many measured runs: each is the predicted best after those before it."""
+    known: list[SiteRun] = []
+    for _ in range(min(measured, len(group))):
+        known.append(min((run for run in group if run not in known), key=predicted_s(learn_site(known))))
+    return _best_s(known) / _best_s(group) - 1
+
+
+def print_regrets(sites: Sequence[tuple[str, list[SiteRun]]]) -> None:
+    """Print how much slower the chosen layout is than the best measured one: by predictions, and by users' habits."""
+    layouts = {row.id: row.layout for row in (*read_rows(FIT)[0], *megatron_rows())}
+    heads = [
+        "site, held out", "groups", "layouts", *(f"{count} runs known" if count else "none known" for count in PILOTS),
+        *(f"best of {count} runs in turn" for count in MEASURED), "most data parallelism", "mean of all",
+    ]  # fmt: skip
+    print(f"\n| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
+    for name, runs in sites:
+        if groups := choice_groups(runs):
+            losses = [drawn_regret(runs, groups, count) for count in PILOTS]
+            losses += [fmean(regret_of_measured(group, count) for group in groups) for count in MEASURED]
+            losses += [
+                regret(groups, lambda run: -layouts[run.key].data_degree - layouts[run.key].micro_batch / 1e3),
+                fmean(fmean(run.measured_s or 1.0 for run in group) / _best_s(group) - 1 for group in groups),
+            ]
+            cells = " | ".join(f"{loss:.1%}" for loss in losses)
+            print(f"| {name} | {len(groups)} | {sum(map(len, groups))} | {cells} |")
+
+
+def _best_s(group: Sequence[SiteRun]) -> float:
+    return min(run.measured_s or 1.0 for run in group)
 
 
 def exam_sites() -> Iterator[tuple[str, list[SiteRun]]]:
@@ -170,6 +229,7 @@ def print_sites() -> None:
         cells = " | ".join(f"{one.error:.1%} ({one.signed:+.0%})" for one in scores)
         print(f"| {name} | {len(runs)} | {cells} | {', '.join(f'{one.holds:.0%}' for one in scores)} |")
     print(f"| mean of sites | | {' | '.join(f'{fmean(total):.1%}' for total in totals)} | |")
+    print_regrets(old)
     print_terms(old)
     print(
         "\n| new site | pilots | none known | each from all others | 90 % intervals that hold |\n|---|---|---|---|---|"

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.oracle import exam2
+from benchmarks.oracle.unseen import predicted_s, regret, regret_of_measured
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.errors import ConfigError
 from hpcbench.predict.decoder.layout import GpuNode, Layout, nominal_rates
@@ -76,6 +77,19 @@ def test_the_next_run_narrows_the_ranking_and_runs_at_the_site_move_it() -> None
     places = [{row.layout: place for place, row in enumerate(each.layouts)} for each in (blind, known)]
     wide = [layout for layout in places[0] if layout.tensor == 8]
     assert sum(places[1][layout] for layout in wide) > sum(places[0][layout] for layout in wide)
+
+
+def test_runs_in_turn_find_the_best_layout_where_the_prior_is_wrong() -> None:
+    # Gradients of 16 replicas are slow there: a tensor group of 2 is the best, not none.
+    slow = replace(H100.device, nic_bytes_s=H100.device.nic_bytes_s / 40)
+    group = [measured_with(slow, tensor) for tensor in (1, 2, 4, 8)]
+    prior = predicted_s(learn_site([]))
+    assert min(group, key=prior) is group[0]
+    loss = (group[0].measured_s or 0.0) / (group[1].measured_s or 1.0) - 1
+    assert regret([group], prior) == pytest.approx(loss)
+    assert regret_of_measured(group, 1) == pytest.approx(loss)
+    assert loss > 0.04
+    assert [regret_of_measured(group, count) for count in (2, 4, 9)] == [0.0, 0.0, 0.0]
 
 
 def measured_with(device: GpuNode, tensor: int) -> SiteRun:
