@@ -174,6 +174,8 @@ def write_error(error: OSError, path: Path) -> StorageError:
     hint = None if error.errno in TEMPORARY_REFUSALS else _owner_hint(path)
     if error.errno == errno.ENOTDIR and (place := _nearest_path(path)):
         hint = f"{place[0]} is a file: name a folder, or move it away"
+    if error.errno == errno.ENOENT and not path.parent.exists():
+        hint = f"the folder {path.parent} does not exist"
     return _storage_error(f"cannot write {path}: {reason}", error, hint)
 
 

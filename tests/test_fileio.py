@@ -38,7 +38,7 @@ def test_write_atomic_names_the_path_and_leaves_nothing(tmp_path: Path) -> None:
     path = tmp_path / "absent" / "file"
     with pytest.raises(StorageError, match=r"cannot write .*absent/file") as caught:
         write_atomic(path, b"data")
-    assert "belongs to uid" in str(caught.value)
+    assert f"the folder {tmp_path}/absent does not exist" in str(caught.value)
     assert os.listdir(tmp_path) == []
 
 

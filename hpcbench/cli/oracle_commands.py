@@ -23,7 +23,7 @@ from hpcbench.cli.common import (
 from hpcbench.cli.load_plan import check_options, load_plan
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
 from hpcbench.config.run_spec import run_label
-from hpcbench.errors import ConfigError
+from hpcbench.errors import EXIT_RUNS_FAILED, ConfigError
 from hpcbench.fileio import printable_excerpt, write_atomic
 from hpcbench.predict.command_layouts import measured_layouts
 from hpcbench.predict.explain import explain
@@ -193,13 +193,11 @@ def rank_strategies(
     folder = str(model_folder.resolve()) if module else None
     has_candidates = any(recommendation.candidates for recommendation in recommendations)
     text = recommended_sweep_toml(recommendations, f"measure-{model}", folder) if has_candidates else ""
-    _write_sweep(text, out, cluster_name)
     if as_json:
         print_json(recommendation_json(recommendations, objective))
-        return
-    _show_recommendations(recommendations, forecast, top)
-    if text and out is None:
-        print_text(f"\n# a sweep that measures the best (--out FILE writes it)\n{text}")
+    else:
+        _show_recommendations(recommendations, forecast, top)
+    _give_sweep(text, out, cluster_name, as_json=as_json)
 
 
 def _warn_of_nodes(request: RecommendRequest, profile: ClusterProfile) -> None:
@@ -211,10 +209,16 @@ def _warn_of_nodes(request: RecommendRequest, profile: ClusterProfile) -> None:
         print_message(f"warning: {most} nodes, but a job in this partition of {profile.name} has at most {min(limits)}")
 
 
-def _write_sweep(text: str, out: Path | None, cluster_name: str) -> None:
+def _give_sweep(text: str, out: Path | None, cluster_name: str, *, as_json: bool) -> None:
+    """Write the sweep of the best, or print it below tables; exit with 1 where a file was asked for and none runs."""
     if out is not None and text:
         write_atomic(out, text.encode())
         print_message(f"written: {out}; next: hpcbench plan {out} --cluster {cluster_name}")
+    elif out is not None:
+        print_message(f"{out} was not written: nothing can run")
+        raise click.exceptions.Exit(EXIT_RUNS_FAILED)
+    elif text and not as_json:
+        print_text(f"\n# a sweep that measures the best that can run (--out FILE writes it)\n{text}")
 
 
 def _show_layouts(
@@ -233,27 +237,21 @@ def _show_layouts(
     else:
         shape, rankings = recommendation.shape, recommendation.rankings
         text = trainer_sweep_toml(trainer, shape, recommendation.tasks_per_node, rankings)
-    _write_sweep(text, out, cluster_name)
     if as_json:
         print_json(layouts_json(recommendation, request.objective))
-        return
-    notes = recommendation.notes
-    for nodes in recommendation.rankings:
-        show_view(layouts_view(recommendation, nodes, top), notes)
-        notes = [""]
-    if any(ranking.refused for ranking in recommendation.rankings.values()):
-        make_console().print("", refused_layouts_table(recommendation), sep="\n")
-    if text and out is None:
-        print_text(f"\n# a sweep that measures the best that can be run (--out FILE writes it)\n{text}")
+    else:
+        for place, nodes in enumerate(recommendation.rankings):
+            show_view(layouts_view(recommendation, nodes, top), [""] if place else recommendation.notes)
+        if any(ranking.refused for ranking in recommendation.rankings.values()):
+            make_console().print("", refused_layouts_table(recommendation), sep="\n")
+    _give_sweep(text, out, cluster_name, as_json=as_json)
 
 
 def _show_recommendations(recommendations: list[Recommendation], forecast: Forecast, top: int) -> None:
     notes = machine_notes(forecast.machines())
     for recommendation in recommendations:
         nodes, per_node = recommendation.nodes, recommendation.tasks_per_node
-        world = (
-            f"{nodes} node{'s' * (nodes > 1)} x {per_node} = {nodes * per_node} device{'s' * (nodes * per_node > 1)}"
-        )
+        world = f"{pluralize(nodes, 'node')} x {per_node} = {pluralize(nodes * per_node, 'device')}"
         title = f"{world}: {len(recommendation.candidates) or 'nothing'} can run"
         if recommendation.candidates:
             show_view(ranking_view(recommendation, title, top), notes)

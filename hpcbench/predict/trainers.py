@@ -36,7 +36,7 @@ class Trainer:
 
 def _torchtitan_can_run(shape: DecoderShape, layout: Layout) -> bool:
     # Its interleaved schedule has two stages a rank where nothing else is set.
-    fits = layout.tensor <= shape.kv_heads and layout.context == 1
+    fits = layout.tensor <= shape.kv_heads and layout.context == 1 and layout.sequence % layout.tensor == 0
     return fits and layout.zero == 0 and layout.chunks <= 2
 
 
@@ -58,7 +58,9 @@ def _torchtitan_values(shape: DecoderShape, layout: Layout) -> dict[str, Any]:
 
 def _megatron_can_run(shape: DecoderShape, layout: Layout) -> bool:
     has_layers = min(_end_layers(shape.layers, layout.pipeline)) > 0
-    is_divisible = layout.tensor <= shape.kv_heads and layout.sequence % (2 * layout.context) == 0
+    # Each context rank has two equal parts of a sequence, and each tensor rank an equal part of those.
+    parts = layout.tensor * (2 * layout.context if layout.context > 1 else 1)
+    is_divisible = layout.tensor <= shape.kv_heads and layout.sequence % parts == 0
     shares_optimizer = layout.zero == 1 or layout.data_degree * layout.context == 1
     return layout.shards == 1 and has_layers and is_divisible and shares_optimizer
 

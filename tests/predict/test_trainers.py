@@ -137,6 +137,25 @@ def test_stages_without_a_layer_are_not_run() -> None:
     assert not TRAINERS["megatron"].can_run(named_shape("deepseek_v3"), pipelined(32)), "1 2 ... 2 0"
 
 
+@pytest.mark.parametrize(
+    ("trainer", "sequence", "degrees", "runs"),
+    [
+        ("megatron", 4095, {}, True),
+        ("megatron", 4095, {"tensor": 2}, False),
+        ("megatron", 4096, {"tensor": 2}, True),
+        ("megatron", 4098, {"context": 2}, False),
+        ("megatron", 4096, {"context": 2, "tensor": 2}, True),
+        ("torchtitan", 4095, {}, True),
+        ("torchtitan", 4095, {"tensor": 2}, False),
+    ],
+)
+def test_ranks_have_equal_parts_of_a_sequence(trainer: str, sequence: int, degrees: dict[str, int], runs: bool) -> None:
+    gpus = degrees.get("tensor", 1) * degrees.get("context", 1)
+    shared = {"zero": 1} if degrees.get("context") else {}
+    layout = Layout(gpus=gpus, sequence=sequence, micro_batch=1, global_batch=8, **degrees, **shared)  # type: ignore[arg-type]
+    assert TRAINERS[trainer].can_run(named_shape("llama_8b"), layout) == runs
+
+
 def pipelined(stages: int) -> Layout:
     return Layout(gpus=stages, sequence=4096, micro_batch=1, global_batch=64, pipeline=stages, software="megatron")
 
