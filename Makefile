@@ -21,7 +21,7 @@ SEED ?= 1
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart horovod horovod-if-possible test test-all test-rest test-strategy test-slurm test-cuda test-torch run-commands run-distributed run-others run-slurm lint format docs \
+.PHONY: help quickstart horovod horovod-if-possible test test-all test-rest test-strategy test-slurm test-cuda test-torch run-cli run-distributed run-docs run-others run-slurm lint format docs \
 	reference schemas layers check-layers golden pictures slurm-up slurm-down slurm-status soak faults chaos bench gpu-check gpu-kit gpu-day oracle-score rerun-ddlbench rerun-paradl clean
 
 help: ## list the targets
@@ -82,9 +82,9 @@ test-all: ## make test and make test-rest, with more examples of the property te
 	@$(MAKE) --no-print-directory test EXAMPLES=repeatable
 	@$(MAKE) --no-print-directory test-rest
 
-# Two at a time, the longest first, so that two cores are busy. Their prerequisites are complete before.
+# Two at a time, the longest first and the shortest last: two cores stay busy. Their prerequisites are complete before.
 test-rest: horovod-if-possible ## the tests that make test-all adds: full parity, Horovod, a real SLURM, a browser, the site
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line --keep-going run-slurm run-distributed run-commands run-others
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line --keep-going run-slurm run-distributed run-others run-cli run-docs
 
 test-strategy: $(VENV)/.test $(if $(filter horovod,$(S)),horovod-if-possible) ## the tests of one key of the registry, such as S=zero_bubble
 	@[ "$(S)" ] || { echo "make test-strategy S=zero_bubble: name a key of the registry (docs/catalog.md)"; exit 2; }
@@ -110,8 +110,11 @@ run-slurm:
 run-distributed:
 	$(PYTEST) tests/distributed --durations 20 -m "$(SLOW)" -rs
 
-run-commands:
-	$(PYTEST) tests/cli tests/docs --durations 20 -m "$(SLOW)" -rs
+run-cli:
+	$(PYTEST) tests/cli --durations 20 -m "$(SLOW)" -rs
+
+run-docs:
+	$(PYTEST) tests/docs --durations 20 -m "$(SLOW)" -rs
 
 run-others:
 	$(PYTEST) $(addprefix --ignore tests/,cli distributed docs slurm) --durations 20 -m "$(SLOW)" -rs
