@@ -17,6 +17,8 @@ class DevicePower(_DeviceRecord, kw_only=True):
     idle_power_w: float | None = None
     """Power before the rank built its model."""
     power_cap_w: float | None = None
+    steps_power_w: float | None = None
+    """Mean power while a command's timed steps ran; its ``energy_j`` is that of the whole program."""
 
 
 class HostActivity(_DeviceRecord, kw_only=True):

@@ -59,6 +59,15 @@ def _total_energy(spec: RunSpec, ranks: Mapping[int, schema.RankResult]) -> dict
     }
 
 
+def command_energy(metrics: schema.RunMetrics, ranks: Mapping[int, schema.RankResult]) -> None:
+    """Set the energy of a command's sample and token: the mean power while steps were timed, over their rates."""
+    powers = {rank: of for rank, result in ranks.items() if (of := _by_counter(result, "steps_power_w"))}
+    steps_w = _sum_counters(ranks, powers)
+    if steps_w is not None and metrics.energy_j is not None:
+        metrics.energy_per_sample_j = steps_w / metrics.samples_per_s if metrics.samples_per_s else None
+        metrics.energy_per_token_j = steps_w / metrics.tokens_per_s if metrics.tokens_per_s else None
+
+
 def _by_counter(result: schema.RankResult, field: str) -> dict[str, float | None]:
     return {counter: getattr(level, field) for counter, level in result.device_power.items()}
 

@@ -20,7 +20,13 @@ from hpcbench.strategies.pipeline.schedules import Action
 from hpcbench.strategies.traffic import total_payload_bytes
 from hpcbench.units import format_seconds
 from hpcbench.worker.command.metrics import command_metrics
-from hpcbench.worker.energy import energy_metrics, energy_warnings, global_step_samples, tokens_per_sample
+from hpcbench.worker.energy import (
+    command_energy,
+    energy_metrics,
+    energy_warnings,
+    global_step_samples,
+    tokens_per_sample,
+)
 from hpcbench.worker.failure import join_numbers
 from hpcbench.worker.measure.interference import interference_warnings
 from hpcbench.worker.microbench.collective_metrics import BANDWIDTHS, collective_metrics, merge_probes
@@ -247,6 +253,7 @@ def _add_other_workload(
         result.metrics, result.step_times_s = command_metrics(spec, command, peaks, ranks, warnings)
     for name, value in energy_metrics(spec, ranks).items():
         setattr(result.metrics, name, value)
+    command_energy(result.metrics, ranks)
     result.ranks = [_rank_entry(rank, ranks.get(rank), 0, None) for rank in range(spec.ranks)]
     warnings += interference_warnings(spec, ranks)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import msgspec
 import pytest
@@ -11,11 +14,13 @@ import pytest
 from hpcbench.config.command import Command, CommandMetric
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
+from hpcbench.results.device_records import DevicePower
 from hpcbench.results.probe_records import CommandOutcome
-from hpcbench.results.schema import RankResult, StepTimeStatistics
+from hpcbench.results.schema import RankResult, RunMetrics, StepTimeStatistics
 from hpcbench.worker.command import output as output_module
 from hpcbench.worker.command.metrics import command_metrics
 from hpcbench.worker.command.output import CommandOutput, read_metrics_file, to_number
+from hpcbench.worker.energy import command_energy
 
 STEP = CommandMetric(name="step_time", unit="s", better="lower", per="step", pattern=r"elapsed +([^ ]+)")
 LOSS = CommandMetric(name="loss", better="lower", json="loss")
@@ -33,6 +38,24 @@ def test_values_are_read_from_lines_and_from_progress_bars(tmp_path: Path) -> No
     assert output.values == {"step_time": [0.5, 0.25]}
     assert (output.matched, output.forbidden) == ({"completed"}, None)
     assert (tmp_path / "rank-0.log").read_bytes().startswith(b"step 1 elapsed 0.5\r")
+
+
+@pytest.mark.parametrize(("warmup_steps", "timed"), [(0, (1.0, 4.0)), (1, (1.0, 4.0)), (2, (3.0, 4.0)), (4, None)])
+def test_timed_steps_run_from_the_end_of_the_warm_up_to_the_last_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warmup_steps: int, timed: tuple[float, float] | None
+) -> None:
+    pieces = [b"begins\n", b"elapsed 9\n", b"loss 1\n", b"elapsed 1\n", b"elapsed 1\n", b"saved\n", b""]
+    seconds = [0]
+
+    def read_piece(_: int) -> bytes:
+        seconds.append(seconds[-1] + 1)
+        return pieces[seconds[-2]]
+
+    clock = SimpleNamespace(time=lambda: float(seconds[-2]), monotonic=time.monotonic)
+    monkeypatch.setattr(output_module, "time", clock)
+    output = CommandOutput(COMMAND, tmp_path / "rank-0.log", warmup_steps)
+    output.read(cast(io.BufferedReader, SimpleNamespace(read1=read_piece)))
+    assert output.timed_unix_s == timed
 
 
 @pytest.mark.parametrize("value", ["abc", "nan", "inf", "1.2.3"])
@@ -152,3 +175,20 @@ def test_steps_that_take_no_time_have_no_rate() -> None:
     spec = RunSpec(strategy="command", workload="command", warmup_steps=0)
     metrics, steps_s = command_metrics(spec, command, {}, {0: rank(0, step_time=[0.0, 0.0])}, [])
     assert (steps_s, metrics.samples_per_s) == ([0.0, 0.0], None)
+
+
+def test_energy_of_a_sample_is_the_power_of_the_timed_steps_over_their_rate() -> None:
+    """Two ranks with a GPU each; start-up and the end of the program are in ``energy_j`` alone."""
+    ranks = {0: rank(0, step_time=[9.0, 0.5]), 1: rank(1)}
+    for name, one in zip("ab", ranks.values(), strict=True):
+        one.device_power = {name: DevicePower(energy_j=4000.0, steps_power_w=300.0)}
+    metrics = RunMetrics(energy_j=8000.0, samples_per_s=32.0, tokens_per_s=4096.0)
+    command_energy(metrics, ranks)
+    assert (metrics.energy_per_sample_j, metrics.energy_per_token_j) == (600 / 32, 600 / 4096)
+    for changed in (RunMetrics(samples_per_s=32.0), RunMetrics(energy_j=8000.0)):
+        command_energy(changed, ranks)
+        assert (changed.energy_per_sample_j, changed.energy_per_token_j) == (None, None)
+    ranks[1].device_power["b"].steps_power_w = None
+    absent = RunMetrics(energy_j=8000.0, samples_per_s=32.0)
+    command_energy(absent, ranks)
+    assert absent.energy_per_sample_j is None, "a part of the devices would look like all"

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,8 +114,8 @@ def test_rapl_adds_packages_and_memory_and_wraps_around(tmp_path: Path) -> None:
     meter.begin()
     write_tree(tmp_path, rapl(intel_rapl_0=("package-0", 6_000_000), intel_rapl_1=("package-1", 30_000_000),
                               intel_rapl_0_0=("core", 99_000_000), intel_rapl_0_1=("dram", 3_000_000)))  # fmt: skip
-    assert meter.end(wall_s=1.0) == 10 + 30 + 2.5
-    assert meter.end(wall_s=3600.0) is None, "it may have wrapped around twice"
+    assert meter.advance(wall_s=1.0) == 10 + 30 + 2.5
+    assert meter.advance(wall_s=3600.0) is None, "it may have wrapped around twice"
 
 
 def test_energy_of_a_cray_node_is_read_from_pm_counters(tmp_path: Path) -> None:
@@ -125,9 +126,9 @@ def test_energy_of_a_cray_node_is_read_from_pm_counters(tmp_path: Path) -> None:
     assert meter.source == "pm_counters node, whole node"
     meter.begin()
     write_tree(tmp_path, {"sys/cray/pm_counters/energy": "1250 J 18 us"})
-    assert meter.end(1.0) == 250.0
+    assert meter.advance(1.0) == 250.0
     write_tree(tmp_path, {"sys/cray/pm_counters/energy": "3 J 18 us"})
-    assert meter.end(1.0) is None
+    assert meter.advance(1.0) is None
     of_cpu, _ = open_node_meter(write_tree(tmp_path, {"sys/cray/pm_counters/cpu_energy": "1 J 1 us"}))
     assert of_cpu is not None
     assert of_cpu.source == "pm_counters cpu, whole node"
@@ -187,6 +188,34 @@ def test_a_lost_counter_is_no_value_and_no_error(tmp_path: Path) -> None:
     (root / POWER / "intel-rapl:0" / "energy_uj").unlink()
     watch.end()
     assert (watch.energy_j, watch.energy_source) == (None, None)
+
+
+def test_readings_inside_a_region_count_what_wraps_around_and_show_the_power_of_its_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = SimpleNamespace(s=1000.0)
+    monkeypatch.setattr(
+        module, "time", SimpleNamespace(time=lambda: now.s, monotonic=lambda: now.s, process_time=lambda: 0.0)
+    )
+    watch = RegionCounters(torch.device("cpu"), info(), write_tree(tmp_path, rapl(intel_rapl_0=("package-0", 0))))
+    watch.begin()
+    # The counter wraps around at 10^6 J: 100 W for 10 s, then 70 kW for 20 s, twice beyond the end, then 50 W.
+    for second, energy_j in ((10, 1000), (20, 701_000), (30, 401_000), (40, 401_500)):
+        now.s = 1000.0 + second
+        write_tree(tmp_path, rapl(intel_rapl_0=("package-0", energy_j * 10**6)))
+        watch.read_energy()
+    watch.end()
+    assert watch.energy_j == 1000 + 1_400_000 + 500
+    for timed, power_w in (((1010.0, 1030.0), 70_000), ((1005.0, 1010.0), 100), ((1005.0, 1020.0), 700_500 / 15)):
+        watch.timed_unix_s = timed
+        rank = make_rank(0)
+        watch.write_into(rank)
+        assert rank.device_power["node"].steps_power_w == pytest.approx(power_w)
+        assert rank.device_power["node"].energy_j == watch.energy_j
+    watch.timed_unix_s = (1010.0, 1010.0)
+    rank = make_rank(0)
+    watch.write_into(rank)
+    assert rank.device_power == {}, "steps of no time have no power"
 
 
 def test_regions_add_up_and_what_lies_between_them_does_not_count(

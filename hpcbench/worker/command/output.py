@@ -34,9 +34,10 @@ class CommandOutput:
     Args:
         command: its patterns and metrics.
         log: the file that the lines are written to; it must not exist.
+        warmup_steps: values of a step time that do not count.
     """
 
-    def __init__(self, command: Command, log: Path) -> None:
+    def __init__(self, command: Command, log: Path, warmup_steps: int = 0) -> None:
         self.values: dict[str, list[float]] = {}
         """Values of each metric that was found, in the order of the lines."""
         self.matched: set[str] = set()
@@ -45,10 +46,13 @@ class CommandOutput:
         """The first line that matches a pattern of ``must_not_match``, with the pattern."""
         self.first_step_s: float | None = None
         """``time.monotonic()`` of the first value of a metric per step."""
+        self.timed_unix_s: tuple[float, float] | None = None
+        """When the value before the first timed step, or the first step's own, and the last value were printed."""
         self.log_error: str | None = None
         """The last reason for which lines are missing in the log."""
         self.last: deque[str] = deque(maxlen=_LAST_LINES)
         """The beginnings of the last lines."""
+        self._warmup_steps = warmup_steps
         self._metrics = [(one, _compiled(one.pattern)) for one in command.metrics if one.pattern is not None]
         self._wanted = {text: _compiled(text) for text in command.must_match}
         self._unwanted = {text: _compiled(text) for text in command.must_not_match}
@@ -94,6 +98,9 @@ class CommandOutput:
                 self.values[metric.name] = values
                 if metric.per == "step" and self.first_step_s is None:
                     self.first_step_s = time.monotonic()
+                if metric.name == STEP_TIME and len(values) >= self._warmup_steps:
+                    now_s = time.time()
+                    self.timed_unix_s = (self.timed_unix_s or (now_s,))[0], now_s
         for wanted, pattern in self._wanted.items():
             if wanted not in self.matched and pattern.search(text) and any(map(pattern.search, lines)):
                 self.matched.add(wanted)

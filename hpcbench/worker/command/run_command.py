@@ -55,11 +55,19 @@ MAX_OUTPUT_BYTES = 64 * 2**20
 _PR_SET_CHILD_SUBREAPER = 36
 _OF_THE_LAUNCHER = re.compile(r"TORCHELASTIC_\w+|GROUP_(RANK|WORLD_SIZE)|ROLE_(RANK|WORLD_SIZE|NAME)|PYTHONSAFEPATH")
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|CUDA out of memory|MemoryError|bad_alloc")
-_PORT_KEY, _ENDED_KEY = "command/port", "command/ended"
+_PORT_KEY, _ENDED_KEY, _TIMED_KEY = "command/port", "command/ended", "command/timed"
 
 
 class CommandFailed(WorkerError):
     """The program ended with an error."""
+
+
+class _Found(msgspec.Struct):
+    """Values and matches in the output of a rank's process."""
+
+    counts: dict[str, int] = {}
+    """Values by metric, and 1 by pattern of ``must_match`` that a line matches."""
+    timed_unix_s: tuple[float, float] | None = None
 
 
 def run_command(finalizer: RunFinalizer, command: Command) -> None:
@@ -97,15 +105,17 @@ def run_command(finalizer: RunFinalizer, command: Command) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise WorkerError(f"folder: cannot make {folder} on {socket.gethostname()}: {error.strerror}") from error
-    output, found = None, dict[str, int]()
+    output, found = None, _Found()
     if command.launch != "job" or info.rank == 0:
         words = fill_words(command.argv, values)
         output, outcome = _run_process(finalizer, command, device, words, folder, variables)
-        found = {name: len(numbers) for name, numbers in outcome.values.items()}
-        found |= dict.fromkeys(map(_match_key, output.matched), 1)
+        counts = {name: len(numbers) for name, numbers in outcome.values.items()}
+        found = _Found(counts | dict.fromkeys(map(_match_key, output.matched), 1), output.timed_unix_s)
     found_by_all = _wait_for_all(channel, found, stop)
+    if finalizer.measurements.counters is not None:
+        finalizer.measurements.counters.timed_unix_s = _agree_on_timed(channel, found_by_all, stop)
     if info.rank == 0 and output is not None:
-        _check_found(command, found_by_all, output, spec.warmup_steps)
+        _check_found(command, [one.counts for one in found_by_all], output, spec.warmup_steps)
         # All ranks share the folder.
         outcome.outputs, lost = keep_outputs(command, folder, attempt.folder / "outputs")
         finalizer.measurements.result.warnings += lost
@@ -129,11 +139,7 @@ def program_hashes(command: Command, values: Mapping[str, Any]) -> dict[str, str
 def _agree_on_port(address: str, channel: ControlChannel | None, stop: StopController) -> str:
     """Return a port that was free on the host of rank 0, whose address is ``address``, on all ranks."""
     if channel is not None and channel.rank > 0:
-        # The store's own wait would leave a signal unanswered.
-        while not channel.store.check([_PORT_KEY]):
-            stop.raise_if_stopped()
-            time.sleep(_POLL_S)
-        return channel.store.get(_PORT_KEY).decode()
+        return _get(channel, _PORT_KEY, stop).decode()
     with socket.create_server(("", 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         port = str(probe.getsockname()[1])
     if channel is not None:
@@ -150,7 +156,8 @@ def _run_process(
     # Children of children that outlive their parents become children of this process, which ends them.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     outcome = measurements.result.command = CommandOutcome(argv=words)
-    output = CommandOutput(command, finalizer.context.attempt.folder / f"rank-{finalizer.context.info.rank}.log")
+    log = finalizer.context.attempt.folder / f"rank-{finalizer.context.info.rank}.log"
+    output = CommandOutput(command, log, finalizer.context.spec.warmup_steps)
     counters = measurements.counters = _open_counters(device, command, finalizer.context.info)
     began_s = time.monotonic()
     counters.begin()
@@ -177,8 +184,7 @@ def _run_process(
         if output.first_step_s is not None:
             measurements.result.time_to_first_step_s = output.first_step_s - began_s
     if output.log_error is not None:
-        log = f"rank-{finalizer.context.info.rank}.log"
-        measurements.result.warnings.append(f"{log} is not complete: {output.log_error}")
+        measurements.result.warnings.append(f"{log.name} is not complete: {output.log_error}")
     for name, values in output.values.items():
         if len(values) >= MAX_VALUES:
             measurements.result.warnings.append(f"{name}: only the first {len(values)} values count")
@@ -242,6 +248,7 @@ def _wait_for_end(
             grown = [now - first for now, first in zip(used, before, strict=False)]
             peak_bytes = max([peak_bytes, *grown] if before else [peak_bytes, largest_resident_bytes()])
             measurements.peak = (peak_bytes, None)
+            counters.read_energy()
             # More often at first: a short program has a peak, too.
             due_s = time.monotonic() + min(_MEMORY_POLL_S, 0.1 * (time.monotonic() - began_s))
         time.sleep(_POLL_S)
@@ -328,7 +335,7 @@ def _process_error(program: str, code: int, output: CommandOutput) -> WorkerErro
     return error
 
 
-def _wait_for_all(channel: ControlChannel | None, own: dict[str, int], stop: StopController) -> list[dict[str, int]]:
+def _wait_for_all(channel: ControlChannel | None, own: _Found, stop: StopController) -> list[_Found]:
     """Wait until the processes of all ranks have ended; return on rank 0 what each of them found."""
     if channel is None:
         return [own]
@@ -338,7 +345,28 @@ def _wait_for_all(channel: ControlChannel | None, own: dict[str, int], stop: Sto
         stop.raise_if_stopped()
         time.sleep(_POLL_S)
     ranks = range(channel.world_size if channel.rank == 0 else 0)
-    return [msgspec.json.decode(channel.store.get(f"{_ENDED_KEY}/{rank}"), type=dict[str, int]) for rank in ranks]
+    return [msgspec.json.decode(channel.store.get(f"{_ENDED_KEY}/{rank}"), type=_Found) for rank in ranks]
+
+
+def _agree_on_timed(
+    channel: ControlChannel | None, found: list[_Found], stop: StopController
+) -> tuple[float, float] | None:
+    """Return on all ranks when the timed steps ran, by the first rank that printed their times."""
+    timed = next((one.timed_unix_s for one in found if one.timed_unix_s is not None), None)
+    if channel is None:
+        return timed
+    if channel.rank == 0:
+        channel.publish(_TIMED_KEY, msgspec.json.encode(timed).decode())
+        return timed
+    return msgspec.json.decode(_get(channel, _TIMED_KEY, stop), type=tuple[float, float] | None)
+
+
+def _get(channel: ControlChannel, key: str, stop: StopController) -> bytes:
+    """Return a value as soon as it is published. The store's own wait would leave a signal unanswered."""
+    while not channel.store.check([key]):
+        stop.raise_if_stopped()
+        time.sleep(_POLL_S)
+    return channel.store.get(key)
 
 
 def _check_found(command: Command, found: list[dict[str, int]], output: CommandOutput, warmup_steps: int) -> None:

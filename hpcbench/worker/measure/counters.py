@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+import numpy as np
 import psutil
 
 from hpcbench.results.device_records import DevicePower, HostActivity
@@ -110,14 +111,14 @@ class EnergyMeter:
     def begin(self) -> None:
         self._before = [counter.read() for counter in self._counters]
 
-    def end(self, wall_s: float) -> float | None:
-        """Return the joules since ``begin``, ``wall_s`` ago; ``None`` if a counter lacks them.
+    def advance(self, wall_s: float) -> float | None:
+        """Return the joules since ``begin`` or the last call, ``wall_s`` ago; ``None`` if a counter lacks them.
 
-        A counter that ended lower has wrapped around once; one that could have done so more often has no value.
+        A counter that is lower than before has wrapped around once; one that may have done so more often has no value.
         """
-        joules = 0.0
-        for (read, per_j, wraps_at), before in zip(self._counters, self._before, strict=True):
-            after = read()
+        joules, readings = 0.0, [counter.read() for counter in self._counters]
+        earlier, self._before = self._before, readings
+        for (_, per_j, wraps_at), before, after in zip(self._counters, earlier, readings, strict=True):
             may_wrap_twice = wraps_at is not None and wall_s * _MAX_PACKAGE_WATTS * per_j > wraps_at
             if before is None or after is None or may_wrap_twice:
                 return None
@@ -173,6 +174,7 @@ class _Reading(NamedTuple):
     gpu_clock: SmClock | None = None
 
 
+_MAX_ENERGY_READINGS = 4096
 _Region = tuple[_Reading, _Reading]
 _Number = TypeVar("_Number", int, float)
 
@@ -214,6 +216,12 @@ class RegionCounters:
         self._before: _Reading | None = None
         self._regions: list[_Region] = []
         self._joules: list[dict[str, float | None]] = []
+        self._region_joules: dict[str, float | None] = {}
+        self._read_s = 0.0
+        self._energy_series: list[tuple[float, dict[str, float | None]]] = []
+        """Time of each reading of the energy counters, and the joules since the region began."""
+        self.timed_unix_s: tuple[float, float] | None = None
+        """When the timed steps inside the region began and ended, if only some of it were."""
 
     @property
     def watched(self) -> HostActivity | None:
@@ -254,6 +262,9 @@ class RegionCounters:
             counter: DevicePower(energy_j=counted_j.get(counter), idle_power_w=idle_w, power_cap_w=cap_w)
             for counter, (idle_w, cap_w) in self._power.items()
         }
+        for counter, steps_w in self._steps_power_w().items():
+            power = result.device_power.setdefault(counter, DevicePower(energy_j=counted_j.get(counter)))
+            power.steps_power_w = steps_w
         if self.energy_absent is not None and result.provenance:
             result.provenance["energy_absent"] = self.energy_absent
 
@@ -261,15 +272,41 @@ class RegionCounters:
         self._before = self._read()
         for meter in self._meters.values():
             query_or_none(meter.begin)
+        self._read_s = time.monotonic()
+        self._region_joules = dict.fromkeys(self._meters, 0.0)
+        self._energy_series = [(time.time(), dict(self._region_joules))]
+
+    def read_energy(self) -> None:
+        """Read the energy counters inside a region: once a minute at least, so that none wraps around unseen."""
+        now_s, joules = time.monotonic(), self._region_joules
+        for name, meter in self._meters.items():
+            used, before = query_or_none(partial(meter.advance, now_s - self._read_s)), joules[name]
+            joules[name] = None if used is None or before is None else before + used
+        self._read_s = now_s
+        if len(self._energy_series) >= _MAX_ENERGY_READINGS:
+            del self._energy_series[1::2]
+        self._energy_series.append((time.time(), dict(joules)))
 
     def end(self) -> None:
         """End the region, if one has begun."""
         if self._before is None:
             return
-        wall_s = time.monotonic() - self._before.at_s
-        self._joules.append({name: query_or_none(partial(meter.end, wall_s)) for name, meter in self._meters.items()})
+        self.read_energy()
+        self._joules.append(self._region_joules)
         self._regions.append((self._before, self._read()))
         self._before = None
+
+    def _steps_power_w(self) -> dict[str, float]:
+        """Mean power by counter while steps were timed, between the readings next to both ends."""
+        if self.timed_unix_s is None or self.timed_unix_s[0] >= self.timed_unix_s[1]:
+            return {}
+        times, powers = [at for at, _ in self._energy_series], dict[str, float]()
+        for name in self._meters:
+            joules = [reading[name] for _, reading in self._energy_series]
+            if None not in joules:
+                first_j, last_j = np.interp(self.timed_unix_s, times, np.array(joules, dtype=float))
+                powers[name] = float(last_j - first_j) / (self.timed_unix_s[1] - self.timed_unix_s[0])
+        return powers
 
     def _read(self) -> _Reading:
         mask, root, gpus = self._mask, self._root, self._gpus
