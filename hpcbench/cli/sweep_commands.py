@@ -24,7 +24,7 @@ from hpcbench.cli.common import (
 )
 from hpcbench.cli.load_plan import find_sweep_file, load_plan
 from hpcbench.config.cluster_profile import find_cluster_profiles, is_profile, load_cluster_file
-from hpcbench.config.command import unused_parameters
+from hpcbench.config.command import command_warnings
 from hpcbench.config.run_spec import spec_document
 from hpcbench.config.sweep_loader import count_points, load_sweep
 from hpcbench.config.toml_tables import read_toml
@@ -91,9 +91,8 @@ def _check_file(path: Path, overrides: Sequence[str]) -> str:
     if not is_profile(data) or path.resolve().parent.name == "sweeps":
         sweep = load_sweep(path, overrides)
         check_names(sweep)
-        for name in unused_parameters(sweep.command) if sweep.command is not None else ():
-            where = sweep.source.where(("command", "parameters", name))
-            print_message(f"warning: {where}: no word and no expression of [command] uses the parameter {name!r}")
+        for key, doubt in command_warnings(sweep.command) if sweep.command is not None else ():
+            print_message(f"warning: {sweep.source.where(key)}: {doubt}")
         return f"a sweep of {pluralize(count_points(sweep), 'point')}, valid"
     profile, source = load_cluster_file(path)
     warnings = check_against_scheduler(profile, source)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import msgspec
 
 from hpcbench.config.expression import Expression
 from hpcbench.config.run_spec import PARAMETER_DEFAULTS, OptionValue, RunSpec, sorted_json
+from hpcbench.units import time_unit_s
 
 LAUNCH_VARIABLES = (
     "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK",
@@ -95,15 +96,22 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return hashlib.sha256(sorted_json(msgspec.to_builtins(determining)).encode()).hexdigest()[:16]
 
 
-def unused_parameters(command: Command) -> list[str]:
-    """Return the parameters that neither a word nor an expression of the command uses."""
+def command_warnings(command: Command) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Yield the key and the text of each doubt about a valid command."""
     used = {match[1] for word in (*command.argv, command.folder) for match in PLACEHOLDER.finditer(word)}
     expressions = [*command.per_step.values(), *(metric.value for metric in command.metrics if metric.value)]
     if command.layout is not None:
         expressions += [term for term in command.layout.terms.values() if isinstance(term, str)]
     for text in expressions:
         used |= Expression(text).names
-    return [name for name in command.defaults if name not in used]
+    for name in sorted(command.defaults.keys() - used):
+        yield ("command", "parameters", name), f"no word and no expression of [command] uses the parameter {name!r}"
+    for number, metric in enumerate(command.metrics):
+        if metric.name == STEP_TIME and (time_unit_s(metric.unit) is None or metric.better != "lower"):
+            text = (
+                f"{STEP_TIME} in {metric.unit!r}, {metric.better} is better: only a time, lower is better, gives rates"
+            )
+            yield ("command", "metrics", number, "unit"), f"{text}, MFU and plots of step times"
 
 
 def fill_words(argv: list[str], values: Mapping[str, Any]) -> list[str]:

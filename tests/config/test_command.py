@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from hpcbench.config.command import Command, command_values, fill_word, fill_words, unused_parameters
+from hpcbench.config.command import (
+    Command,
+    CommandMetric,
+    command_values,
+    command_warnings,
+    fill_word,
+    fill_words,
+)
 from hpcbench.config.run_spec import RunSpec, run_id
 from hpcbench.config.sweep_file import apply_overrides
 from hpcbench.config.sweep_loader import Sweep, expand_sweep
@@ -96,7 +103,23 @@ def test_one_process_a_node_drives_the_devices_of_all_its_tasks(write_sweep: Wri
 def test_a_parameter_without_a_placeholder_is_found(write_sweep: WriteSweep) -> None:
     command = write_sweep(SWEEP.replace("--lr={lr}", "--lr=1")).command
     assert command is not None
-    assert unused_parameters(command) == ["lr", "width"]
+    assert [key for key, _ in command_warnings(command)] == [
+        ("command", "parameters", name) for name in ("lr", "width")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "unit", "better", "warns"),
+    [
+        ("step_time", "ms", "lower", False), ("step_time", "J", "lower", True), ("step_time", "", "lower", True),
+        ("step_time", "s", "higher", True), ("energy", "J", "higher", False),
+    ],
+)  # fmt: skip
+def test_a_step_time_that_is_no_time_is_a_doubt(name: str, unit: str, better: str, warns: bool) -> None:
+    metric = CommandMetric(name=name, unit=unit, better=better, per="step", pattern="(x)")  # type: ignore[arg-type]
+    doubts = list(command_warnings(Command(argv=["x"], metrics=[metric])))
+    text = f"step_time in {unit!r}, {better} is better: only a time, lower is better, gives rates, MFU and plots of step times"
+    assert doubts == ([(("command", "metrics", 0, "unit"), text)] if warns else [])
 
 
 METRIC = "pattern = 'elapsed ([0-9.]+)'"
