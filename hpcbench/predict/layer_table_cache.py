@@ -66,6 +66,8 @@ def _model_source_digest(request: layer_table.LayerTableRequest) -> str | None:
 
 def _make_layer_table(request: layer_table.LayerTableRequest, python: str) -> layer_table.LayerTable:
     name = f"{request.model} on {request.dataset}"
+    if sys.stderr.isatty():
+        print(f"hpcbench: tracing the layers of {name} once, for up to a minute", file=sys.stderr)  # noqa: T201
     try:
         done = subprocess.run(
             [python, "-m", _LAYERS_MODULE], input=msgspec.json.encode(request), env=scrubbed_environment(),

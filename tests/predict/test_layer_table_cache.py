@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,6 +61,17 @@ def test_a_shipped_layer_table_starts_no_worker(tmp_path: Path, python: Python) 
     found = load_layer_table(LayerTableRequest(model="vgg11", dataset="cifar10"), python=python(b""))
     assert found == read_shipped_table("vgg11", "cifar10")
     assert not (tmp_path / "calls").exists()
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_shows_that_a_table_is_made_and_not_that_it_is_read(
+    python: Python, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    line = "hpcbench: tracing the layers of vgg11 on cifar10 once, for up to a minute\n"
+    for expected in (line if is_terminal else "", ""):
+        load_layer_table(ASKED, python=python(good()))
+        assert capsys.readouterr().err == expected
 
 
 def test_a_measured_layer_table_is_cached(tmp_path: Path, python: Python, cache: Path) -> None:
