@@ -378,6 +378,8 @@ VariableName = Annotated[str, Field(pattern=VARIABLE_PATTERN)]
 _PATTERN_WORDS = {
     NAME_PATTERN: "letters, digits, '.', '_' and '-' are allowed, 64 at most, a letter or digit first",
     FOLDER_PATTERN: 'an absolute path or "run" is needed',
+    r"^[A-Za-z0-9][A-Za-z0-9._-]{0,254}$": "a host name of letters, digits, '.', '_' and '-' is needed",
+    r"^[A-Za-z][A-Za-z0-9_]{0,63}$": "letters, digits and '_' are allowed, 64 at most, a letter first",
     VARIABLE_PATTERN: "letters, digits and '_' are allowed, no digit first",
     r"^[^\x00-\x1f\x7f]*$": "text of one line is needed, without control characters",
     r"^[^\x00-\x20\x7f]+$": "one word without blanks is needed",

@@ -70,13 +70,11 @@ def _megatron_values(shape: DecoderShape, layout: Layout) -> dict[str, Any]:
         raise ConfigError(f"{shape.name} is not a Llama: its flags are not known", where="--as megatron")
     first, last = _end_layers(shape.layers, layout.pipeline)
     is_even = shape.layers % layout.pipeline == 0
-    stage_flags = {
+    return {
         "interleaving": f"--num-virtual-stages-per-pipeline-rank={layout.chunks}" if layout.chunks > 1 else "",
         "first_stage": "" if is_even else f"--decoder-first-pipeline-num-layers={first}",
         "last_stage": "" if is_even else f"--decoder-last-pipeline-num-layers={last}",
-    }
-    return {
-        **stage_flags, **{name: getattr(shape, name) for name in ("layers", "hidden", "ffn", "heads", "kv_heads")},
+        **{name: getattr(shape, name) for name in ("layers", "hidden", "ffn", "heads", "kv_heads")},
         **_shared_values(layout), "cp": layout.context, "chunks": layout.chunks,
         "recomputed_layers": shape.layers if layout.recompute == "full" else 0,
         "untied": "" if shape.tied else '"--untie-embeddings-and-output-weights",',

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 
+from hpcbench.config import toml_tables
 from hpcbench.config.cluster_profile import load_cluster_file
 from hpcbench.config.expression import Expression
 from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
 from hpcbench.strategies.catalog import selectable_strategies
 from hpcbench.strategies.check_names import check_names
-from tests.cli.test_cli import GOOD, hpcbench
+from hpcbench.workloads.models import CUSTOM_MODEL_PATTERN
+from tests.cli.test_cli import GOOD, ROOT, hpcbench
 
 
 @pytest.mark.parametrize(
@@ -28,6 +32,16 @@ from tests.cli.test_cli import GOOD, hpcbench
 )
 def test_strategy_names_of_other_tools_get_a_suggestion(wrong: str, meant: str) -> None:
     assert did_you_mean(wrong, selectable_strategies()).startswith(f"did you mean {meant!r}?")
+
+
+def test_every_pattern_of_a_file_has_words() -> None:
+    """A person need not read a regular expression. Names of models get a list of choices instead."""
+    schemas = [(ROOT / "docs" / "schemas" / f"{name}.json").read_text() for name in ("sweep", "cluster")]
+    patterns = {
+        json.loads(found) for text in schemas for found in re.findall(r'"pattern":\s*("(?:[^"\\]|\\.)*")', text)
+    }
+    assert len(patterns) > 7
+    assert patterns - {CUSTOM_MODEL_PATTERN} <= toml_tables._PATTERN_WORDS.keys()
 
 
 @pytest.mark.parametrize(
