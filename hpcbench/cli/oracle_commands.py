@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from hpcbench.cli.common import (
+    PREDICTED_ONLY,
     cluster_option,
     complete_choices,
     make_console,
@@ -181,7 +182,7 @@ def rank_strategies(
         if measured is not None:
             found = measured_layouts(results.cluster(profile.name), measured)
             recommendation = recommendation._replace(measured=found)
-        _show_layouts(recommendation, request, cluster_name, top, out, trainer, as_json=as_json)
+        _show_layouts(recommendation, request, profile, top, out, trainer, as_json=as_json)
         return
     if trainer_name or measured:
         reason = "; ".join(recommendation) or f"{request.model} is not a decoder of published runs"
@@ -193,11 +194,12 @@ def rank_strategies(
     folder = str(model_folder.resolve()) if module else None
     has_candidates = any(recommendation.candidates for recommendation in recommendations)
     text = recommended_sweep_toml(recommendations, f"measure-{model}", folder) if has_candidates else ""
+    _write_sweep(text, out, profile)
     if as_json:
         print_json(recommendation_json(recommendations, objective))
     else:
         _show_recommendations(recommendations, forecast, top)
-    _give_sweep(text, out, cluster_name, as_json=as_json)
+    _end_with_sweep(text, out, as_json=as_json)
 
 
 def _warn_of_nodes(request: RecommendRequest, profile: ClusterProfile) -> None:
@@ -209,22 +211,28 @@ def _warn_of_nodes(request: RecommendRequest, profile: ClusterProfile) -> None:
         print_message(f"warning: {most} nodes, but a job in this partition of {profile.name} has at most {min(limits)}")
 
 
-def _give_sweep(text: str, out: Path | None, cluster_name: str, *, as_json: bool) -> None:
-    """Write the sweep of the best, or print it below tables; exit with 1 where a file was asked for and none runs."""
+def _write_sweep(text: str, out: Path | None, profile: ClusterProfile) -> None:
+    """Write the sweep of the best. It comes before tables, whose reader may leave."""
     if out is not None and text:
         write_atomic(out, text.encode())
-        print_message(f"written: {out}; next: hpcbench plan {out} --cluster {cluster_name}")
-    elif out is not None:
+        print_message(f"written: {out}; next: hpcbench plan {out} --cluster {profile.name}")
+        if profile.scheduler.kind == "none":
+            print_message(PREDICTED_ONLY.format(profile.name))
+
+
+def _end_with_sweep(text: str, out: Path | None, *, as_json: bool) -> None:
+    """Print the sweep below tables if it has no file; exit with 1 where a file was asked for and nothing can run."""
+    if out is not None and not text:
         print_message(f"{out} was not written: nothing can run")
         raise click.exceptions.Exit(EXIT_RUNS_FAILED)
-    elif text and not as_json:
+    if out is None and text and not as_json:
         print_text(f"\n# a sweep that measures the best that can run (--out FILE writes it)\n{text}")
 
 
 def _show_layouts(
     recommendation: LayoutRecommendation,
     request: RecommendRequest,
-    cluster_name: str,
+    profile: ClusterProfile,
     top: int,
     out: Path | None,
     trainer: Trainer | None,
@@ -237,6 +245,7 @@ def _show_layouts(
     else:
         shape, rankings = recommendation.shape, recommendation.rankings
         text = trainer_sweep_toml(trainer, shape, recommendation.tasks_per_node, rankings)
+    _write_sweep(text, out, profile)
     if as_json:
         print_json(layouts_json(recommendation, request.objective))
     else:
@@ -244,7 +253,7 @@ def _show_layouts(
             show_view(layouts_view(recommendation, nodes, top), [""] if place else recommendation.notes)
         if any(ranking.refused for ranking in recommendation.rankings.values()):
             make_console().print("", refused_layouts_table(recommendation), sep="\n")
-    _give_sweep(text, out, cluster_name, as_json=as_json)
+    _end_with_sweep(text, out, as_json=as_json)
 
 
 def _show_recommendations(recommendations: list[Recommendation], forecast: Forecast, top: int) -> None:

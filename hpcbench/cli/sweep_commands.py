@@ -11,6 +11,7 @@ import click
 import msgspec
 
 from hpcbench.cli.common import (
+    PREDICTED_ONLY,
     complete_files,
     json_option,
     make_console,
@@ -123,6 +124,8 @@ def show_plan(sweep: str, cluster_name: str, overrides: tuple[str, ...], results
         screen.print(part)
     if missing_account := account_error(sweep_plan.profile):
         print_message(str(missing_account))
+    if sweep_plan.profile.scheduler.kind == "none":
+        print_message(PREDICTED_ONLY.format(sweep_plan.profile.name))
 
 
 def _plan_json(plan: SweepPlan, forecast: PlanForecast) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -106,6 +107,10 @@ def command_warnings(command: Command) -> Iterator[tuple[tuple[str | int, ...], 
         used |= Expression(text).names
     for name in sorted(command.defaults.keys() - used):
         yield ("command", "parameters", name), f"no word and no expression of [command] uses the parameter {name!r}"
+    for word in command.argv if command.folder == "run" else ():
+        if not word.startswith("/") and (Path(command.sweep_folder) / word).is_file():
+            text = f"{word!r} lies beside the sweep, and each run begins in a folder of its own"
+            yield ("command", "argv"), f"{text}: write {{HPCBENCH_SWEEP_FOLDER}}/{word}"
     for number, metric in enumerate(command.metrics):
         if metric.name == STEP_TIME and (time_unit_s(metric.unit) is None or metric.better != "lower"):
             text = (

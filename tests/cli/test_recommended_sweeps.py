@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,4 +45,16 @@ def test_a_sweep_in_an_absent_folder_is_refused_by_the_folder(tmp_path: Path) ->
         "error: cannot write a/b/best.toml: No such file or directory", "  the folder a/b does not exist",
     ]  # fmt: skip
     (tmp_path / "a" / "b").mkdir(parents=True)
-    assert "written: a/b/best.toml" in hpcbench(*words, "a/b/best.toml", cwd=tmp_path).stderr
+    written = hpcbench(*words, "a/b/best.toml", cwd=tmp_path).stderr
+    assert "written: a/b/best.toml; next: hpcbench plan a/b/best.toml --cluster h100-80gb-ib" in written
+    hint = 'no job reaches h100-80gb-ib: to submit, write a profile of your site with extends = "h100-80gb-ib"'
+    assert hint in written
+    assert hint in hpcbench("plan", "a/b/best.toml", "--cluster", "h100-80gb-ib", cwd=tmp_path).stderr
+
+
+def test_the_sweep_is_written_for_a_reader_that_leaves(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hpcbench", "recommend", "--model", "llama_8b", *DECODER[2:], "--out", "best.toml"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+    assert (tmp_path / "best.toml").exists()

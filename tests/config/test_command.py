@@ -122,6 +122,24 @@ def test_a_step_time_that_is_no_time_is_a_doubt(name: str, unit: str, better: st
     assert doubts == ([(("command", "metrics", 0, "unit"), text)] if warns else [])
 
 
+@pytest.mark.parametrize(
+    ("word", "folder", "warns"),
+    [
+        ("train.py", "run", True), ("sub/train.py", "run", True), ("./train.py", "run", True),
+        ("train.py", "/shared", False), ("{HPCBENCH_SWEEP_FOLDER}/train.py", "run", False), ("other.py", "run", False),
+        ("sub", "run", False), ("", "run", False),
+    ],
+)  # fmt: skip
+def test_a_script_beside_the_sweep_is_named_by_its_folder(tmp_path: Path, word: str, folder: str, warns: bool) -> None:
+    (tmp_path / "sub").mkdir()
+    for name in ("train.py", "sub/train.py"):
+        (tmp_path / name).write_text("")
+    command = Command(argv=["python3", word], folder=folder, sweep_folder=str(tmp_path))
+    texts = [text for _, text in command_warnings(command)]
+    expected = f"{word!r} lies beside the sweep, and each run begins in a folder of its own: write {{HPCBENCH_SWEEP_FOLDER}}/{word}"
+    assert texts == ([expected] if warns else [])
+
+
 METRIC = "pattern = 'elapsed ([0-9.]+)'"
 WRONG: dict[str, tuple[str, str, str]] = {
     "placeholder": ("{lr}", "{lrr}", "sweep.toml:3: argv: no parameter 'lrr' for the placeholder in '--lr={lrr}'\n  did you mean 'lr'?"),
@@ -205,7 +223,7 @@ lrs = [1]
         write_sweep(SWEEP.replace("[grid]", wrong, 1).replace("{lr}", "{rl}", 1))
     text = str(caught.value)
     mistakes = (
-        "14: command.metrics.1.name: string should", "15: command.metrics.1.better: input",
+        "14: command.metrics.1.name: letters, digits", "15: command.metrics.1.better: input",
         "16: command.metrics.1.pattern: 'elapsed' has no", "23: command.metrics.2.unit: 'secs' is not a unit",
         "25: unknown key 'lrs' in [grid]",
     )  # fmt: skip
