@@ -16,7 +16,7 @@ from hpcbench.predict.decoder.machines import LEARNED, fit_interval_s, fitted_ma
 from hpcbench.predict.decoder.pricing import step_time
 from hpcbench.predict.decoder.site import SITE_FACTORS, SiteRun, learn_site
 from hpcbench.predict.decoder.work import step_work
-from hpcbench.predict.fitted_decoders import machine_of_profile
+from hpcbench.predict.fitted_decoders import PricedCommand, machine_of_profile, predict_command
 from hpcbench.strategies.decoder_shapes import named_shape
 
 SHAPE = named_shape("llama_8b")
@@ -77,6 +77,17 @@ def test_the_next_run_narrows_the_ranking_and_runs_at_the_site_move_it() -> None
     places = [{row.layout: place for place, row in enumerate(each.layouts)} for each in (blind, known)]
     wide = [layout for layout in places[0] if layout.tensor == 8]
     assert sum(places[1][layout] for layout in wide) > sum(places[0][layout] for layout in wide)
+
+
+@pytest.mark.parametrize("place", [0, 9, 39])
+def test_the_interval_of_a_layout_is_that_of_its_prediction(place: int) -> None:
+    """``predict`` of the written sweep prints it: one layout has one interval, with and without runs of the site."""
+    wish = replace(WISH, gpus=128, global_batch=1024)
+    for runs in ([], [measured_with(H100.device, 2)]):
+        site = learn_site(runs)
+        row = rank_layouts(SHAPE, H100, replace(wish, site=site)).layouts[place]
+        interval = predict_command(PricedCommand(SHAPE, row.layout, H100), site, "").interval
+        assert (row.step_time_low_s, row.step_time_high_s) == pytest.approx((interval.low, interval.high))
 
 
 def test_runs_in_turn_find_the_best_layout_where_the_prior_is_wrong() -> None:

@@ -51,7 +51,9 @@ RECOMPUTATION: tuple[Recompute, ...] = ("none", "full")
 """Selective recomputation is left out: with fused attention it frees nothing that the memory formulas count."""
 _NORMAL_90 = 1.645
 MAX_COMPARED = 10
-"""Layouts, the best ones, whose errors are compared factor by factor."""
+"""Layouts, the best ones, of which one is named as the run to make next."""
+_MAX_GRADIENTS = 40
+"""Layouts, the best ones, whose errors are compared factor by factor; those after them have the errors of the last."""
 
 
 class RankedLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -297,22 +299,27 @@ def rank_layouts(
     ranked, tight = sorted(search.fitting, key=_rank_key), sorted(search.tight, key=_rank_key)
     if ranked:
         tight = [candidate for candidate in tight if _rank_key(candidate) < _rank_key(ranked[0])]
-    best = [gradient(search.work(one.layout), search.figures_of(one.layout), request.site.logs)
-            for one in ranked[:MAX_COMPARED]]  # fmt: skip
+    slopes = [gradient(search.work(one.layout), search.figures_of(one.layout), request.site.logs)
+              for one in ranked[:_MAX_GRADIENTS]]  # fmt: skip
+    best = (ranked or tight)[:1]
+
+    def compared(rows: list[RankedLayout]) -> list[RankedLayout]:
+        if request.software is None or not slopes:
+            return [_with_ratio(row, best[0], machine) for row in rows]
+        own = [slopes[min(place, len(slopes) - 1)] for place in range(len(rows))]
+        return [
+            _at_site(shape, row, best[0], request.site, each, slopes[0]) for row, each in zip(rows, own, strict=True)
+        ]
+
     return LayoutRanking(
         gpus=request.gpus,
         sequence=request.sequence,
-        layouts=[
-            _at_site(shape, candidate, ranked[0], request.site, best[place], best[0])
-            if request.site.observations and place < len(best)
-            else _with_ratio(candidate, ranked[0], machine)
-            for place, candidate in enumerate(ranked)
-        ],
-        tight=[_with_ratio(candidate, (ranked or tight)[0], machine) for candidate in tight],
+        layouts=compared(ranked),
+        tight=compared(tight),
         examined=len(ranked) + sum(search.refused.values()),
         priced=search.priced,
         refused=dict(search.refused),
-        next_run=_next_run([one.layout for one in ranked[:MAX_COMPARED]], best, request.site),
+        next_run=_next_run([one.layout for one in ranked[:MAX_COMPARED]], slopes[:MAX_COMPARED], request.site),
     )
 
 
@@ -394,20 +401,14 @@ def _at_site(
 ) -> RankedLayout:  # fmt: skip
     """Return ``candidate`` with the intervals that runs at the site leave. Errors of factors are in both layouts."""
     unlearned = unlearned_log_error(shape, candidate.layout) / _NORMAL_90
-    spread = hypot(sqrt(site.variance(own)), CONFIGURATION_SPREAD, unlearned)
+    bound = exp(_NORMAL_90 * hypot(sqrt(site.variance(own)), CONFIGURATION_SPREAD, unlearned))
     step_s = candidate.step_time_s
-    priced = msgspec.structs.replace(
-        candidate,
-        step_time_low_s=step_s * exp(-_NORMAL_90 * spread),
-        step_time_high_s=step_s * exp(_NORMAL_90 * spread),
-    )
+    priced = msgspec.structs.replace(candidate, step_time_low_s=step_s / bound, step_time_high_s=step_s * bound)
     if candidate is best:
         return priced
     ratio = step_s / candidate.layout.global_batch / (best.step_time_s / best.layout.global_batch)
-    between = _ratio_spread(site, own, of_best)
-    return msgspec.structs.replace(
-        priced, ratio=ratio, ratio_low=ratio * exp(-_NORMAL_90 * between), ratio_high=ratio * exp(_NORMAL_90 * between)
-    )
+    between = exp(_NORMAL_90 * _ratio_spread(site, own, of_best))
+    return msgspec.structs.replace(priced, ratio=ratio, ratio_low=ratio / between, ratio_high=ratio * between)
 
 
 def _ratio_spread(site: Site, own: Sequence[float], of_best: Sequence[float], unmeasured: int = 2) -> float:
