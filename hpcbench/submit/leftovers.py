@@ -125,7 +125,7 @@ def _why_orphan(tree: ClusterTree, run_id: str, now_unix_s: float) -> str | None
     if head is not None and head.status in _KEPT_STATUSES:
         return None
     begun = latest_start(tree.run_folder(run_id))
-    if begun is not None and (begun[1].deadline_unix_s or 0.0) > now_unix_s:
+    if begun and (head is None or begun[0].number > head.attempt) and (begun[1].deadline_unix_s or 0.0) > now_unix_s:
         return None  # its job may be at work
     state = f"ended as {head.status}" if head is not None else "left no result"
     return f"belongs to no sweep and {state}"

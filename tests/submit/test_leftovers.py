@@ -129,7 +129,12 @@ def test_a_deadline_ahead_keeps_a_run_of_no_sweep(plan: SweepPlan, cluster_tree:
     begin(cluster_tree, other, "small-0001", deadline_unix_s=time.time() + 9000)
     take_out(cluster_tree, other)
     assert found(cluster_tree) == {}
-    assert found(cluster_tree, after_s=9001) == {f"runs/{other[:2]}/{other}": "orphan"}
+    orphan = {f"runs/{other[:2]}/{other}": "orphan"}
+    assert found(cluster_tree, after_s=9001) == orphan
+    finish(cluster_tree, other, plan.runs[other], "failed", 1)
+    assert found(cluster_tree) == orphan, "its attempt has ended"
+    begin(cluster_tree, other, "small-0001", deadline_unix_s=time.time() + 9000)
+    assert found(cluster_tree) == {}, "a second attempt is at work"
 
 
 def test_a_submission_that_cannot_be_read_keeps_all(plan: SweepPlan, cluster_tree: ClusterTree, run_id: str) -> None:
