@@ -60,6 +60,7 @@ from hpcbench.predict.decoder.machines import (
 )
 from hpcbench.predict.decoder.pricing import step_time
 from hpcbench.predict.decoder.work import step_work
+from hpcbench.units import pluralize
 
 FOLDER = Path(__file__).parent
 STEP_PREDICTIONS = FOLDER / "gpu_predictions.csv"
@@ -156,7 +157,7 @@ def _machine(
 ) -> FittedMachine:
     own = [row for row in rows if row.device == name]
     counts = {source: sum(row.source == source for row in own) for source in sorted({row.source for row in own})}
-    learned = ", ".join(f"{count} runs of {source}" for source, count in counts.items())
+    learned = ", ".join(f"{pluralize(count, 'run')} of {source}" for source, count in counts.items())
     return FittedMachine(
         name=name,
         device=NODES[name],
@@ -165,7 +166,7 @@ def _machine(
         log_error_low=rounded(bounds[0]),
         log_error_high=rounded(bounds[1]),
         provenance=[
-            f"Learned from {learned}." if learned else f"No run of this device: the figures of {FIRST} on its peaks.",
+            f"learned from {learned}" if learned else f"no run of this device: the figures of {FIRST} on its peaks",
             "Figures that these runs do not determine are those of other devices (benchmarks/oracle/gpu_fit.py).",
             "Runs: benchmarks/oracle/data/gpu_published_fit.csv.gz; peaks: vendors' data sheets.",
         ],

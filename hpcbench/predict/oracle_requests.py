@@ -17,7 +17,6 @@ from hpcbench.predict.decoder.layout import Layout
 from hpcbench.predict.decoder.layout_search import (
     SHARDED_SOFTWARE,
     SPLIT_SOFTWARE,
-    WHOLE_SOFTWARE,
     LayoutRanking,
     LayoutWish,
     priced_only_reason,
@@ -208,7 +207,7 @@ def recommend_layouts(
     notes = _layout_notes(machine, shape, sequence, precision, trainer)
     if batches:
         sizes = " and ".join(map(str, batches))
-        notes.append(f"global batch {sizes} ({DEFAULT_TOKENS_PER_GPU} tokens a GPU): --global-batch-size")
+        notes.append(f"global batch {sizes}: {DEFAULT_TOKENS_PER_GPU} tokens a GPU, unless --global-batch-size sets it")
     return LayoutRecommendation(
         shape=shape,
         machine=machine,
@@ -223,18 +222,18 @@ def _layout_notes(
     machine: FittedMachine, shape: DecoderShape, sequence: int, precision: LayerPrecision, trainer: Trainer | None
 ) -> list[str]:
     """Return the sources of the prices of layouts."""
-    how = f"in {precision} with fused Adam, {sequence} tokens a sample"
     if trainer is not None:
-        how = f"layouts are priced as {trainer.software} trains, {how}"
+        how = [f"priced by runs of {trainer.software}"]
     else:
-        how = (
-            f"runs of whole parameters are priced as {WHOLE_SOFTWARE} trains, shards as {SHARDED_SOFTWARE}, layouts "
-            f"that hpcbench does not run as {SPLIT_SOFTWARE}, {how}; hpcbench's own loop is in none of these runs, and "
-            "intervals contain how much loops differ"
-        )
+        how = [
+            f"priced by runs of torch's FSDP where parameters are whole, of {SHARDED_SOFTWARE} where they are sharded, "
+            f"and of {SPLIT_SOFTWARE} where hpcbench cannot run the layout",
+            "no published run is of hpcbench's own loop: the intervals are wider by the difference between programs",
+        ]
     notes = [
-        f"published runs: {machine.name}: {machine.provenance[0]}",
-        how,
+        f"{machine.name}: {machine.provenance[0]}",
+        *how,
+        f"all layouts: {precision}, fused Adam, {sequence} tokens a sample",
         "rates between nodes are the profile's, not measured",
     ]
     if shape.experts is not None:

@@ -186,8 +186,8 @@ def test_layouts_of_a_decoder_are_ranked_with_what_they_rest_on(tmp_path: Path) 
     assert best["layout"]["sequence"] == 8192
     assert best["layout"]["global_batch"] == 2 * 64, "16,384 tokens a GPU where no batch is given"
     for words in (
-        "Learned from",
-        "in bf16 with fused Adam",
+        "learned from",
+        "all layouts: bf16, fused Adam, 8192 tokens a sample",
         "rates between nodes are the profile's",
         "--global-batch-size",
     ):
@@ -227,7 +227,7 @@ def test_recommend_for_decoders_prints_layouts_and_writes_a_sweep(tmp_path: Path
 def test_a_device_without_package_data_is_named(tmp_path: Path) -> None:
     asked = ("recommend", "--model", "llama_8b", "--dataset", "tokens", "--cluster", "selene", "--nodes", "2")
     done = call(tmp_path, *asked, "--batch-size", "1")
-    assert "No run of this device: its vendor's figures, with the mean" in " ".join(done.stdout.split())
+    assert "no run of this device: its vendor's figures, with the mean" in " ".join(done.stdout.split())
     assert "2 nodes x 8 = 16 GPUs" in done.stdout
     (tmp_path / "clusters").mkdir()
     text = 'name = "new"\nextends = "h100-80gb-ib"\n[devices.h100]\nfitted = "b300"\n'

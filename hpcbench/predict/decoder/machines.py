@@ -93,7 +93,7 @@ def machine_without_runs(node: GpuNode) -> FittedMachine:
         log_error_low={kind: -hypot(error, DEVICE_LOG_ERROR) for kind, error in first.log_error_low.items()},
         log_error_high={kind: hypot(error, DEVICE_LOG_ERROR) for kind, error in first.log_error_high.items()},
         provenance=[
-            f"No run of this device: its vendor's figures, with the mean efficiency of {' and '.join(LEARNED)}."
+            f"no run of this device: its vendor's figures, with the mean efficiency of {' and '.join(LEARNED)}"
         ],
     )
 
