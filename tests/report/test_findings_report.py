@@ -106,6 +106,20 @@ def test_the_fastest_is_significant_only_with_enough_launches(
     assert bool(answer.settle) == (sure == INCONCLUSIVE)
 
 
+def test_findings_name_the_batch_where_a_strategy_was_measured_with_several() -> None:
+    several = [*launches(0.20, nodes=1, batch_size=8), *launches(0.10, nodes=2, batch_size=4)]
+    several += launches(0.40, nodes=2, batch_size=8)
+    alone = findings(several)
+    assert [one.text for one in alone.of_kind("fastest") if one.nodes == 2] == [
+        "only ddp was measured: 80.0 samples/s with batch 4"
+    ]
+    rival = findings([*several, *launches(0.20, nodes=2, strategy="fsdp", batch_size=4)])
+    (answer,) = [one for one in rival.of_kind("fastest") if one.nodes == 2]
+    assert answer.text.startswith("ddp with batch 4 is the fastest: 80.0 samples/s")
+    assert answer.text.endswith("over fsdp"), "it has one batch"
+    assert answer.strategy == "ddp"
+
+
 def test_a_finding_lists_its_caveats() -> None:
     warned = ["other processes used the cores: 12 %"]
     slow = launches(0.12, nodes=2, strategy="gpipe", pp_degree=2, dp_degree=1)

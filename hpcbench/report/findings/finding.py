@@ -138,6 +138,8 @@ class ConfigurationLaunches:
     """Type, message and hint."""
     parameters: tuple[str, ...] = ()
     """Parameters of a command by which runs differ: they stand in the strategy's place."""
+    batch_note: str = ""
+    """`` with batch 32`` where its label was measured at its scale with other batches, too."""
 
     @property
     def is_ok(self) -> bool:
@@ -234,6 +236,12 @@ def group_by_workload(rows: Iterable[ConfigurationLaunches]) -> WorkloadTable:
     groups: WorkloadTable = {}
     for row in rows:
         groups.setdefault((row.cluster, row.workload), {}).setdefault(row.scale, []).append(row)
+    for same_scale in (rows for by_scale in groups.values() for rows in by_scale.values()):
+        batches: dict[str, set[int]] = {}
+        for row in same_scale:
+            batches.setdefault(row.label, set()).add(row.spec.batch_size)
+        for row in same_scale:
+            row.batch_note = f" with batch {row.spec.batch_size}" if len(batches[row.label]) > 1 else ""
     ordered = sorted(groups.items(), key=lambda item: [item[0][0], *("" if v is None else str(v) for v in item[0][1])])
     return {workload: dict(sorted(by_scale.items())) for workload, by_scale in ordered}
 

@@ -91,6 +91,7 @@ def _only_strategy_finding(subject: str, only: ConfigurationLaunches, rows: Conf
     failed = [row for row in rows if not row.is_ok and row.label != only.label]
     others = list(dict.fromkeys(f"{row.label} ({_end_text(row)})" for row in failed))
     text = f"only {only.label} {'ended well' if others else 'was measured'}: {format_rate(only.rate or 0)} samples/s"
+    text += only.batch_note
     why = f"{join_words(others)} did not" if others else pluralize(len(only.rates), "launch", "launches")
     other = "other parameters" if only.spec.parameters else "another strategy"
     settle = "" if only.scale.devices == 1 or failed else f"measure {other} at this scale"
@@ -116,10 +117,11 @@ def _fastest_finding(subject: str, ranking: Configurations, rows: Configurations
     if verdict.ratio_low is not None and verdict.ratio_high is not None:
         lead += f" [{format_ratio_percent(verdict.ratio_low)}, {format_ratio_percent(verdict.ratio_high)}]"
     figures = f"{format_rate(first.rate or 0)} samples/s, {lead}"
+    winner, rival = (f"{row.label}{row.batch_note}" for row in (first, second))
     texts = {
-        SIGNIFICANT: f"{first.label} is the fastest: {figures} over {second.label}",
-        EQUIVALENT: f"{first.label} and {second.label} are equivalent: {figures}",
-        INCONCLUSIVE: f"inconclusive; {first.label} was measured the fastest: {figures} over {second.label}",
+        SIGNIFICANT: f"{winner} is the fastest: {figures} over {rival}",
+        EQUIVALENT: f"{winner} and {rival} are equivalent: {figures}",
+        INCONCLUSIVE: f"inconclusive; {winner} was measured the fastest: {figures} over {rival}",
     }
     return Finding(
         "fastest", subject, texts[verdict.sure], verdict.sure, verdict.why, verdict.settle,
@@ -266,11 +268,10 @@ def _efficiency_finding(
         verdict = replace(verdict, sure=INCONCLUSIVE, why=why, settle="measure both in one environment")
     strategy = row.line
     if (row.efficiency or 0) < bound:
-        text = f"{strategy} falls below {format_percent(bound)} at {row.scale}: {format_percent(row.efficiency)}"
+        end = f"falls below {format_percent(bound)} at"
     else:
-        text = (
-            f"{strategy} stays at {format_percent(bound)} or more up to {row.scale}: {format_percent(row.efficiency)}"
-        )
+        end = f"stays at {format_percent(bound)} or more up to"
+    text = f"{strategy} {end} {row.scale}: {format_percent(row.efficiency)}{row.batch_note}"
     is_significant = verdict.sure == SIGNIFICANT
     return Finding(
         "efficiency", subject, text if is_significant else f"inconclusive; as measured, {text}",
