@@ -28,6 +28,7 @@ from hpcbench.strategies.pipeline.schedules import (
     PipelineLayout,
     schedule_actions,
 )
+from hpcbench.submit.batches import split_arrays
 from hpcbench.submit.plan import MAX_JOBS, JobGroup, SweepPlan
 from hpcbench.units import format_percent, pluralize
 
@@ -94,12 +95,13 @@ def plan_renderables(plan: SweepPlan, plan_forecast: PlanForecast | None = None)
     """
     missing = plan.missing
     groups = plan.jobs(missing)
-    headline = (
-        f"{plan.sweep.name} on {plan.profile.name}: {pluralize(len(plan.runs), 'run')}, {len(missing):,} to submit in "
-        f"{pluralize(sum(group.jobs for group in groups), 'job')} of {pluralize(len(groups), 'array')}, "
-        f"at most {plan.node_hours(missing):,.2f} node-hours"
-    )
-    node_hours = plan_forecast.node_hours(missing) if plan_forecast else None
+    headline = f"{plan.sweep.name} on {plan.profile.name}: {pluralize(len(plan.runs), 'run')}, "
+    if missing:
+        most = f"at most {plan.node_hours(missing):,.2f} node-hours"
+        headline += f"{len(missing):,} to submit as {_jobs_text(plan)}, {most}"
+    else:
+        headline += "none to submit"
+    node_hours = plan_forecast.node_hours(missing) if plan_forecast and missing else None
     if node_hours is not None and plan_forecast is not None:
         bases = count_bases(prediction.rests_on for prediction in plan_forecast.predictions.values())
         headline += f", predicted {_format_node_hours(node_hours)} ({bases})"
@@ -123,14 +125,20 @@ def plan_renderables(plan: SweepPlan, plan_forecast: PlanForecast | None = None)
     return parts
 
 
+def _jobs_text(plan: SweepPlan) -> str:
+    """``6 jobs in 2 arrays``: the arrays that submit sends, if no limit but the profile's divides them."""
+    jobs = [group.jobs for group in plan.arrays(plan.missing)]
+    arrays = split_arrays(jobs, plan.profile.scheduler.max_array_size or max(jobs))
+    return f"{pluralize(sum(jobs), 'job')} in {pluralize(len(arrays), 'array')}"
+
+
 def _plan_notes(plan: SweepPlan, groups: list[JobGroup]) -> Iterator[str]:
     """Facts to know before submitting: entries in the queue, budget, finished runs."""
     packed, unpacked = sum(group.jobs for group in groups), sum(len(group.run_ids) for group in groups)
     if packed != unpacked:
         yield f"packed: {packed} places in the queue, {unpacked} without packing"
-    if plan.order_seed is not None:
-        arrays = plan.arrays(plan.missing)
-        yield f"order: shuffled (seed {plan.order_seed}), sent as {pluralize(len(arrays), 'array')}"
+    if plan.order_seed is not None and groups:
+        yield f"order: shuffled (seed {plan.order_seed})"
     limit = plan.profile.scheduler.max_submitted_jobs
     if limit is not None and packed > limit:
         yield f"{plan.profile.name} takes {limit} jobs at once: {packed - limit} wait in the submission's folder"
