@@ -16,7 +16,7 @@ from hpcbench.config.cluster_profile import find_cluster_profiles, is_profile_pa
 from hpcbench.config.sweep_file import apply_overrides, settings_lines
 from hpcbench.config.sweep_loader import Sweep, load_sweep, parse_sweep
 from hpcbench.config.toml_tables import NAME_PATTERN, TomlSource
-from hpcbench.errors import ConfigError, ConfigErrors, did_you_mean
+from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
 from hpcbench.fileio import write_file
 from hpcbench.paths import is_visible, search_folders
 from hpcbench.predict.command_layouts import layout_refusal
@@ -122,12 +122,11 @@ def one_off_sweep(name: str | None, parameters: Mapping[str, Any], overrides: Se
     return parse_sweep(data, TomlSource(Path("command line"), text, origins))
 
 
-def check_options(missing: Mapping[str, Iterable[str]]) -> None:
-    """Raise ``ConfigErrors`` with every option in ``missing``, each with its choices."""
+def check_options(missing: Mapping[str, Iterable[str]], problems: Iterable[HpcbenchError] = ()) -> None:
+    """Raise ``ConfigErrors`` with every option in ``missing``, each with its choices, and further ``problems``."""
     if missing:
-        raise ConfigErrors(
-            [
-                ConfigError(f"option {option} is missing", hint=f"choices: {', '.join(sorted(choices))}")
-                for option, choices in missing.items()
-            ]
-        )
+        errors = [
+            ConfigError(f"option {option} is missing", hint=f"choices: {', '.join(sorted(choices))}")
+            for option, choices in missing.items()
+        ]
+        raise ConfigErrors([*errors, *problems])

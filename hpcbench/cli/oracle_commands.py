@@ -57,6 +57,7 @@ from hpcbench.report.table_model import View
 from hpcbench.report.table_output import render_view
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.strategies.check_names import custom_model_folder
+from hpcbench.strategies.decoder_shapes import named_shapes
 from hpcbench.units import pluralize
 from hpcbench.workloads.datasets import DATASETS
 from hpcbench.workloads.models import MODELS
@@ -167,12 +168,11 @@ def rank_strategies(
     Infeasible candidates are listed with the limit that excludes them. The output ends with a sweep that measures the
     best.
     """
+    request = RecommendRequest(nodes=nodes or (1,), objective=objective, **options)
     known: dict[str, Iterable[str]] = {"model": MODELS, "dataset": DATASETS}
     missing = {f"--{name}": choices for name, choices in known.items() if options[name] is None}
-    if missing and options["batch_size"] is None and options["global_batch_size"] is None:
-        missing["--batch-size"] = ["a number", "--global-batch-size"]
-    check_options(missing)
-    request = RecommendRequest(nodes=nodes or (1,), objective=objective, **options)
+    if missing:
+        check_options(missing, request.batch_problems(of_layouts=request.model in named_shapes()))
     trainer = TRAINERS[trainer_name] if trainer_name else None
     profile, _ = load_cluster(cluster_name)
     recommendation = recommend_layouts(request, profile, model_folder, results, trainer)
