@@ -200,9 +200,8 @@ def recommend_layouts(
             gpus=gpus, sequence=sequence, global_batch=batch, replica_batch=wish.batch_size, precision=precision
         )
         if trainer is not None:
-            asked = replace(
-                asked, software=trainer.software, can_run=trainer.can_run, site=forecast.site(wish.partition)
-            )
+            site = forecast.site(wish.partition)
+            asked = replace(asked, software=trainer.software, can_run=trainer.can_run, site=site)
         run = {"dataset": wish.dataset, "input_size": sequence, "partition": wish.partition, "nodes": nodes}
         own_memory = partial(_own_memory_gib, forecast, limits, shape, {**run, "tasks_per_node": per_node})
         rankings[nodes] = rank_layouts(shape, machine, asked, own_memory=own_memory)

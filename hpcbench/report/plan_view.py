@@ -101,8 +101,7 @@ def plan_renderables(plan: SweepPlan, plan_forecast: PlanForecast | None = None)
         headline += f"{len(missing):,} to submit as {_jobs_text(plan)}, {most}"
     else:
         headline += "none to submit"
-    node_hours = plan_forecast.node_hours(missing) if plan_forecast and missing else None
-    if node_hours is not None and plan_forecast is not None:
+    if missing and plan_forecast and (node_hours := plan_forecast.node_hours(missing)) is not None:
         bases = count_bases(prediction.rests_on for prediction in plan_forecast.predictions.values())
         headline += f", predicted {_format_node_hours(node_hours)} ({bases})"
     _, shared = split_parameters(list(plan.runs.values()))
@@ -120,8 +119,7 @@ def plan_renderables(plan: SweepPlan, plan_forecast: PlanForecast | None = None)
     if plan.dropped:
         reasons = Counter(point.reason for point in plan.dropped)
         columns = [Column("dropped", "infeasible", reasons.get), text_column("because", str, wraps=True)]
-        reason_list = [reason for reason, _ in reasons.most_common()]
-        parts.append(PrintedView(View.from_rows("", columns, reason_list)))
+        parts.append(PrintedView(View.from_rows("", columns, [reason for reason, _ in reasons.most_common()])))
     return parts
 
 
@@ -148,8 +146,7 @@ def _plan_notes(plan: SweepPlan, groups: list[JobGroup]) -> Iterator[str]:
     if plan.budget is not None:
         budget, owner = plan.budget
         yield f"budget of {owner}: {budget:g} node-hours" + (" - submit requires --yes" if cost > budget else "")
-    finished = Counter(plan.finished.values())
-    if finished:
+    if finished := Counter(plan.finished.values()):
         yield "have a result: " + ", ".join(f"{count} {status}" for status, count in sorted(finished.items()))
     if plan.stopped:
         yield f"stopped: {len(plan.stopped)} for one that is smaller, such as: {next(iter(plan.stopped.values()))}"
@@ -163,8 +160,7 @@ def _format_node_hours(node_hours: float) -> str:
 
 def _arrays_view(plan: SweepPlan, groups: list[JobGroup], plan_forecast: PlanForecast | None) -> View:
     def predicted_text(group: JobGroup) -> str:
-        runs = {key: plan.runs[key] for key in group.run_ids}
-        hours = plan_forecast.node_hours(runs) if plan_forecast is not None else None
+        hours = plan_forecast.node_hours({key: plan.runs[key] for key in group.run_ids}) if plan_forecast else None
         return _format_node_hours(hours) if hours is not None else ""
 
     columns = [
