@@ -83,7 +83,7 @@ def _profile_entry(name: str, path: Path) -> dict[str, Any]:
     try:
         profile, _ = load_cluster_file(path)
     except HpcbenchError as error:
-        return {**entry, "description": f"broken: {str(error).splitlines()[0]}"}
+        return {**entry, "description": f"broken: {str(error).splitlines()[0].replace(f'{path.parent}/', '')}"}
     here = is_login_node(profile.match)
     return {**entry, "description": profile.description, "verified": profile.verified, "here": here}
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import hashlib
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
 import msgspec
 
 from hpcbench.cli.common import print_message
@@ -16,24 +18,26 @@ from hpcbench.config.cluster_profile import find_cluster_profiles, is_profile_pa
 from hpcbench.config.sweep_file import apply_overrides, settings_lines
 from hpcbench.config.sweep_loader import Sweep, load_sweep, parse_sweep
 from hpcbench.config.toml_tables import NAME_PATTERN, TomlSource
-from hpcbench.errors import ConfigError, ConfigErrors, did_you_mean
+from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
 from hpcbench.fileio import write_file
 from hpcbench.paths import is_visible, search_folders
 from hpcbench.predict.command_layouts import layout_refusal
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.strategies.catalog import selectable_strategies
 from hpcbench.submit.plan import SweepPlan, make_plan
+from hpcbench.submit.submission_record import read_sweep_record
 from hpcbench.workloads.models import MODELS
 
 _DATASETS_BY_KIND = {"images": "cifar10", "volumes": "cosmoflow", "tokens": "tokens"}
 _ONE_OFF_BATCH_SIZE = 32
 
 
-def find_sweep_file(name: str) -> Path:
+def find_sweep_file(name: str, hint: str | None = None) -> Path:
     """Find the file of a sweep.
 
     Args:
         name: A path, or the name of a file in a ``sweeps`` folder or in a folder below it.
+        hint: The hint where no file has that name; ``None``: the nearest names.
 
     Raises:
         ConfigError: There is no such file.
@@ -51,7 +55,7 @@ def find_sweep_file(name: str) -> Path:
         for file in [*sorted(folder.glob("*.toml")), *sorted(folder.glob("*/*.toml"))]:
             sweeps.setdefault(file.stem, file)
     if name not in sweeps:
-        raise ConfigError(f"no sweep {name!r}", hint=did_you_mean(name, sweeps))
+        raise ConfigError(f"no sweep {name!r}", hint=hint or did_you_mean(name, sweeps))
     return sweeps[name]
 
 
@@ -70,14 +74,33 @@ def load_plan(sweep: str | Sweep, cluster_name: str, results: ResultsTree, overr
     profile, source = load_cluster(cluster_name)
     tree = results.cluster(profile.name)
     if isinstance(sweep, str):
-        kept = one_off_path(tree, sweep)
-        sweep = load_sweep(kept if kept is not None and kept.is_file() else find_sweep_file(sweep), overrides)
+        path = one_off_path(tree, sweep)
+        if path is None or not path.is_file():
+            path = find_sweep_file(sweep, _submitted_from(tree, sweep, cluster_name))
+        sweep = load_sweep(path, overrides)
     plan = make_plan(sweep, profile, tree, layout_refusal(sweep.command), print_message)
     if is_profile_path(cluster_name) and find_cluster_profiles().get(profile.name) != source.path.resolve():
         plan.profile_file = source.path.resolve()
     # It lives until the command ends; collecting garbage in it would make large sweeps cost more per run.
     gc.freeze()
     return plan
+
+
+def _submitted_from(tree: ClusterTree, name: str, cluster_name: str) -> str | None:
+    """The command with the file from which a sweep was submitted, as a hint for its name."""
+    record = read_sweep_record(tree, name) if re.fullmatch(NAME_PATTERN, name) else None
+    if record is None or record.sweep_file is None:
+        return None
+    file = record.sweep_file.removeprefix(f"{Path.cwd()}/")
+    command = shlex.join(["hpcbench", str(click.get_current_context().info_name), file, "--cluster", cluster_name])
+    return f"it was submitted from {file}: {command}"
+
+
+def sweep_argument(sweep: Sweep) -> str:
+    """The word by which commands find a sweep: its name if its file lies in a folder of sweeps, else the file."""
+    file = sweep.source.path
+    is_named = not file.is_file() or (file.stem == sweep.name and "sweeps" in file.resolve().parts[-3:-1])
+    return sweep.name if is_named else shlex.quote(str(file))
 
 
 def one_off_path(tree: ClusterTree, name: str) -> Path | None:
@@ -122,12 +145,11 @@ def one_off_sweep(name: str | None, parameters: Mapping[str, Any], overrides: Se
     return parse_sweep(data, TomlSource(Path("command line"), text, origins))
 
 
-def check_options(missing: Mapping[str, Iterable[str]]) -> None:
-    """Raise ``ConfigErrors`` with every option in ``missing``, each with its choices."""
+def check_options(missing: Mapping[str, Iterable[str]], problems: Iterable[HpcbenchError] = ()) -> None:
+    """Raise ``ConfigErrors`` with every option in ``missing``, each with its choices, and further ``problems``."""
     if missing:
-        raise ConfigErrors(
-            [
-                ConfigError(f"option {option} is missing", hint=f"choices: {', '.join(sorted(choices))}")
-                for option, choices in missing.items()
-            ]
-        )
+        errors = [
+            ConfigError(f"option {option} is missing", hint=f"choices: {', '.join(sorted(choices))}")
+            for option, choices in missing.items()
+        ]
+        raise ConfigErrors([*errors, *problems])

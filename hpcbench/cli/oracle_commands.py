@@ -55,9 +55,10 @@ from hpcbench.report.recommendation_view import (
     scales_view,
 )
 from hpcbench.report.table_model import View
-from hpcbench.report.table_output import render_view
+from hpcbench.report.table_output import PrintedView
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.strategies.check_names import custom_model_folder
+from hpcbench.strategies.decoder_shapes import named_shapes
 from hpcbench.units import pluralize
 from hpcbench.workloads.datasets import DATASETS
 from hpcbench.workloads.models import MODELS
@@ -168,20 +169,17 @@ def rank_strategies(
     Infeasible candidates are listed with the limit that excludes them. The output ends with a sweep that measures the
     best.
     """
+    request = RecommendRequest(nodes=nodes or (1,), objective=objective, **options)
     known: dict[str, Iterable[str]] = {"model": MODELS, "dataset": DATASETS}
     missing = {f"--{name}": choices for name, choices in known.items() if options[name] is None}
-    if missing and options["batch_size"] is None and options["global_batch_size"] is None:
-        missing["--batch-size"] = ["a number", "--global-batch-size"]
-    check_options(missing)
-    request = RecommendRequest(nodes=nodes or (1,), objective=objective, **options)
+    check_options(missing, request.batch_problems(of_layouts=request.model in named_shapes()))
     trainer = TRAINERS[trainer_name] if trainer_name else None
     profile, _ = load_cluster(cluster_name)
     recommendation = recommend_layouts(request, profile, model_folder, results, trainer)
     _warn_of_nodes(request, profile)
     if isinstance(recommendation, LayoutRecommendation):
         if measured is not None:
-            found = measured_layouts(results.cluster(profile.name), measured)
-            recommendation = recommendation._replace(measured=found)
+            recommendation = recommendation._replace(measured=measured_layouts(results.cluster(profile.name), measured))
         _show_layouts(recommendation, request, profile, top, out, trainer, as_json=as_json)
         return
     if trainer_name or measured:
@@ -276,8 +274,7 @@ def _show_recommendations(recommendations: list[Recommendation], forecast: Forec
 def show_view(view: View, notes: list[str]) -> None:
     """Print ``notes`` dimmed, then the view."""
     _print_dimmed(notes)
-    screen = make_console()
-    screen.print(render_view(view, screen.width))
+    make_console().print(PrintedView(view))
 
 
 def _print_dimmed(lines: list[str]) -> None:

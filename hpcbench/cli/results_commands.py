@@ -33,7 +33,7 @@ from hpcbench.report.pivot_table import TableRequest, grouped_view, metric_choic
 from hpcbench.report.results_table import results_data_view, results_text_view, table_json
 from hpcbench.report.table_files import view_encoder, view_json, write_view
 from hpcbench.report.table_model import View, short_name
-from hpcbench.report.table_output import render_view
+from hpcbench.report.table_output import PrintedView
 from hpcbench.results.results_tree import CollectedResult, ResultsTree
 from hpcbench.results.schema import STATUS_BROKEN, RunResult, result_document
 from hpcbench.submit.submission_record import select_sweeps
@@ -120,11 +120,9 @@ def show_results(
     if view.raw:
         print_view(view)
     else:
-        reason = (
-            why_nothing(results, sources, len(frame), _where_text(request))
-            if request.where
-            else "there is nothing to show"
-        )
+        reason = "there is nothing to show"
+        if request.where:
+            reason = why_nothing(results, sources, len(frame), _where_text(request))
         print_message("\n".join([reason, *view.notes]))
 
 
@@ -147,7 +145,7 @@ def show_table(
         out: Write the table there; its suffix is the format.
     """
     frame = load_frame(results, sources, clusters)
-    if not sources:
+    if not sources or any(map(is_results_path, sources)):
         # Runs of a sweep are in its order; the names of folders have none.
         frame = frame.sort(["cluster", *ROW_ORDER], nulls_last=True)
     kept = filter_launches(frame, request.where if request else None)
@@ -191,10 +189,10 @@ def unfinished_sweeps(
 def _count_runs(
     results: ResultsTree, sources: Sequence[str], clusters: list[str] | None, frame: polars.DataFrame
 ) -> str:
-    """``: 18 of 24 runs``, for the title of a table; empty for trees and bundles."""
+    """``: 18 of 24 runs``, for the title of a table with sweeps; empty for trees and bundles alone."""
     sweeps = unfinished_sweeps(results, sources, clusters, frame)
-    runs, missing = sum(sweep.runs for sweep in sweeps), sum(sweep.missing for sweep in sweeps)
-    return f": {f'{runs - missing} of ' * bool(missing)}{pluralize(runs, 'run')}" if runs else ""
+    missing = sum(sweep.missing for sweep in sweeps)
+    return f": {f'{len(frame)} of ' * bool(missing)}{pluralize(len(frame) + missing, 'run')}" if sweeps else ""
 
 
 def _table_title(results: ResultsTree, sources: Sequence[str]) -> str:
@@ -204,7 +202,7 @@ def _table_title(results: ResultsTree, sources: Sequence[str]) -> str:
 def print_view(view: View) -> None:
     """Print a view at the width of the terminal; through the user's pager if a terminal is too low for the rows."""
     console = make_console()
-    renderable = render_view(view, console.width)
+    renderable = PrintedView(view)
     if sys.stdout.isatty() and sys.stdin.isatty() and len(view.raw) > console.height:
         os.environ.setdefault("LESS", "-R")
         with console.pager(styles="R" in os.environ["LESS"]):

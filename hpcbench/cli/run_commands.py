@@ -21,7 +21,7 @@ from hpcbench.cli.common import (
     print_json,
     print_message,
 )
-from hpcbench.cli.load_plan import keep_one_off, load_plan, one_off_sweep
+from hpcbench.cli.load_plan import keep_one_off, load_plan, one_off_sweep, sweep_argument
 from hpcbench.cli.status_command import LiveScreen, runs_exit_code
 from hpcbench.errors import EXIT_RUNS_FAILED, ConfigError, SubmitError
 from hpcbench.report.status_text import EndedRunLog, suspect_nodes_text
@@ -173,8 +173,7 @@ def _submit_and_print(plan: SweepPlan, *, over_budget: bool, remeasure: bool) ->
     for reason, count in Counter(point.reason for point in plan.dropped).items():
         print_message(f"{count} point{'s' if count > 1 else ''} infeasible: {reason}")
     earlier = read_sweep_record(plan.tree, plan.sweep.name)
-    hidden = set(earlier.run_ids) - plan.runs.keys() if earlier else ()
-    if hidden:
+    if hidden := set(earlier.run_ids if earlier else ()) - plan.runs.keys():
         print_message(
             f"{pluralize(len(hidden), 'earlier run')} of {plan.sweep.name!r} "
             f"{'is' if len(hidden) == 1 else 'are'} not part of this sweep and no longer listed under its name; "
@@ -195,7 +194,7 @@ def _submit_and_print(plan: SweepPlan, *, over_budget: bool, remeasure: bool) ->
     for status, count in left.items():
         print_message(
             f"  {count} ended as {status} and {'is' if count == 1 else 'are'} not run again by submit: "
-            f"hpcbench retry {plan.sweep.name} --cluster {plan.profile_name} --status {status}"
+            f"hpcbench retry {sweep_argument(plan.sweep)} --cluster {plan.profile_name} --status {status}"
         )
     return outcome
 
@@ -299,9 +298,8 @@ def _why_none(plan: SweepPlan, outcome: SubmitOutcome, again: Collection[str]) -
     counts = Counter({**plan.finished, **{key: state.state for key, state in outcome.states.items()}}.values())
     states = ", ".join(f"{count} {state}" for state, count in counts.items())
     text = f"  none of the {len(plan.runs)} is in a state that retry takes ({', '.join(sorted(again))}): {states}"
-    further = [state for state in counts if state in RETRY_STATES]
-    if further:
+    if further := [state for state in counts if state in RETRY_STATES]:
         text += f"\n  to take them, too: {' '.join(f'--status {state}' for state in further)}"
     if counts.keys() <= {"planned"}:
-        text += f"\n  nothing was submitted: hpcbench submit {plan.sweep.name} --cluster {plan.profile_name}"
+        text += f"\n  nothing was submitted: hpcbench submit {sweep_argument(plan.sweep)} --cluster {plan.profile_name}"
     return text

@@ -157,7 +157,8 @@ def run_label(spec: RunSpec) -> str:
     if spec.workload == "command":
         ranks = f"{spec.devices} device" + ("s" if spec.devices > 1 else "")
         # Paths would hide the other values.
-        words = "".join(f", {name} {value}" for name, value in spec.parameters.items() if "/" not in str(value))
+        texts = {name: str(value) or "''" for name, value in spec.parameters.items()}
+        words = "".join(f", {name} {text}" for name, text in texts.items() if "/" not in text)
         return f"{spec.strategy} on {ranks}{words}{repeat}"
     return f"{strategy_label(spec)} on {ranks}, {spec.model}, batch {spec.batch_size}{repeat}"
 

@@ -36,7 +36,6 @@ from hpcbench.strategies.resolve import InfeasiblePoint, PartitionLimits, resolv
 from hpcbench.submit.plan import available_cores, partition_limits
 from hpcbench.workloads.datasets import DATASETS
 from hpcbench.workloads.models import MODELS, check_custom_model, is_custom_model
-from hpcbench.workloads.models import get_model as catalog_model
 
 
 class RecommendRequest(NamedTuple):
@@ -53,6 +52,16 @@ class RecommendRequest(NamedTuple):
     optimizer: str = "sgd"
     partition: str | None = None
     objective: str = "samples_per_s"
+
+    def batch_problems(self, *, of_layouts: bool) -> list[ConfigError]:
+        """The fault of the batch sizes; layouts have a default, an unknown model needs none."""
+        given = [size for size in (self.batch_size, self.global_batch_size) if size is not None]
+        has_model = not self.model or is_custom_model(self.model) or self.model in MODELS
+        if len(given) == 1 or (not given and (of_layouts or not has_model)):
+            return []
+        fault = "both are given" if given else "neither is given"
+        hint = "--batch-size is per replica, --global-batch-size of all replicas; the latter keeps the training equal"
+        return [ConfigError(f"--batch-size or --global-batch-size: {fault}", hint=hint)]
 
 
 def recommend_for(
@@ -105,11 +114,8 @@ def _request_problems(
     problems: list[HpcbenchError] = []
     if is_custom_model(wish.model):
         problems += [problem] if (problem := check_custom_model(wish.model, model_folder.resolve(), "--model")) else []
-    elif not (of_layouts and wish.model in named_shapes()):
-        try:
-            catalog_model(wish.model)
-        except ConfigError as error:
-            problems.append(error)
+    elif wish.model not in (known_models := {*MODELS, *named_shapes()}):
+        problems.append(ConfigError(f"unknown model {wish.model!r}", hint=did_you_mean(wish.model, known_models)))
     hints = get_type_hints(RunSpec)
     choices: dict[str, Any] = {
         "dataset": DATASETS, "precision": [*get_args(hints["precision"]), *(RECIPES if of_layouts else ())],
@@ -120,12 +126,7 @@ def _request_problems(
         value = getattr(wish, name)
         if value is not None and value not in known:
             problems.append(ConfigError(f"unknown {name} {value!r}", hint=did_you_mean(value, known)))
-    is_without = wish.batch_size is None and wish.global_batch_size is None
-    if (wish.batch_size is None) == (wish.global_batch_size is None) and not (of_layouts and is_without):
-        said = "both are given" if wish.batch_size else "neither is given"
-        hint = "--batch-size is per replica, --global-batch-size of all replicas; the latter keeps the training equal"
-        problems.append(ConfigError(f"--batch-size or --global-batch-size: {said}", hint=hint))
-    return problems
+    return [*problems, *wish.batch_problems(of_layouts=of_layouts)]
 
 
 PRICED_SEQUENCE = 4096
@@ -165,7 +166,7 @@ def recommend_layouts(
     if wish.model not in named_shapes():
         return []
     if wish.partition is not None and wish.partition not in profile.partitions:
-        return []
+        check_request(wish, profile, model_folder, of_layouts=True)
     device = device_of_profile(profile, wish.partition)
     reason = missing_machine_reason(profile, wish.partition)
     if device is None or reason is not None:
@@ -198,9 +199,8 @@ def recommend_layouts(
             gpus=gpus, sequence=sequence, global_batch=batch, replica_batch=wish.batch_size, precision=precision
         )
         if trainer is not None:
-            asked = replace(
-                asked, software=trainer.software, can_run=trainer.can_run, site=forecast.site(wish.partition)
-            )
+            site = forecast.site(wish.partition)
+            asked = replace(asked, software=trainer.software, can_run=trainer.can_run, site=site)
         run = {"dataset": wish.dataset, "input_size": sequence, "partition": wish.partition, "nodes": nodes}
         own_memory = partial(_own_memory_gib, forecast, limits, shape, {**run, "tasks_per_node": per_node})
         rankings[nodes] = rank_layouts(shape, machine, asked, own_memory=own_memory)

@@ -28,6 +28,7 @@ from hpcbench.strategies.pipeline.schedules import (
     PipelineLayout,
     schedule_actions,
 )
+from hpcbench.submit.batches import split_arrays
 from hpcbench.submit.plan import MAX_JOBS, JobGroup, SweepPlan
 from hpcbench.units import format_percent, pluralize
 
@@ -94,13 +95,13 @@ def plan_renderables(plan: SweepPlan, plan_forecast: PlanForecast | None = None)
     """
     missing = plan.missing
     groups = plan.jobs(missing)
-    headline = (
-        f"{plan.sweep.name} on {plan.profile.name}: {pluralize(len(plan.runs), 'run')}, {len(missing):,} to submit in "
-        f"{pluralize(sum(group.jobs for group in groups), 'job')} of {pluralize(len(groups), 'array')}, "
-        f"at most {plan.node_hours(missing):,.2f} node-hours"
-    )
-    node_hours = plan_forecast.node_hours(missing) if plan_forecast else None
-    if node_hours is not None and plan_forecast is not None:
+    headline = f"{plan.sweep.name} on {plan.profile.name}: {pluralize(len(plan.runs), 'run')}, "
+    if missing:
+        most = f"at most {plan.node_hours(missing):,.2f} node-hours"
+        headline += f"{len(missing):,} to submit as {_jobs_text(plan)}, {most}"
+    else:
+        headline += "none to submit"
+    if missing and plan_forecast and (node_hours := plan_forecast.node_hours(missing)) is not None:
         bases = count_bases(prediction.rests_on for prediction in plan_forecast.predictions.values())
         headline += f", predicted {_format_node_hours(node_hours)} ({bases})"
     _, shared = split_parameters(list(plan.runs.values()))
@@ -118,9 +119,15 @@ def plan_renderables(plan: SweepPlan, plan_forecast: PlanForecast | None = None)
     if plan.dropped:
         reasons = Counter(point.reason for point in plan.dropped)
         columns = [Column("dropped", "infeasible", reasons.get), text_column("because", str, wraps=True)]
-        reason_list = [reason for reason, _ in reasons.most_common()]
-        parts.append(PrintedView(View.from_rows("", columns, reason_list)))
+        parts.append(PrintedView(View.from_rows("", columns, [reason for reason, _ in reasons.most_common()])))
     return parts
+
+
+def _jobs_text(plan: SweepPlan) -> str:
+    """``6 jobs in 2 arrays``: the arrays that submit sends, if no limit but the profile's divides them."""
+    jobs = [group.jobs for group in plan.arrays(plan.missing)]
+    arrays = split_arrays(jobs, plan.profile.scheduler.max_array_size or max(jobs))
+    return f"{pluralize(sum(jobs), 'job')} in {pluralize(len(arrays), 'array')}"
 
 
 def _plan_notes(plan: SweepPlan, groups: list[JobGroup]) -> Iterator[str]:
@@ -128,9 +135,8 @@ def _plan_notes(plan: SweepPlan, groups: list[JobGroup]) -> Iterator[str]:
     packed, unpacked = sum(group.jobs for group in groups), sum(len(group.run_ids) for group in groups)
     if packed != unpacked:
         yield f"packed: {packed} places in the queue, {unpacked} without packing"
-    if plan.order_seed is not None:
-        arrays = plan.arrays(plan.missing)
-        yield f"order: shuffled (seed {plan.order_seed}), sent as {pluralize(len(arrays), 'array')}"
+    if plan.order_seed is not None and groups:
+        yield f"order: shuffled (seed {plan.order_seed})"
     limit = plan.profile.scheduler.max_submitted_jobs
     if limit is not None and packed > limit:
         yield f"{plan.profile.name} takes {limit} jobs at once: {packed - limit} wait in the submission's folder"
@@ -140,8 +146,7 @@ def _plan_notes(plan: SweepPlan, groups: list[JobGroup]) -> Iterator[str]:
     if plan.budget is not None:
         budget, owner = plan.budget
         yield f"budget of {owner}: {budget:g} node-hours" + (" - submit requires --yes" if cost > budget else "")
-    finished = Counter(plan.finished.values())
-    if finished:
+    if finished := Counter(plan.finished.values()):
         yield "have a result: " + ", ".join(f"{count} {status}" for status, count in sorted(finished.items()))
     if plan.stopped:
         yield f"stopped: {len(plan.stopped)} for one that is smaller, such as: {next(iter(plan.stopped.values()))}"
@@ -155,8 +160,7 @@ def _format_node_hours(node_hours: float) -> str:
 
 def _arrays_view(plan: SweepPlan, groups: list[JobGroup], plan_forecast: PlanForecast | None) -> View:
     def predicted_text(group: JobGroup) -> str:
-        runs = {key: plan.runs[key] for key in group.run_ids}
-        hours = plan_forecast.node_hours(runs) if plan_forecast is not None else None
+        hours = plan_forecast.node_hours({key: plan.runs[key] for key in group.run_ids}) if plan_forecast else None
         return _format_node_hours(hours) if hours is not None else ""
 
     columns = [

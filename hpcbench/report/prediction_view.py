@@ -21,7 +21,7 @@ from hpcbench.predict.explain import Explanation
 from hpcbench.predict.forecast import Forecast
 from hpcbench.predict.machine import Machine
 from hpcbench.predict.measured_factors import counted_phrase
-from hpcbench.predict.prediction import MEASURED_FOR_SWEEP, NotPredicted, Prediction, PredictionBasis
+from hpcbench.predict.prediction import MEASURED_FOR_SWEEP, BasisKind, NotPredicted, Prediction, PredictionBasis
 from hpcbench.report.results_table import identity_columns, split_parameters
 from hpcbench.report.table_model import Column, View, text_column
 from hpcbench.report.table_output import PrintedView
@@ -162,10 +162,9 @@ def predictions_view(rows: Sequence[PredictedConfiguration], title: str) -> View
         names = join_words([f"`{name}`" for name in redundant])
         verb = "vary" if len(redundant) > 1 else "varies"
         notes.insert(0, f"{names} also {verb}; hidden since the other columns identify every row")
-    notes += [
-        "[90 %]: prediction interval, from the assumed uncertainty of the hardware figures above",
-        "split: % of the step in computation + exposed communication + pipeline bubble",
-    ]
+    sources = dict.fromkeys(_INTERVAL_SOURCES[row.known.rests_on.kind] for row in rows if row.known)
+    notes += [f"[90 %]: prediction interval, from {' or '.join(sources)}"] if sources else []
+    notes.append("split: % of the step in computation + exposed communication + pipeline bubble")
     notes += sorted({row.known.source for row in rows if row.known and row.spec.workload == "command"})
     if len(limits) == 1 and None not in limits:
         capacity = format_bytes(max(limit or 0 for limit in limits))
@@ -179,6 +178,13 @@ def predictions_view(rows: Sequence[PredictedConfiguration], title: str) -> View
     warnings = [f"not priced: {count} of {len(rows)}: {reason}" for reason, count in reasons.most_common()]
     return View.from_rows(title, columns, rows, notes, warnings)
 
+
+_INTERVAL_SOURCES: Mapping[BasisKind, str] = {
+    "profile": "the assumed uncertainty of the hardware figures above",
+    "published runs": "the error of the fit to published runs",
+    MEASURED_FOR_SWEEP: "the scatter of the calibration's measurements",
+    "measured neighbours": "the scatter of measured runs", "calibrated": "the error of the calibration's fits",
+}  # fmt: skip
 
 _TRAINING_PARAMETERS = ("weight_decay", "momentum", "learning_rate", "optimizer", "options")
 """Parameters that hardly influence a prediction."""
@@ -213,8 +219,7 @@ def basis_columns(
         return []
 
     def text(row: Any) -> str:
-        prediction = prediction_of(row)
-        return "" if prediction is None else basis_text(prediction.rests_on)
+        return basis_text(prediction.rests_on) if (prediction := prediction_of(row)) else ""
 
     return [text_column("rests_on", text, heading="rests on")]
 

@@ -143,11 +143,10 @@ def split_parameters(specs: list[RunSpec]) -> tuple[list[str], str]:
     varying = [name for name in names if any(value != values[name][0] for value in values[name])]
     always = ("model", "dataset", "strategy", "batch_size", "precision") if is_training else ()
     alike = [name for name in names if specs and name not in varying and name not in _ALWAYS_COLUMNS]
-    set_names = [name for name in alike if values[name][0] and values[name][0] != PARAMETER_DEFAULTS.get(name)]
     shared = [
-        f"{name.removeprefix('parameters.')} {values[name][0]}"
+        parameter_text(value, f"{name}.") if isinstance(value, dict) else f"{name.removeprefix('parameters.')} {value}"
         for name in alike
-        if values[name][0] and (name in always or name in set_names)
+        if (value := values[name][0]) and (name in always or value != PARAMETER_DEFAULTS.get(name))
     ]
     return [name for name in varying if name not in _ALWAYS_COLUMNS], printable_excerpt(", ".join(shared))
 
@@ -202,9 +201,11 @@ def _ranks_cell(row: IdentifiedRow) -> str:
     return str(per_node) if row.spec.nodes == 1 else f"{row.spec.nodes}x{per_node}"
 
 
-def parameter_text(value: Any) -> str:
-    """``value`` of a parameter; ``key=value`` words of a table of options."""
-    return " ".join(f"{key}={part}" for key, part in value.items()) if isinstance(value, dict) else or_empty(value)
+def parameter_text(value: Any, table: str = "") -> str:
+    """``value`` of a parameter; ``key=value`` words of a table of options, each after ``table``, such as ``env.``."""
+    if isinstance(value, dict):
+        return " ".join(f"{table}{key}={part}" for key, part in value.items())
+    return or_empty(value)
 
 
 def _metric_columns(rows: list[ResultRow]) -> list[Column]:

@@ -36,6 +36,8 @@ class SweepRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     written_unix_s: float
     profile_file: str | None = None
     """The cluster's profile, if it is not found by its name."""
+    sweep_file: str | None = None
+    """The file of the sweep; ``None`` for a run from the command line."""
     command_digest: str = ""
     layout: CommandLayout | None = None
     """The layout that the sweep declares for its command; predictions for its results need it."""

@@ -250,7 +250,7 @@ def submit(
 
 def write_sweep_record(plan: SweepPlan, tree: ClusterTree) -> None:
     """Write the record of a sweep, which ``status`` reads; a submission of another sweep of its name replaces it."""
-    command = plan.sweep.command
+    command, file = plan.sweep.command, plan.sweep.source.path
     record = SweepRecord(
         sweep=plan.sweep.name,
         cluster=plan.profile.name,
@@ -259,6 +259,7 @@ def write_sweep_record(plan: SweepPlan, tree: ClusterTree) -> None:
         dropped=len(plan.dropped),
         written_unix_s=time.time(),
         profile_file=str(plan.profile_file) if plan.profile_file else None,
+        sweep_file=str(file.resolve()) if file.is_file() else None,
         command_digest=command.digest if command is not None else "",
         layout=command.layout if command is not None else None,
     )

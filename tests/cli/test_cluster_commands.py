@@ -129,6 +129,10 @@ def test_a_list_of_profiles_has_readable_descriptions_in_40_columns(hpcbench: An
     done = hpcbench("cluster", "list", COLUMNS="40")
     assert max(map(len, done.stdout.splitlines())) <= 40
     assert {"Frontier:", "broken:"} <= set(done.stdout.split())
+    (tmp_path / "clusters" / "child.toml").write_text('name = "child"\nextends = "bad"\n')
+    wide = hpcbench("cluster", "list", COLUMNS="200").stdout
+    assert "broken: bad.toml:2: " in wide
+    assert str(tmp_path) not in wide
 
 
 def test_recommend_states_that_a_partition_has_fewer_nodes(hpcbench: Any) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import polars
 import pytest
 from click.testing import CliRunner, Result
@@ -17,6 +18,8 @@ from hpcbench.cli.main import cli
 from hpcbench.errors import ConfigError
 from hpcbench.report.table_files import VIEW_ENCODERS
 from hpcbench.report.table_model import Column, View
+from hpcbench.results.results_tree import ResultsTree
+from hpcbench.submit.submission_record import SweepRecord
 
 DDP = "strategy == 'ddp' and nodes == 1"
 
@@ -52,6 +55,30 @@ def test_rows_are_in_run_order_unless_sort_is_given(tree: Path) -> None:
     rates = [row["samples_per_s"] for row in rows if row["samples_per_s"] is not None]
     assert rates == sorted(rates, reverse=True)
     assert rows[-1]["status"] == "oom"
+
+
+def test_a_sweep_and_a_tree_are_counted_and_ordered_as_one(tree: Path, tmp_path: Path) -> None:
+    whole = json.loads(call(tree, "table", "--json").stdout)["rows"]
+    ids = [run_id for row in reversed(whole) for run_id in row["run_ids"]]
+    write_results(tmp_path / "own" / "made-up", 30)
+    own = {path.name for path in (tmp_path / "own" / "made-up" / "runs").glob("*/*")} & {*ids}
+    record = SweepRecord(
+        sweep="mine", cluster="made-up", description="", dropped=0, written_unix_s=1.0,
+        run_ids=[*(run_id for run_id in ids if run_id in own), "0" * 16, "1" * 16],
+    )  # fmt: skip
+    path = ResultsTree(tmp_path / "own").cluster("made-up").sweep_path("mine")
+    path.parent.mkdir()
+    path.write_bytes(msgspec.json.encode(record))
+    sorted_rows = [row["config_id"] for row in whole]
+    own_rows = [row["config_id"] for row in reversed(whole) if own & {*row["run_ids"]}]
+    for sources, count, order in (
+        (["mine"], f": {len(own)} of {len(own) + 2} runs", own_rows),
+        (["mine", str(tree)], ": 200 of 202 runs", sorted_rows),
+        ([str(tree)], "", sorted_rows),
+    ):
+        assert f"on made-up{count}\n" in call(tmp_path / "own", "table", *sources).stdout.replace(" \n", "\n")
+        rows = json.loads(call(tmp_path / "own", "table", *sources, "--json").stdout)["rows"]
+        assert [row["config_id"] for row in rows] == order
 
 
 def test_grouped_tables_are_written_as_json_and_files(tree: Path, tmp_path: Path) -> None:

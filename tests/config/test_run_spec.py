@@ -91,3 +91,9 @@ def test_the_label_of_a_hybrid_has_its_degrees() -> None:
     assert run_label(RunSpec(tasks_per_node=4, dp_degree=2, tp_degree=2, **given)).startswith(
         "filter dp2 tp2 on 4 ranks"
     )
+
+
+def test_the_label_of_a_command_shows_empty_text() -> None:
+    parameters: dict[str, Any] = {"stage": "", "count": 0, "name": "a", "folder": "/opt/x"}
+    spec = RunSpec(workload="command", strategy="command", parameters=parameters)
+    assert run_label(spec) == "command on 1 device, stage '', count 0, name a"

@@ -18,6 +18,7 @@ from hpcbench.cli.main import COMMANDS
 from hpcbench.config.cluster_profile import load_cluster_file
 from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.errors import INSTALL_REPORT, INSTALL_WORKER
+from hpcbench.results.timing_statistics import OPERATOR_S
 from hpcbench.strategies.check_names import check_names
 from tests.docs.blocks import make_targets
 
@@ -67,15 +68,35 @@ def test_shipped_toml_fits_its_schema_in_an_editor() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_sample_of_report_in_the_readme_is_printed_for_planted_results(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "first", "skipped"),
+    [("report planted", "Fastest", 2), (None, "nominal: ", 0)],
+    ids=["report", "recommend"],
+)
+def test_samples_in_the_readme_are_the_beginning_of_the_output(
+    tmp_path: Path, command: str | None, first: str, skipped: int
+) -> None:
+    """The sample of report is printed for planted results; that of recommend by the command above it."""
     write_planted(tmp_path / "planted")
-    command = [sys.executable, "-m", "hpcbench", "report", "planted"]
-    env = {**os.environ, "COLUMNS": "80"}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
-    printed = [line.rstrip() for line in done.stdout.splitlines()]
-    sample = re.search(r"```text\n(Fastest\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    sample = re.search(
+        rf"(?:    hpcbench ([^\n]+)\n\n)?```text\n({first}.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+    )
     assert sample
-    assert sample[1].splitlines() == printed[2 : 2 + sample[1].count("\n")]
+    columns = "80" if command else "110"
+    words = [sys.executable, "-m", "hpcbench", *shlex.split(command or sample[1])]
+    env = {**os.environ, "COLUMNS": columns}
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    printed = [line.rstrip() for line in done.stdout.splitlines()]
+    assert sample[2].splitlines() == printed[skipped : skipped + sample[2].count("\n")]
+
+
+def test_pages_state_the_host_time_of_an_operator_that_the_oracle_uses() -> None:
+    for page, words in (
+        ("oracle.md", "operators of a step ({:.0f} us each"),
+        ("formulas.md", "or {:.0f} us an operator"),
+    ):
+        text = " ".join((ROOT / "docs" / page).read_text().split())
+        assert words.format(OPERATOR_S * 1e6) in text, page
 
 
 def test_the_commands_of_the_readme_work_in_a_new_project(tmp_path: Path) -> None:

@@ -8,7 +8,14 @@ import pytest
 from rich.console import Console
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.predict.prediction import NotPredicted, PredictionInterval
+from hpcbench.predict.prediction import (
+    MEASURED_FOR_SWEEP,
+    BasisKind,
+    NotPredicted,
+    Prediction,
+    PredictionBasis,
+    PredictionInterval,
+)
 from hpcbench.predict.recommend import Candidate, InfeasiblePoints, Recommendation
 from hpcbench.report.prediction_view import (
     PredictedConfiguration,
@@ -66,6 +73,28 @@ def test_the_table_of_predictions_shows_time_memory_and_interval() -> None:
         "!: does not fit; the time is that of a rank with more memory",
         "not priced: 1 of 3: the oracle has no formulas for spatial",
     ]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "sources"),
+    [
+        (["profile"], "the assumed uncertainty of the hardware figures above"),
+        (["published runs"], "the error of the fit to published runs"),
+        (["calibrated"], "the error of the calibration's fits"),
+        ([MEASURED_FOR_SWEEP], "the scatter of the calibration's measurements"),
+        (
+            ["published runs", "measured neighbours", "published runs"],
+            "the error of the fit to published runs or the scatter of measured runs",
+        ),
+        ([], None),
+    ],
+)
+def test_the_legend_states_the_source_of_each_kind_of_interval(kinds: list[BasisKind], sources: str | None) -> None:
+    predictions: list[Prediction | NotPredicted]
+    predictions = [told(1.0, rests_on=PredictionBasis(kind=kind)) for kind in kinds] or [NotPredicted("no")]
+    rows = [PredictedConfiguration(spec("ddp", n + 1), [str(n)], one) for n, one in enumerate(predictions)]
+    notes = [note for note in predictions_view(rows, "t").notes if note.startswith("[90 %]")]
+    assert notes == ([] if sources is None else [f"[90 %]: prediction interval, from {sources}"])
 
 
 def test_columns_that_a_prediction_does_not_depend_on_are_left_out() -> None:

@@ -6,8 +6,9 @@ from typing import Any
 
 from rich.console import Console
 
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.report.configurations import rows_from_frame
-from hpcbench.report.results_table import results_data_view, results_text_view
+from hpcbench.report.results_table import results_data_view, results_text_view, split_parameters
 from hpcbench.report.table_files import write_view
 from hpcbench.report.table_output import PrintedView
 from hpcbench.results.frame import collected_frame
@@ -306,3 +307,15 @@ def test_files_distinguish_rows_by_degrees_and_devices_per_task() -> None:
         (1, 1, 4), (1, 2, 2), (2, 1, 1),
     ]  # fmt: skip
     assert not {"sp_degree", "pp_degree"} & {*names}
+
+
+def test_tables_that_all_runs_share_are_printed_by_entry() -> None:
+    shared: dict[str, Any] = {"env": {"OMP_NUM_THREADS": "1", "NCCL_DEBUG": "INFO"}, "options": {"bucket_cap_mb": 10}}
+    specs = [
+        RunSpec(model="resnet18", dataset="digits", strategy="ddp", batch_size=8, steps=steps, **shared)
+        for steps in (1, 2)
+    ]
+    text = split_parameters(specs)[1]
+    assert "env.OMP_NUM_THREADS=1 env.NCCL_DEBUG=INFO" in text
+    assert "options.bucket_cap_mb=10" in text
+    assert "{" not in text

@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.text import Text
 
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.run_spec import config_id
 from hpcbench.config.sweep_loader import Sweep
 from hpcbench.errors import ConfigErrors, HpcbenchError
-from hpcbench.report.plan_view import _plan_notes
+from hpcbench.report.plan_view import plan_renderables
 from hpcbench.results.results_tree import ClusterTree
+from hpcbench.results.schema import ResultSummary
+from hpcbench.submit.journal import read_journal
 from hpcbench.submit.plan import SweepPlan, make_plan
 from hpcbench.submit.run_order import MAX_SLICES, order_seed
 from hpcbench.submit.submission_record import next_submission_folder
@@ -115,10 +118,32 @@ def test_render_shows_the_order_that_submit_sends(
         assert (folder / name).read_bytes() == data
 
 
-def test_plan_states_the_order(planned: Callable[..., SweepPlan]) -> None:
+def plan_text(plan: SweepPlan) -> str:
+    return "\n".join(part.plain for part in plan_renderables(plan) if isinstance(part, Text))
+
+
+@pytest.mark.parametrize("most", [None, 2])
+@pytest.mark.parametrize("pack", [1, 3])
+def test_plan_states_once_what_submit_sends(
+    planned: Callable[..., SweepPlan], cluster_tree: ClusterTree, fake_slurm: Path, most: int | None, pack: int
+) -> None:
+    plan = planned(TWO_SHAPES, f"[submit]\npack = {pack}\n")
+    scheduler = {"kind": "slurm", "max_array_size": most}
+    plan.profile = ClusterProfile.model_validate({"name": "test", "scheduler": scheduler})
+    first, *others = plan_text(plan).splitlines()
+    submitted = submit(plan, cluster_tree)
+    assert submitted.folder is not None
+    batches = read_journal(submitted.folder).batches
+    assert f"40 to submit as {submitted.sent.jobs} jobs in {len(batches)} arrays, " in first
+    assert f"order: shuffled (seed {plan.order_seed})" in others
+    assert "arrays" not in "\n".join(others)
+
+
+def test_plan_of_a_finished_sweep_states_no_jobs_and_no_order(planned: Callable[..., SweepPlan]) -> None:
     plan = planned(ONE_SHAPE)
-    notes = "\n".join(_plan_notes(plan, plan.jobs(plan.missing)))
-    assert f"order: shuffled (seed {plan.order_seed})" in notes
+    plan.heads = {run_id: ResultSummary("ok") for run_id in plan.runs}
+    assert plan_text(plan).startswith("order on test: 20 runs, none to submit\n")
+    assert "shuffled" not in plan_text(plan)
 
 
 @pytest.mark.parametrize(
