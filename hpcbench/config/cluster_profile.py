@@ -177,14 +177,11 @@ class ClusterProfile(TomlTable):
             raise ValueError(
                 f"node.device_type = {node.device_type!r}{where} is not among the devices: {', '.join(self.devices)}"
             )
-        tables.check_partition(partition, self.scheduler, self.directives)
-        if partition.max_time_min is not None and partition.key is not None:
-            own_min = self.partitions[partition.key].time_limit_min
-            if own_min is not None and own_min > partition.max_time_min:
-                raise ValueError(
-                    f"partitions.{partition.key}.time_limit_min = {own_min:g} is longer than its max_time_min, "
-                    f"{partition.max_time_min:g}"
-                )
+        tables.check_partition(partition, self.scheduler)
+        own_min, most_min = partition.own.time_limit_min, partition.max_time_min
+        if own_min is not None and most_min is not None and own_min > most_min:
+            where = f"partitions.{partition.key}.time_limit_min"
+            raise ValueError(f"{where} = {own_min:g} is longer than its max_time_min, {most_min:g}")
 
     def partition(self, key: str | None) -> tables.Partition:
         """The partition called ``key``, else the default one, with the cluster's values where it has none."""
@@ -192,6 +189,7 @@ class ClusterProfile(TomlTable):
         own = self.partitions[chosen] if chosen else tables.PartitionConfig()
         values = dict(own) | {
             "key": chosen,
+            "own": own,
             "name": own.name or chosen,
             "node": _overlay_table(self.node, own.node),
             "request": _overlay_table(self.request, own.request),

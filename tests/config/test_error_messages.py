@@ -115,3 +115,8 @@ def test_a_rule_about_keys_of_a_nested_table_names_the_line_of_the_first(tmp_pat
     path.write_text(path.read_text().replace('python = "/b"\n', ""))
     with pytest.raises(ConfigErrors, match=r"x.toml:6: directives.array = '0-3': hpcbench writes this one"):
         load_cluster_file(path)
+    path.write_text('name = "x"\n[partitions."a.b"]\n[partitions."a.b".directives]\n"#SBATCH --hold" = true\n')
+    with pytest.raises(
+        ConfigErrors, match=r"""x.toml:4: partitions."a.b".directives."#SBATCH --hold" = True: write hold"""
+    ):
+        load_cluster_file(path)
