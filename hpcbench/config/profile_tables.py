@@ -30,6 +30,7 @@ from hpcbench.config.toml_tables import (
     TomlTable,
     VariableName,
 )
+from hpcbench.errors import did_you_mean
 from hpcbench.units import MAX_COUNT
 
 ValueSource = Literal["nominal", "measured"]
@@ -372,6 +373,11 @@ def check_partition(partition: Partition, scheduler: SchedulerConfig) -> None:
             "would stop as they start; lower it, or raise time_limit_min"
         )
     request, written = partition.request, schedulers.WRITTEN_DIRECTIVES.get(scheduler.kind, {})
+    # Arrays are an option of sbatch itself.
+    names = written.keys() - {"array"}
+    if written and (unknown := next((name for name in request.drop if name not in names), None)) is not None:
+        place, hint = partition.place("request", "drop"), did_you_mean(unknown, names)
+        raise ValueError(f"{place} = {request.drop}: hpcbench writes no directive {unknown!r}: {hint}")
     written_if = {
         "qos": partition.qos, "constraint": partition.constraint, "exclude": request.exclude_nodes,
         "mem": request.memory != "none" or request.memory_bytes, "exclusive": request.exclusive,

@@ -216,7 +216,18 @@ def test_directives_that_contradict_nothing_are_accepted(values: dict[str, Any])
         ),
         ({"partitions": {"a": {"directives": {"time": 5}}}}, "partitions.a.directives.time = 5: hpcbench writes this"),
         ({"scheduler": {"kind": "pbs"}, "directives": {"J": "0-3"}}, "directives.J = '0-3': hpcbench writes this one"),
-        *((values, message) for values, message in WRONG_DIRECTIVES),
+        *WRONG_DIRECTIVES,
+        (
+            {"request": {"drop": ["signal", "gpu-per-nod"]}},
+            r"request.drop = \['signal', 'gpu-per-nod'\]: hpcbench writes no directive 'gpu-per-nod': did you mean "
+            "'gpus-per-node'[?] choices: account, chdir, comment,",
+        ),
+        (
+            {"partitions": {"a": {"request": {"drop": [""]}}}},
+            r"partitions.a.request.drop = \[''\]: .* choices: account",
+        ),
+        ({"request": {"drop": ["array"]}}, "hpcbench writes no directive 'array'"),
+        ({"scheduler": {"kind": "pbs"}, "request": {"drop": ["signal"]}}, "'signal': choices: J, N, P, S, j, l, o, q "),
         (
             {"environments": {"e": {"venv": "/a", "python": "/b"}}},
             "venv = '/a' has a python, and python = '/b' is another: keep one",
