@@ -120,3 +120,23 @@ def test_a_rule_about_keys_of_a_nested_table_names_the_line_of_the_first(tmp_pat
         ConfigErrors, match=r"""x.toml:4: partitions."a.b".directives."#SBATCH --hold" = True: write hold"""
     ):
         load_cluster_file(path)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("node = { devices = 8, device_type = 'MI250X' }", "node.device_type = 'MI250X'"),
+        ("node = { memory_bytes = 512 }", "node.memory_bytes = 512"),
+        ("request = { cpus_per_device = 64 }", "request.cpus_per_device = 64"),
+        ("request = { gpus_on = 'step' }", "request.gpus_on = 'step'"),
+        ("request = { drop = ['none'] }", r"request.drop = \['none'\]"),
+    ],
+)
+def test_a_wrong_value_of_a_partition_is_named_with_its_own_line(tmp_path: Path, table: str, message: str) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text(
+        'name = "x"\nlauncher = "mpirun"\n[node]\ncores = 64\ndevices = 4\ndevice_type = "a100"\n[request]\n'
+        f'gpus_on = "job"\n[devices.a100]\n[partitions.gpu]\n[partitions.amd]\n{table}\n'
+    )
+    with pytest.raises(ConfigErrors, match=rf"x.toml:12: partitions.amd.{message}"):
+        load_cluster_file(path)
