@@ -166,8 +166,11 @@ class ClusterProfile(TomlTable):
             amount = f"{node.memory_bytes:g}"
             place, unit = partition.place("node", "memory_bytes"), f'write its unit, such as "{amount} GiB"'
             raise ValueError(f"{place} = {amount}{where} is below 1 GiB: {unit}")
+        cores, place = node.cores, partition.place("request", "cpus_per_task")
+        if cores is not None and request.cpus_per_task is not None and request.cpus_per_task > cores:
+            raise ValueError(f"{place} = {request.cpus_per_task}{where} is above node.cores, {cores}")
         taken = (request.cpus_per_device or 0) * (node.devices or 0)
-        if node.cores is not None and taken > node.cores:
+        if cores is not None and taken > cores:
             place, devices = partition.place("request", "cpus_per_device"), f"{taken} cores for {node.devices} devices"
             raise ValueError(
                 f"{place} = {request.cpus_per_device}{where} takes {devices}, and node.cores is {node.cores}"

@@ -216,6 +216,14 @@ def test_directives_that_contradict_nothing_are_accepted(values: dict[str, Any])
         ),
         ({"partitions": {"a": {"directives": {"time": 5}}}}, "partitions.a.directives.time = 5: hpcbench writes this"),
         ({"scheduler": {"kind": "pbs"}, "directives": {"J": "0-3"}}, "directives.J = '0-3': hpcbench writes this one"),
+        (
+            {"node": {"cores": 64}, "request": {"cpus_per_task": 128}},
+            "request.cpus_per_task = 128 is above node.cores, 64",
+        ),
+        (
+            {"node": {"cores": 64}, "request": {"cpus_per_task": 64}, "partitions": {"a": {"node": {"cores": 8}}}},
+            "request.cpus_per_task = 64 of partition a is above node.cores, 8",
+        ),
         *WRONG_DIRECTIVES,
         (
             {"request": {"drop": ["signal", "gpu-per-nod"]}},
