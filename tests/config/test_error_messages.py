@@ -140,3 +140,11 @@ def test_a_wrong_value_of_a_partition_is_named_with_its_own_line(tmp_path: Path,
     )
     with pytest.raises(ConfigErrors, match=rf"x.toml:12: partitions.amd.{message}"):
         load_cluster_file(path)
+
+
+@pytest.mark.parametrize(("table", "near"), [("sbatch", "directives"), ("queues", "partitions")])
+def test_a_table_by_its_name_in_other_tools_is_named_by_hpcbenchs(tmp_path: Path, table: str, near: str) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text(f'name = "x"\n[{table}]\n')
+    with pytest.raises(ConfigErrors, match=rf"x.toml:2: unknown key '{table}'\n  did you mean '{near}'\?"):
+        load_cluster_file(path)
