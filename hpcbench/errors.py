@@ -90,13 +90,14 @@ def unsupported(message: str, hint: str | None = None) -> WorkerError:
     return WorkerError(message, status="unsupported", hint=hint)
 
 
-_PARAMETERS_OF_OTHER_TOOLS = {
+_KEYS_OF_OTHER_TOOLS = {
     "pipeline_stages": "pp_degree", "num_stages": "pp_degree", "stages": "pp_degree", "pp": "pp_degree",
     "tp": "tp_degree", "tensor_parallel_size": "tp_degree", "dp": "dp_degree", "sp": "sp_degree",
     "world_size": "tasks_per_node", "gpus": "tasks_per_node", "lr": "learning_rate",
     "micro_batch_size": "micro_batches", "gradient_accumulation_steps": "micro_batches", "epochs": "steps",
+    "sbatch": "directives", "queues": "partitions",
 }  # fmt: skip
-"""Parameters of a sweep by their names in other tools."""
+"""Keys of a sweep or a profile by their names in other tools."""
 _MAX_LISTED = 30
 """A hint that names a near choice leaves out a longer list of choices."""
 
@@ -117,8 +118,8 @@ def did_you_mean(wrong: str, choices: Iterable[str]) -> str:
     other = wrong.lower()
     entries = choices.items() if isinstance(choices, Mapping) else ()
     named = [name for name, entry in entries if isinstance(entry, HasOtherNames) and other in entry.other_names]
-    same = [theirs for theirs, ours in _PARAMETERS_OF_OTHER_TOOLS.items() if ours == other]
-    near = [name for name in (_PARAMETERS_OF_OTHER_TOOLS.get(other), *same, *named) if name in ordered]
+    same = [theirs for theirs, ours in _KEYS_OF_OTHER_TOOLS.items() if ours == other]
+    near = [name for name in (_KEYS_OF_OTHER_TOOLS.get(other), *same, *named) if name in ordered]
     near = near or difflib.get_close_matches(wrong, ordered, n=1)
     if near and len(ordered) > _MAX_LISTED:
         return f"did you mean {near[0]!r}?"

@@ -30,11 +30,14 @@ _RATE_UNITS = {f"{prefix}B/s": factor for prefix, factor in _PREFIX_FACTORS.item
 _SPEED_UNITS = {
     f"{prefix}{flop}": factor for prefix, factor in _DECIMAL_PREFIXES.items() for flop in ("FLOP/s", "FLOPS", "flop/s")
 }
-_SLURM_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d{1,3}):(?P<minutes>\d\d)(?::(?P<seconds>\d\d))?")
+_SLURM_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d{1,3})(?::(?P<minutes>\d\d)(?::(?P<seconds>\d\d))?)?")
 _SLURM_SIZE = re.compile(r"(?P<number>\d+)(?P<prefix>[KMGT])")
 _SI_UNITS = {"time": "s", "size": "B", "rate": "B/s", "computing speed": "FLOP/s"}
 _FACTORS_BY_KIND = {"time": _TIME_UNITS, "size": _SIZE_UNITS, "rate": _RATE_UNITS, "computing speed": _SPEED_UNITS}
-_EXAMPLES = {"time": "30 min", "size": "94 GiB", "rate": "200 Gbit/s", "computing speed": "312 TFLOP/s"}
+_EXAMPLES = {
+    "time": "'30 min' or '5 us', or as SLURM: D-HH, D-HH:MM, D-HH:MM:SS or HH:MM:SS", "size": "'94 GiB' or '512G'",
+    "rate": "'200 Gbit/s'", "computing speed": "'312 TFLOP/s'",
+}  # fmt: skip
 
 
 _OTHER_UNITS = frozenset({
@@ -73,7 +76,7 @@ def time_unit_s(unit: str) -> float | None:
 def parse_quantity(text: str, kind: str) -> float:
     """The SI value of ``text`` such as ``"200 Gbit/s"``; ``kind`` is a key of the table of units.
 
-    Times and sizes may be written as SLURM prints them: ``2-00:00:00``, ``12:00:00``, ``512G`` (GiB).
+    Times and sizes may be written as SLURM does: ``2-00:00:00``, ``1-12``, ``12:00:00``, ``512G`` (GiB).
 
     Raises ``ValueError`` with an example where the text is not a number and a known unit.
     """
@@ -84,7 +87,7 @@ def parse_quantity(text: str, kind: str) -> float:
         text = f"{slurm['number']} {slurm['prefix']}iB"
     units = _FACTORS_BY_KIND[kind]
     match = _QUANTITY_PATTERN.fullmatch(text)
-    advice = f"write a number and a unit, for instance {_EXAMPLES[kind]!r}"
+    advice = f"write a number and a unit, for instance {_EXAMPLES[kind]}"
     noun = "duration" if kind == "time" else kind
     problem = f"{text!r} is not a {noun}: {advice}"
     if match is None or match["unit"] not in units:

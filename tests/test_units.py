@@ -18,6 +18,8 @@ from hpcbench import units
         ("2h", "time", 7200.0),
         ("312 TFLOP/s", "computing speed", 312e12),
         ("2-00:00:00", "time", 172_800.0),
+        ("1-12", "time", 129_600.0),
+        ("1-00", "time", 86_400.0),
         ("1-12:30", "time", 131_400.0),
         ("12:00:00", "time", 43_200.0),
         ("512G", "size", 512 * 2**30),
@@ -84,3 +86,10 @@ def test_rates_are_shown_with_three_digits() -> None:
 def test_slurm_time_rounds_up() -> None:
     assert units.format_slurm_time(5400) == "0-01:30:00"
     assert units.format_slurm_time(86400 + 0.2) == "1-00:00:01"
+
+
+@pytest.mark.parametrize("text", ["120", "90:00", "12", "1-", "-12", "1-12:5", "1-1234"])
+def test_a_time_without_a_clear_unit_is_refused_with_every_spelling(text: str) -> None:
+    spellings = "'30 min' or '5 us', or as SLURM: D-HH, D-HH:MM, D-HH:MM:SS or HH:MM:SS"
+    with pytest.raises(ValueError, match=f"^'{text}' is not a duration: write a number and a unit, .* {spellings}$"):
+        units.parse_quantity(text, "time")

@@ -135,16 +135,16 @@ class ClusterProfile(TomlTable):
             partition = self.partition(key)
             request, node = partition.request, partition.node
             if request.gpus == "gres-typed" and not (node.gres_type or node.device_type):
-                raise ValueError("request.gpus = 'gres-typed' needs node.gres_type or node.device_type")
+                place = partition.place("request", "gpus")
+                raise ValueError(f"{place} = 'gres-typed' needs node.gres_type or node.device_type")
             if node.ranks_per_device > 1 and not self.scheduler.traits.runs_here:
                 raise ValueError(
-                    f"node.ranks_per_device = {node.ranks_per_device} is for scheduler.kind = 'local', this profile's "
-                    f"is {self.scheduler.kind!r}: give every rank a device"
+                    f"{partition.place('node', 'ranks_per_device')} = {node.ranks_per_device} is for scheduler.kind = "
+                    f"'local', this profile's is {self.scheduler.kind!r}: give every rank a device"
                 )
             if request.gpus_on != "job" and self.launcher in ("mpirun", "ibrun"):
-                raise ValueError(
-                    f"request.gpus_on = {request.gpus_on!r} speaks to srun, but launcher = {self.launcher!r}"
-                )
+                place = partition.place("request", "gpus_on")
+                raise ValueError(f"{place} = {request.gpus_on!r} speaks to srun, but launcher = {self.launcher!r}")
             self._check_amounts(partition)
         longest_min = [one.max_time_min for one in self.partitions.values()]
         limits_min = [minutes for minutes in longest_min if minutes is not None]
@@ -164,27 +164,25 @@ class ClusterProfile(TomlTable):
         request, node, where = partition.request, partition.node, f" of partition {partition.key}" * bool(partition.key)
         if node.memory_bytes is not None and node.memory_bytes < _LEAST_MEMORY_BYTES:
             amount = f"{node.memory_bytes:g}"
-            raise ValueError(
-                f'node.memory_bytes = {amount}{where} is below 1 GiB: write its unit, such as "{amount} GiB"'
-            )
+            place, unit = partition.place("node", "memory_bytes"), f'write its unit, such as "{amount} GiB"'
+            raise ValueError(f"{place} = {amount}{where} is below 1 GiB: {unit}")
+        cores, place = node.cores, partition.place("request", "cpus_per_task")
+        if cores is not None and request.cpus_per_task is not None and request.cpus_per_task > cores:
+            raise ValueError(f"{place} = {request.cpus_per_task}{where} is above node.cores, {cores}")
         taken = (request.cpus_per_device or 0) * (node.devices or 0)
-        if node.cores is not None and taken > node.cores:
+        if cores is not None and taken > cores:
+            place, devices = partition.place("request", "cpus_per_device"), f"{taken} cores for {node.devices} devices"
             raise ValueError(
-                f"request.cpus_per_device = {request.cpus_per_device}{where} takes {taken} cores for {node.devices} "
-                f"devices, and node.cores is {node.cores}"
+                f"{place} = {request.cpus_per_device}{where} takes {devices}, and node.cores is {node.cores}"
             )
         if node.device_type is not None and self.devices and node.device_type not in self.devices:
-            raise ValueError(
-                f"node.device_type = {node.device_type!r}{where} is not among the devices: {', '.join(self.devices)}"
-            )
-        tables.check_partition(partition, self.scheduler, self.directives)
-        if partition.max_time_min is not None and partition.key is not None:
-            own_min = self.partitions[partition.key].time_limit_min
-            if own_min is not None and own_min > partition.max_time_min:
-                raise ValueError(
-                    f"partitions.{partition.key}.time_limit_min = {own_min:g} is longer than its max_time_min, "
-                    f"{partition.max_time_min:g}"
-                )
+            place, devices = partition.place("node", "device_type"), ", ".join(self.devices)
+            raise ValueError(f"{place} = {node.device_type!r}{where} is not among the devices: {devices}")
+        tables.check_partition(partition, self.scheduler)
+        own_min, most_min = partition.own.time_limit_min, partition.max_time_min
+        if own_min is not None and most_min is not None and own_min > most_min:
+            where = f"partitions.{partition.key}.time_limit_min"
+            raise ValueError(f"{where} = {own_min:g} is longer than its max_time_min, {most_min:g}")
 
     def partition(self, key: str | None) -> tables.Partition:
         """The partition called ``key``, else the default one, with the cluster's values where it has none."""
@@ -192,6 +190,7 @@ class ClusterProfile(TomlTable):
         own = self.partitions[chosen] if chosen else tables.PartitionConfig()
         values = dict(own) | {
             "key": chosen,
+            "own": own,
             "name": own.name or chosen,
             "node": _overlay_table(self.node, own.node),
             "request": _overlay_table(self.request, own.request),

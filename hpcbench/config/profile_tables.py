@@ -4,12 +4,15 @@ environments.
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import sys
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
+from hpcbench.config import scheduler_kinds as schedulers
 from hpcbench.config.run_spec import max_job_minutes
 from hpcbench.config.scheduler_kinds import SHIPPED_KINDS, SchedulerKind, check_scheduler_kind, scheduler_kind
 from hpcbench.config.toml_tables import (
@@ -27,6 +30,7 @@ from hpcbench.config.toml_tables import (
     TomlTable,
     VariableName,
 )
+from hpcbench.errors import did_you_mean
 from hpcbench.units import MAX_COUNT
 
 ValueSource = Literal["nominal", "measured"]
@@ -342,25 +346,22 @@ class Partition(PartitionConfig):
     time_limit_min: Minutes = 30.0
     node: NodeConfig = NodeConfig()
     request: ResourceRequest = ResourceRequest()
+    own: PartitionConfig = PartitionConfig()
+    """Its own values alone."""
+
+    def place(self, table: str, key: str) -> str:
+        """The place in the profile of the value that holds here, as a dotted key."""
+        own = getattr(self.own, table) or ()
+        is_own = key in (own.model_fields_set if isinstance(own, TomlTable) else own)
+        steps = ("partitions", self.key or "", table, key) if is_own else (table, key)
+        return ".".join(step if re.fullmatch(r"[A-Za-z0-9_-]+", step) else json.dumps(step) for step in steps)
 
     def __hash__(self) -> int:
         return hash(self.key)
 
 
-_OWN_DIRECTIVES = {
-    "slurm": ("array", "nodes", "time", "chdir", "output", "error"),
-    "pbs": ("J", "o"),
-}
-"""Directives by which hpcbench numbers, bounds and logs its jobs, by kind of scheduler.
-
-Names of jobs are not among them: sites ask for their own."""
-
-
-def check_partition(partition: Partition, scheduler: SchedulerConfig, shared: Directives) -> None:
-    """Raise ``ValueError`` for node counts, a warning or directives with which no job works.
-
-    ``shared`` are the directives of all partitions.
-    """
+def check_partition(partition: Partition, scheduler: SchedulerConfig) -> None:
+    """Raise ``ValueError`` for node counts, a warning or directives with which no job works."""
     least, most = partition.min_nodes, partition.max_nodes
     if least is not None and most is not None and least > most:
         raise ValueError(f"partitions.{partition.key}.min_nodes = {least} is above its max_nodes, {most}")
@@ -371,11 +372,27 @@ def check_partition(partition: Partition, scheduler: SchedulerConfig, shared: Di
             f"scheduler.warning_s = {scheduler.warning_s:g} s is not below the time limit{where}, {limit_s:g} s: ranks "
             "would stop as they start; lower it, or raise time_limit_min"
         )
-    for name in _OWN_DIRECTIVES.get(scheduler.kind, ()):
-        if name in partition.directives:
-            table = "directives" if name in shared else f"partitions.{partition.key}.directives"
-            value = partition.directives[name]
-            raise ValueError(f"{table}.{name} = {value!r}: hpcbench writes this one for each job: remove it")
+    request, written = partition.request, schedulers.WRITTEN_DIRECTIVES.get(scheduler.kind, {})
+    # Arrays are an option of sbatch itself.
+    names = written.keys() - {"array"}
+    if written and (unknown := next((name for name in request.drop if name not in names), None)) is not None:
+        place, hint = partition.place("request", "drop"), did_you_mean(unknown, names)
+        raise ValueError(f"{place} = {request.drop}: hpcbench writes no directive {unknown!r}: {hint}")
+    written_if = {
+        "qos": partition.qos, "constraint": partition.constraint, "exclude": request.exclude_nodes,
+        "mem": request.memory != "none" or request.memory_bytes, "exclusive": request.exclusive,
+        "gres": request.gpus.startswith("gres") or "gpu" in str(partition.directives.get("gres")),
+    }  # fmt: skip
+    for name, value in partition.directives.items() if written else ():
+        right = schedulers.directive_name(name, scheduler.kind)
+        ours = schedulers.SAME_REQUEST.get(right, right)
+        way = bool(written_if.get(ours, True)) and written.get(ours, False)
+        problem = "" if right == name != "" else f"write {right}" if right else f"no directive of {scheduler.kind}"
+        if way is not False and (not way or ours not in request.drop):
+            problem = f"hpcbench writes {'this one' if ours == name else ours} for each job: remove it"
+            problem += f"; {way} sets it, or add {ours!r} to request.drop" * bool(way)
+        if problem:
+            raise ValueError(f"{partition.place('directives', name)} = {value!r:.80}: {problem}")
 
 
 class Environment(EnvironmentConfig):

@@ -6,8 +6,13 @@ value is a module with ``KIND``, a ``SchedulerKind``, and ``SCHEDULER``, a subcl
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
+
+import tomli
 
 from hpcbench.errors import ConfigError
 from hpcbench.plugins import load_plugin, plugin_modules
@@ -32,6 +37,28 @@ class SchedulerKind(NamedTuple):
     """Command by which the user submits rendered scripts, if hpcbench does not."""
     note: str = "its commands are not checked"
     """A text that ``doctor`` reports."""
+
+
+_DIRECTIVES = tomli.loads(Path(__file__).with_name("directives.toml").read_text(encoding="utf-8"))
+WRITTEN_DIRECTIVES: dict[str, dict[str, str | bool]] = _DIRECTIVES["written"]
+"""The directives that hpcbench writes, by kind of scheduler."""
+SAME_REQUEST: dict[str, str] = _DIRECTIVES["same_request"]
+"""Options of sbatch, each with the directive of hpcbench that it contradicts."""
+_SBATCH_WORDS: dict[str, str] = _DIRECTIVES["sbatch"]["words"]
+_SBATCH_WORDS |= {name: name for name in (*_DIRECTIVES["sbatch"]["options"], *_SBATCH_WORDS.values())}
+
+
+def directive_name(name: str, kind: str) -> str:
+    """Return the spelling of the directive that ``name`` of a profile stands for; empty where it stands for none.
+
+    Sites add options to sbatch by plug-ins: a word that resembles none of sbatch's own is one of those.
+    """
+    word = re.sub(r"^#\w*\s*", "", name).strip().lstrip("-").partition("=")[0].strip()
+    if kind == "slurm":
+        hyphened = word.lower().replace("_", "-")
+        near = [word, hyphened, *difflib.get_close_matches(hyphened, _SBATCH_WORDS, n=1, cutoff=0.85)]
+        word = next((_SBATCH_WORDS[each] for each in near if each in _SBATCH_WORDS), word)
+    return word if re.fullmatch(r"[A-Za-z][\w.-]+" if kind == "slurm" else "[A-Za-z]", word, re.ASCII) else ""
 
 
 SHIPPED_KINDS = {

@@ -278,9 +278,9 @@ def _describe_problem(
         message = f"{name}: a table is needed, not {detail['input']!r:.80}"
         return source.error(message, *key_path, hint=_table_hint(model, key_path, detail["input"]))
     text = detail["msg"].removeprefix("Value error, ")
-    if found := re.match(r"([\w-]+(?:\.[\w-]+)*) = ", text):
+    if found := re.match(r"""((?:[\w.-]|"[^"\n]*")+) = """, text):
         # A rule about several keys begins with the first of them.
-        return source.error(f"{name}: {text}" if key_path else text, *key_path, *found[1].split("."))
+        return source.error(f"{name}: {text}" if key_path else text, *key_path, *_split_key(found[1]))
     if detail["type"] == "too_short" and not detail["input"]:
         return source.error(f"{name} is empty: at least one value is needed", *key_path)
     value = "" if detail["type"] == "value_error" else f", not {detail['input']!r:.80}"

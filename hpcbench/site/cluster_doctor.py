@@ -60,6 +60,9 @@ def check_cluster(
         detail = f"{traits.note}, although it has {unused}" if unused else traits.note
         mend = "hpcbench cluster init NAME writes a profile that submits to the nodes"
         checks.append(_check("scheduler", unused is None, detail, mend, needed=False))
+    # The comparison with the scheduler has found it already, if the scheduler answered.
+    if (missing := account_error(profile)) and not any(check.detail.startswith(missing.message) for check in checks):
+        checks.append(_check("profile", False, missing.message, missing.hint or ""))
     if notify and traits.is_slurm and all(check.works or not check.needed for check in checks):
         checks += _check_from_node(profile, notify)
     else:
@@ -160,8 +163,6 @@ def _check_worker(profile: ClusterProfile) -> list[DoctorCheck]:
 def _check_from_node(profile: ClusterProfile, notify: Notify) -> list[DoctorCheck]:
     """Check the inside of a job, in its own environment."""
     try:
-        if error := account_error(profile):
-            raise error
         probe = run_probe(profile, notify)
     except HpcbenchError as error:
         return [_check("job", False, printable_text(error.message), error.hint or "")]

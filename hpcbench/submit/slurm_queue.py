@@ -370,8 +370,7 @@ def hides_jobs(private: str | None) -> bool:
 
 def scheduler_cluster(profile: ClusterProfile, partition: str | None = None) -> str:
     """The cluster, or clusters, that the profile's directives send a job to; else those of SLURM_CLUSTERS; or empty."""
-    directives = profile.partition(partition).directives
-    named = directives.get("clusters", directives.get("cluster", directives.get("M")))
+    named = profile.partition(partition).directives.get("clusters")
     if isinstance(named, list):
         named = ",".join(named)
     return named if isinstance(named, str) and named else os.environ.get("SLURM_CLUSTERS", "")

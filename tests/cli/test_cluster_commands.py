@@ -56,6 +56,23 @@ def test_submit_refuses_a_cluster_that_is_only_predicted_for(hpcbench: Any, tmp_
     assert not (tmp_path / "results").exists()
 
 
+@pytest.mark.parametrize("kind", ["slurm", "pbs"])
+def test_doctor_states_a_missing_account(hpcbench: Any, tmp_path: Path, kind: str) -> None:
+    profile, config = tmp_path / "clusters" / "c.toml", tmp_path / "hpcbench" / "config.toml"
+    profile.write_text(
+        f'name = "c"\naccount_required = true\ndefault_environment = "e"\nscheduler = {{ kind = "{kind}" }}\n'
+        '[environments.e]\nmodules = ["none"]\n'
+    )
+    variables = {"PATH": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
+    done = hpcbench("doctor", "--no-job", "--cluster", "c", **variables)
+    assert done.returncode == 3, done.stderr
+    assert done.stdout.count("cluster c needs an account, and none is set") == 1
+    assert f"set it in {config}, below [accounts]" in " ".join(done.stdout.split())
+    config.parent.mkdir()
+    config.write_text('[accounts]\nc = "project_1"\n')
+    assert "needs an account" not in hpcbench("doctor", "--no-job", "--cluster", "c", **variables).stdout
+
+
 def test_a_missing_account_is_named_before_anything_is_written(hpcbench: Any, tmp_path: Path) -> None:
     done = hpcbench("submit", "s.toml", "--cluster", "lumi-g")
     assert done.returncode == 2

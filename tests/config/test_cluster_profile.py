@@ -113,6 +113,59 @@ def test_the_longest_job_time_follows_nodes_steps_and_node_hours(
     assert max_job_minutes(nodes, most, steps, node_hours) == expected
 
 
+WRONG_DIRECTIVES: list[tuple[dict[str, Any], str]] = [
+    *(
+        ({"directives": {name: "1"}}, f" = '1': write {right} ")
+        for name, right in (
+            ("#SBATCH --exclusive", "exclusive"), ("--reservation", "reservation"), ("#SBATCH reservation=x", "reservation"),
+            ("s", "oversubscribe"), ("mail_user", "mail-user"), ("memory", "mem"), ("memm", "mem"), ("Hint", "hint"),
+            ("cluster", "clusters"), ("reservaton", "reservation"),
+        )
+    ),
+    *(({"directives": {name: "1"}}, "'1': no directive of slurm") for name in ("z", "--", "a b", "3", "", "x\n#SBATCH")),
+    *(({"scheduler": {"kind": "pbs"}, "directives": {name: "1"}}, "'1': no directive of pbs") for name in ("queue", "")),
+    ({"scheduler": {"kind": "pbs"}, "directives": {"-W": "1"}}, 'directives.-W = \'1\': write W '),
+    *(
+        ({"directives": {name: "1"}}, f"hpcbench writes {ours} for each job: remove it; {way}.* sets it, or add '")
+        for name, ours, way in (
+            ("-A", "account", "account at the top of the file"), ("A", "account", "account at the top"),
+            ("account", "this one", "account at the top"), ("partition", "this one", "partitions.NAME.name"),
+            ("ntasks_per_node", "ntasks-per-node", "tasks_per_node of a sweep"),
+            ("ntasks-per-node", "this one", "tasks_per_node of a sweep"), ("n", "ntasks-per-node", "tasks_per_node"),
+            ("ntasks", "ntasks-per-node", "tasks_per_node"), ("cpus-per-task", "this one", "request.cpus_per_task"),
+            ("gpus-per-node", "this one", "request.gpus"), ("gpus-per-task", "this one", "request.gpus"),
+            ("gpus-per-socket", "gpus", "request.gpus"), ("signal", "this one", "scheduler.warning_s"),
+        )
+    ),
+    *(({"directives": {name: "1"}}, " for each job: remove it ") for name in ("--time", "t", "D", "open-mode", "walltime")),
+    ({"directives": {"gres": ["nvme:1", "gpu:4"]}}, "this one for each job: remove it; request.gpus sets it"),
+    ({"directives": {"gres": "nvme:1"}, "request": {"gpus": "gres"}}, "this one for each job: remove it; request.gpus"),
+    ({"directives": {"mem-per-cpu": "2G"}, "request": {"memory": "all"}}, "writes mem for each job.*; request.memory sets"),
+    ({"directives": {"exclusive": True}, "request": {"exclusive": True}}, "this one for each job.*; request.exclusive"),
+    (
+        {"directives": {"constraint": "x"}, "partitions": {"a": {"constraint": "y"}}},
+        "^(?s:.*)directives.constraint = 'x': hpcbench writes this one .*; partitions.NAME.constraint sets it",
+    ),
+    *(({"scheduler": {"kind": "pbs"}, "directives": {name: "x"}}, f"{name} = 'x': hpcbench writes this") for name in "oPql"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"directives": {"constraint": "scratch", "qos": "q", "mem": "2G", "gres": "nvme:1", "exclusive": "user"}},
+        {"directives": {"disable-dcgm": True, "container-image": "a", "uenv": "b", "x_y": 1, "job-name": "n"}},
+        {"directives": {"ntasks": 8, "gpus-per-node": 4}, "request": {"drop": ["ntasks-per-node", "gpus-per-node"]}},
+        {"partitions": {"a": {"directives": {"account": "x"}, "request": {"drop": ["account"]}}}},
+        {"scheduler": {"kind": "pbs"}, "directives": {"v": "A=1", "l": "select=1"}, "request": {"drop": ["l"]}},
+        {"scheduler": {"kind": "local"}, "directives": {"anything": 1}},
+    ],
+)
+def test_directives_that_contradict_nothing_are_accepted(values: dict[str, Any]) -> None:
+    made = ClusterProfile.model_validate({"name": "c", **values})
+    assert made.directives == values.get("directives", {})
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -163,6 +216,26 @@ def test_the_longest_job_time_follows_nodes_steps_and_node_hours(
         ),
         ({"partitions": {"a": {"directives": {"time": 5}}}}, "partitions.a.directives.time = 5: hpcbench writes this"),
         ({"scheduler": {"kind": "pbs"}, "directives": {"J": "0-3"}}, "directives.J = '0-3': hpcbench writes this one"),
+        (
+            {"node": {"cores": 64}, "request": {"cpus_per_task": 128}},
+            "request.cpus_per_task = 128 is above node.cores, 64",
+        ),
+        (
+            {"node": {"cores": 64}, "request": {"cpus_per_task": 64}, "partitions": {"a": {"node": {"cores": 8}}}},
+            "request.cpus_per_task = 64 of partition a is above node.cores, 8",
+        ),
+        *WRONG_DIRECTIVES,
+        (
+            {"request": {"drop": ["signal", "gpu-per-nod"]}},
+            r"request.drop = \['signal', 'gpu-per-nod'\]: hpcbench writes no directive 'gpu-per-nod': did you mean "
+            "'gpus-per-node'[?] choices: account, chdir, comment,",
+        ),
+        (
+            {"partitions": {"a": {"request": {"drop": [""]}}}},
+            r"partitions.a.request.drop = \[''\]: .* choices: account",
+        ),
+        ({"request": {"drop": ["array"]}}, "hpcbench writes no directive 'array'"),
+        ({"scheduler": {"kind": "pbs"}, "request": {"drop": ["signal"]}}, "'signal': choices: J, N, P, S, j, l, o, q "),
         (
             {"environments": {"e": {"venv": "/a", "python": "/b"}}},
             "venv = '/a' has a python, and python = '/b' is another: keep one",

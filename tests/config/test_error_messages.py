@@ -115,3 +115,36 @@ def test_a_rule_about_keys_of_a_nested_table_names_the_line_of_the_first(tmp_pat
     path.write_text(path.read_text().replace('python = "/b"\n', ""))
     with pytest.raises(ConfigErrors, match=r"x.toml:6: directives.array = '0-3': hpcbench writes this one"):
         load_cluster_file(path)
+    path.write_text('name = "x"\n[partitions."a.b"]\n[partitions."a.b".directives]\n"#SBATCH --hold" = true\n')
+    with pytest.raises(
+        ConfigErrors, match=r"""x.toml:4: partitions."a.b".directives."#SBATCH --hold" = True: write hold"""
+    ):
+        load_cluster_file(path)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("node = { devices = 8, device_type = 'MI250X' }", "node.device_type = 'MI250X'"),
+        ("node = { memory_bytes = 512 }", "node.memory_bytes = 512"),
+        ("request = { cpus_per_device = 64 }", "request.cpus_per_device = 64"),
+        ("request = { gpus_on = 'step' }", "request.gpus_on = 'step'"),
+        ("request = { drop = ['none'] }", r"request.drop = \['none'\]"),
+    ],
+)
+def test_a_wrong_value_of_a_partition_is_named_with_its_own_line(tmp_path: Path, table: str, message: str) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text(
+        'name = "x"\nlauncher = "mpirun"\n[node]\ncores = 64\ndevices = 4\ndevice_type = "a100"\n[request]\n'
+        f'gpus_on = "job"\n[devices.a100]\n[partitions.gpu]\n[partitions.amd]\n{table}\n'
+    )
+    with pytest.raises(ConfigErrors, match=rf"x.toml:12: partitions.amd.{message}"):
+        load_cluster_file(path)
+
+
+@pytest.mark.parametrize(("table", "near"), [("sbatch", "directives"), ("queues", "partitions")])
+def test_a_table_by_its_name_in_other_tools_is_named_by_hpcbenchs(tmp_path: Path, table: str, near: str) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text(f'name = "x"\n[{table}]\n')
+    with pytest.raises(ConfigErrors, match=rf"x.toml:2: unknown key '{table}'\n  did you mean '{near}'\?"):
+        load_cluster_file(path)

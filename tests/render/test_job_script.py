@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import pytest
 
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.config.scheduler_kinds import WRITTEN_DIRECTIVES
 from hpcbench.paths import shared_folder
 from hpcbench.render.job_script import (
     PIPELINE_VARIABLES,
     JobShape,
     make_job_shape,
+    pbs_directives,
     render_script,
     sbatch_directives,
     template_context,
@@ -144,6 +147,22 @@ def test_the_profile_decides_about_the_variables_of_pipelines() -> None:
     profile = profile_of(env={"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
     shape = make_job_shape(profile, 2, 4, has_nccl_pipeline=True)
     assert shape.variables["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+
+
+def test_the_written_directives_are_those_of_the_table_of_their_scheduler() -> None:
+    """Profiles are checked by the tables: `drop` takes these names, and `directives` must not contradict them."""
+    written = set[str]()
+    full: dict[str, Any] = {"memory": "all", "exclusive": True, "exclude_nodes": ["n"]}
+    for gpus in ("gpus", "gpus-per-node", "gpus-per-task", "gres"):
+        for kind in ("shifter", "uenv"):
+            container = {"kind": kind, "image": "i", "modules": ["m"], "mounts": ["a:b"] if kind == "shifter" else []}
+            environments, request = {"mod": {"container": container}}, {**full, "gpus": gpus}
+            shape = shape_of(account="a", request=request, directives={}, environments=environments)
+            written |= {name for name, _ in sbatch_directives(replace(shape, node="n1"), "job", "/f", 0)}
+    # Arrays are an option of the command.
+    assert written | {"array"} == {*WRITTEN_DIRECTIVES["slurm"], "switches"}
+    shape = shape_of(scheduler={"kind": "pbs"}, directives={}, partitions={"gpu": {}}, request={})
+    assert {name for name, _ in pbs_directives(shape, "job", "/f", 0, 1, 2)} == set(WRITTEN_DIRECTIVES["pbs"])
 
 
 def test_a_bare_request_names_neither_devices_nor_memory() -> None:

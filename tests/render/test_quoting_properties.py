@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -86,22 +87,23 @@ def test_values_reach_what_the_script_starts_byte_by_byte(
     assert not (folder / "owned").exists()
 
 
-@given(LINE, TEXT, TEXT, st.one_of(PATH, st.just("plain")))
+@given(LINE, TEXT, st.one_of(TEXT, st.just("-fine")), st.one_of(PATH, st.just("plain")))
 @example("project 42", HOSTILE, "fine", "plain")
 @example("it's", "fine", "fine", "a b%A")
 def test_directives_stay_on_their_line_or_are_refused(account: str, comment: str, name: str, place: str) -> None:
     where = Path("/shared") / place
     try:
-        made = profile("slurm", account=account, directives={"comment": comment, f"x{name}": True})
+        made = profile("slurm", account=account, directives={"comment": comment, f"own{name}": True})
         script = render_script(ENGINE, make_job_shape(made, 1, 1), "sweep", where, 0)
     except (ValidationError, RenderError):
-        assert any(ord(letter) < 32 or ord(letter) == 127 for letter in comment + name + place)
+        is_word = re.fullmatch(r"[\w.-]*", name, re.ASCII)
+        assert not is_word or any(ord(letter) < 32 or ord(letter) == 127 for letter in comment + place)
         return
     lines = [line for line in checked(script).split("\n") if line.startswith("#SBATCH")]
     words = [shlex.split(line) for line in lines]
     assert all(len(line) == 2 for line in words), lines
     assert ["#SBATCH", f"--account={account}"] in words
     assert ["#SBATCH", f"--comment={comment}"] in words
-    assert ["#SBATCH", f"--x{name}"] in words
+    assert ["#SBATCH", f"--own{name}"] in words
     assert ["#SBATCH", f"--chdir={where}"] in words
     assert sys.executable in script
