@@ -83,8 +83,9 @@ def test_an_incomplete_expression_is_refused_with_its_place() -> None:
 def test_every_missing_option_is_named_with_its_choices() -> None:
     done = hpcbench("recommend", "--cluster", "local")
     assert done.returncode == 2
-    for option in ("--model", "--dataset", "--batch-size"):
+    for option in ("--model", "--dataset"):
         assert f"error: option {option} is missing\n  choices: " in done.stderr
+    assert "error: --batch-size or --global-batch-size: neither is given\n" in done.stderr
     assert "error: " in hpcbench("recommend", "--nope").stderr
 
 
