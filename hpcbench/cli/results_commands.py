@@ -145,8 +145,8 @@ def show_table(
         out: Write the table there; its suffix is the format.
     """
     frame = load_frame(results, sources, clusters)
-    if not sources or any(map(is_results_path, sources)):
-        # Runs of a sweep are in its order; the names of folders have none.
+    if not sources or any(is_results_path(source) and Path(source).is_dir() for source in sources):
+        # Runs of a sweep, and of its bundle, are in its order; the names of folders have none.
         frame = frame.sort(["cluster", *ROW_ORDER], nulls_last=True)
     kept = filter_launches(frame, request.where if request else None)
     rows = rows_from_frame(kept, request.baseline if request else None)
