@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, log, sqrt
 from statistics import fmean
@@ -96,9 +96,8 @@ def drawn_score(runs: Sequence[SiteRun], pilots: int) -> Score:
     return Score(*(fmean(getattr(one, name) for one in scores) for name in ("error", "signed", "holds")))
 
 
-def choice_groups(runs: Sequence[SiteRun]) -> list[list[SiteRun]]:
+def choice_groups(runs: Sequence[SiteRun], rows: Mapping[str, PublishedRow]) -> list[list[SiteRun]]:
     """Return the runs that a user would choose among: of one model, number of GPUs, batch and sequence."""
-    rows = {row.id: row for row in (*read_rows(FIT)[0], *megatron_rows())}
     groups: dict[tuple[str, int, int, int], list[SiteRun]] = defaultdict(list)
     for run in runs:
         layout = rows[run.key].layout
@@ -112,6 +111,7 @@ def regret(groups: Sequence[Sequence[SiteRun]], seconds: Callable[[SiteRun], flo
 
 
 def predicted_s(site: Site) -> Callable[[SiteRun], float]:
+    """Return the function that predicts the seconds of a run's step at ``site``."""
     return lambda run: site_step(run.work, run.figures, site.logs).total_s
 
 
@@ -132,18 +132,18 @@ def regret_of_measured(group: Sequence[SiteRun], measured: int) -> float:
 
 def print_regrets(sites: Sequence[tuple[str, list[SiteRun]]]) -> None:
     """Print how much slower the chosen layout is than the best measured one: by predictions, and by users' habits."""
-    layouts = {row.id: row.layout for row in (*read_rows(FIT)[0], *megatron_rows())}
+    rows = {row.id: row for row in (*read_rows(FIT)[0], *megatron_rows())}
     heads = [
         "site, held out", "groups", "layouts", *(f"{count} runs known" if count else "none known" for count in PILOTS),
         *(f"best of {count} runs in turn" for count in MEASURED), "most data parallelism", "mean of all",
     ]  # fmt: skip
     print(f"\n| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for name, runs in sites:
-        if groups := choice_groups(runs):
+        if groups := choice_groups(runs, rows):
             losses = [drawn_regret(runs, groups, count) for count in PILOTS]
             losses += [fmean(regret_of_measured(group, count) for group in groups) for count in MEASURED]
             losses += [
-                regret(groups, lambda run: -layouts[run.key].data_degree - layouts[run.key].micro_batch / 1e3),
+                regret(groups, lambda run: -rows[run.key].layout.data_degree - rows[run.key].layout.micro_batch / 1e3),
                 fmean(fmean(run.measured_s or 1.0 for run in group) / _best_s(group) - 1 for group in groups),
             ]
             cells = " | ".join(f"{loss:.1%}" for loss in losses)

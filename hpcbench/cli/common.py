@@ -276,9 +276,6 @@ def plain_table(
     return table
 
 
-PREDICTED_ONLY = 'no job reaches {0}: to submit, write a profile of your site with extends = "{0}"'
-
-
 def print_message(text: str) -> None:
     """Print a message for the person on standard error."""
     click.echo(printable_text(text), err=True)

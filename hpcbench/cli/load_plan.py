@@ -14,7 +14,7 @@ import click
 import msgspec
 
 from hpcbench.cli.common import print_message
-from hpcbench.config.cluster_profile import find_cluster_profiles, is_profile_path, load_cluster
+from hpcbench.config.cluster_profile import ClusterProfile, find_cluster_profiles, is_profile_path, load_cluster
 from hpcbench.config.sweep_file import apply_overrides, settings_lines
 from hpcbench.config.sweep_loader import Sweep, load_sweep, parse_sweep
 from hpcbench.config.toml_tables import NAME_PATTERN, TomlSource
@@ -143,6 +143,13 @@ def one_off_sweep(name: str | None, parameters: Mapping[str, Any], overrides: Se
     data["name"] = name or data.get("name") or "-".join([*words, digest])
     text = "".join(f"{line}\n" for line in settings_lines(data))
     return parse_sweep(data, TomlSource(Path("command line"), text, origins))
+
+
+def print_if_predicted_only(profile: ClusterProfile) -> None:
+    """Print that no job reaches the machine of a profile, and how to submit, if that is so."""
+    if profile.scheduler.kind == "none":
+        name = profile.name
+        print_message(f'no job reaches {name}: to submit, write a profile of your site with extends = "{name}"')
 
 
 def check_options(missing: Mapping[str, Iterable[str]], problems: Iterable[HpcbenchError] = ()) -> None:

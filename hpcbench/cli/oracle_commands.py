@@ -9,7 +9,6 @@ from typing import Any
 import click
 
 from hpcbench.cli.common import (
-    PREDICTED_ONLY,
     cluster_option,
     complete_choices,
     make_console,
@@ -21,7 +20,7 @@ from hpcbench.cli.common import (
     print_message,
     print_text,
 )
-from hpcbench.cli.load_plan import check_options, load_plan
+from hpcbench.cli.load_plan import check_options, load_plan, print_if_predicted_only
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
 from hpcbench.config.run_spec import run_label
 from hpcbench.errors import EXIT_RUNS_FAILED, ConfigError
@@ -214,8 +213,7 @@ def _write_sweep(text: str, out: Path | None, profile: ClusterProfile) -> None:
     if out is not None and text:
         write_atomic(out, text.encode())
         print_message(f"written: {out}; next: hpcbench plan {out} --cluster {profile.name}")
-        if profile.scheduler.kind == "none":
-            print_message(PREDICTED_ONLY.format(profile.name))
+        print_if_predicted_only(profile)
 
 
 def _end_with_sweep(text: str, out: Path | None, *, as_json: bool) -> None:

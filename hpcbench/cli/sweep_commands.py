@@ -11,7 +11,6 @@ import click
 import msgspec
 
 from hpcbench.cli.common import (
-    PREDICTED_ONLY,
     complete_files,
     json_option,
     make_console,
@@ -23,7 +22,7 @@ from hpcbench.cli.common import (
     print_message,
     print_text,
 )
-from hpcbench.cli.load_plan import find_sweep_file, load_plan
+from hpcbench.cli.load_plan import find_sweep_file, load_plan, print_if_predicted_only
 from hpcbench.config.cluster_profile import find_cluster_profiles, is_profile, load_cluster_file
 from hpcbench.config.command import command_warnings
 from hpcbench.config.run_spec import spec_document
@@ -92,8 +91,8 @@ def _check_file(path: Path, overrides: Sequence[str]) -> str:
     if not is_profile(data) or path.resolve().parent.name == "sweeps":
         sweep = load_sweep(path, overrides)
         check_names(sweep)
-        for key, doubt in command_warnings(sweep.command) if sweep.command is not None else ():
-            print_message(f"warning: {sweep.source.where(key)}: {doubt}")
+        for key, text in command_warnings(sweep.command) if sweep.command is not None else ():
+            print_message(f"warning: {sweep.source.where(key)}: {text}")
         return f"a sweep of {pluralize(count_points(sweep), 'point')}, valid"
     profile, source = load_cluster_file(path)
     warnings = check_against_scheduler(profile, source)
@@ -124,8 +123,7 @@ def show_plan(sweep: str, cluster_name: str, overrides: tuple[str, ...], results
         screen.print(part)
     if missing_account := account_error(sweep_plan.profile):
         print_message(str(missing_account))
-    if sweep_plan.profile.scheduler.kind == "none":
-        print_message(PREDICTED_ONLY.format(sweep_plan.profile.name))
+    print_if_predicted_only(sweep_plan.profile)
 
 
 def _plan_json(plan: SweepPlan, forecast: PlanForecast) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def command_warnings(command: Command) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Yield the key and the text of each doubt about a valid command."""
+    """Yield the key and the text of each warning about a valid command."""
     used = {match[1] for word in (*command.argv, command.folder) for match in PLACEHOLDER.finditer(word)}
     expressions = [*command.per_step.values(), *(metric.value for metric in command.metrics if metric.value)]
     if command.layout is not None:

@@ -58,26 +58,30 @@ def test_rows_are_in_run_order_unless_sort_is_given(tree: Path) -> None:
 
 
 def test_a_sweep_and_a_tree_are_counted_and_ordered_as_one(tree: Path, tmp_path: Path) -> None:
+    """The sweep has some of the tree's runs, in the opposite order, and two runs without a result."""
     whole = json.loads(call(tree, "table", "--json").stdout)["rows"]
-    ids = [run_id for row in reversed(whole) for run_id in row["run_ids"]]
-    write_results(tmp_path / "own" / "made-up", 30)
-    own = {path.name for path in (tmp_path / "own" / "made-up" / "runs").glob("*/*")} & {*ids}
+    reversed_ids = [run_id for row in reversed(whole) for run_id in row["run_ids"]]
+    other_tree = tmp_path / "own"
+    write_results(other_tree / "made-up", 30)
+    measured = {path.name for path in (other_tree / "made-up" / "runs").glob("*/*")}
+    in_sweep = [run_id for run_id in reversed_ids if run_id in measured]
     record = SweepRecord(
         sweep="mine", cluster="made-up", description="", dropped=0, written_unix_s=1.0,
-        run_ids=[*(run_id for run_id in ids if run_id in own), "0" * 16, "1" * 16],
+        run_ids=[*in_sweep, "0" * 16, "1" * 16],
     )  # fmt: skip
-    path = ResultsTree(tmp_path / "own").cluster("made-up").sweep_path("mine")
+    path = ResultsTree(other_tree).cluster("made-up").sweep_path("mine")
     path.parent.mkdir()
     path.write_bytes(msgspec.json.encode(record))
-    sorted_rows = [row["config_id"] for row in whole]
-    own_rows = [row["config_id"] for row in reversed(whole) if own & {*row["run_ids"]}]
+    order_of_tree = [row["config_id"] for row in whole]
+    order_of_sweep = [row["config_id"] for row in reversed(whole) if {*in_sweep} & {*row["run_ids"]}]
     for sources, count, order in (
-        (["mine"], f": {len(own)} of {len(own) + 2} runs", own_rows),
-        (["mine", str(tree)], ": 200 of 202 runs", sorted_rows),
-        ([str(tree)], "", sorted_rows),
+        (["mine"], f": {len(in_sweep)} of {len(in_sweep) + 2} runs", order_of_sweep),
+        (["mine", str(tree)], ": 200 of 202 runs", order_of_tree),
+        ([str(tree)], "", order_of_tree),
     ):
-        assert f"on made-up{count}\n" in call(tmp_path / "own", "table", *sources).stdout.replace(" \n", "\n")
-        rows = json.loads(call(tmp_path / "own", "table", *sources, "--json").stdout)["rows"]
+        lines = [line.rstrip() for line in call(other_tree, "table", *sources).stdout.splitlines()]
+        assert any(line.endswith(f"on made-up{count}") for line in lines), lines
+        rows = json.loads(call(other_tree, "table", *sources, "--json").stdout)["rows"]
         assert [row["config_id"] for row in rows] == order
 
 

@@ -115,11 +115,11 @@ def test_a_parameter_without_a_placeholder_is_found(write_sweep: WriteSweep) -> 
         ("step_time", "s", "higher", True), ("energy", "J", "higher", False),
     ],
 )  # fmt: skip
-def test_a_step_time_that_is_no_time_is_a_doubt(name: str, unit: str, better: str, warns: bool) -> None:
+def test_check_warns_of_a_step_time_that_is_no_time(name: str, unit: str, better: str, warns: bool) -> None:
     metric = CommandMetric(name=name, unit=unit, better=better, per="step", pattern="(x)")  # type: ignore[arg-type]
-    doubts = list(command_warnings(Command(argv=["x"], metrics=[metric])))
+    warnings = list(command_warnings(Command(argv=["x"], metrics=[metric])))
     text = f"step_time in {unit!r}, {better} is better: only a time, lower is better, gives rates, MFU and plots of step times"
-    assert doubts == ([(("command", "metrics", 0, "unit"), text)] if warns else [])
+    assert warnings == ([(("command", "metrics", 0, "unit"), text)] if warns else [])
 
 
 @pytest.mark.parametrize(
