@@ -21,7 +21,7 @@ SEED ?= 1
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart horovod horovod-if-possible test test-all test-rest test-strategy test-slurm test-cuda test-torch run-cli run-distributed run-docs run-others run-slurm lint format docs \
+.PHONY: help quickstart horovod horovod-if-possible test test-all test-rest test-strategy test-slurm test-cuda test-torch run-cli run-distributed run-docs run-others run-releases run-slurm lint lint-code lint-types format docs \
 	reference schemas layers check-layers golden pictures slurm-up slurm-down slurm-status soak faults chaos bench gpu-check gpu-kit gpu-day oracle-score rerun-ddlbench rerun-paradl clean
 
 help: ## list the targets
@@ -83,8 +83,9 @@ test-all: ## make test and make test-rest, with more examples of the property te
 	@$(MAKE) --no-print-directory test-rest
 
 # Two at a time, the longest first and the shortest last: two cores stay busy. Their prerequisites are complete before.
+# ALSO names targets that run beside them: CI's are a second release of SLURM and another release of torch.
 test-rest: horovod-if-possible ## the tests that make test-all adds: full parity, Horovod, a real SLURM, a browser, the site
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line --keep-going run-slurm run-distributed run-others run-cli run-docs
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line --keep-going run-slurm run-distributed $(ALSO) run-others run-cli run-docs
 
 test-strategy: $(VENV)/.test $(if $(filter horovod,$(S)),horovod-if-possible) ## the tests of one key of the registry, such as S=zero_bubble
 	@[ "$(S)" ] || { echo "make test-strategy S=zero_bubble: name a key of the registry (docs/catalog.md)"; exit 2; }
@@ -106,6 +107,11 @@ test-torch: $(VENV)/.test ## hpcbench with another release of torch, such as VER
 run-slurm:
 	$(if $(SLURM),SLURMBOX_RELEASE=$(SLURM)) $(PYTEST) tests/slurm --durations 20 -m "slurm and not soak$(if $(SLURM), and releases)" -rs
 
+# There is one box at a time.
+run-releases: run-slurm
+	@[ "$(RELEASE)" ] || { echo "make run-releases RELEASE=24.11: name a release of SLURM"; exit 2; }
+	SLURMBOX_RELEASE=$(RELEASE) $(PYTEST) tests/slurm --durations 20 -m "releases and not soak" -rs
+
 # Not split further: more processes than cores take as long, and lose time limits.
 run-distributed:
 	$(PYTEST) tests/distributed --durations 20 -m "$(SLOW)" -rs
@@ -119,10 +125,16 @@ run-docs:
 run-others:
 	$(PYTEST) $(addprefix --ignore tests/,cli distributed docs slurm) --durations 20 -m "$(SLOW)" -rs
 
+# Two at a time: the types take half of the time.
 lint: $(VENV)/.dev ## formatting, style, types, layering, structure, vocabulary
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target --keep-going lint-types lint-code
+
+lint-types:
+	$(BIN)/mypy
+
+lint-code:
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache >/dev/null || $(BIN)/lint-imports --no-cache
 	$(BIN)/python tests/structure.py
 	$(BIN)/python tests/vocabulary.py

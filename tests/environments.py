@@ -47,7 +47,7 @@ def make_cached_environment(
         changeable: Requirements among the arguments; where only they have changed, pip changes the environment in place.
         announcement: What is printed before an installation.
         run: Runs a command, and raises ``EnvironmentMissing`` if it fails.
-        links: Installed packages that the environment shares.
+        links: Installed packages that the environment shares, from a checkout that may be gone at the next call.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f"{folder.name}.lock").open("w") as lock:
@@ -55,16 +55,24 @@ def make_cached_environment(
         ready, state = folder / _READY, "\n".join((base, *changeable))
         known = ready.read_text() if ready.is_file() else ""
         if known == state:
+            _link(folder, links)
             return
         print(announcement, flush=True)
         if not known.startswith(base):
             run([python, "-m", "venv", "--clear", str(folder)])
-            (packages,) = folder.glob("lib/python*/site-packages")
-            for link in links:
-                (packages / link.name).symlink_to(link)
+        _link(folder, links)
         ready.unlink(missing_ok=True)
         run([str(folder / "bin/python"), "-m", "pip", "install", "--quiet", *pip_arguments])
         ready.write_text(state)
+
+
+def _link(folder: Path, packages: Sequence[Path]) -> None:
+    (shared,) = folder.glob("lib/python*/site-packages")
+    for package in packages:
+        link = shared / package.name
+        if not (link.is_symlink() and link.readlink() == package):
+            link.unlink(missing_ok=True)
+            link.symlink_to(package)
 
 
 def run_or_refuse(command: Sequence[str], what: str) -> None:
@@ -91,7 +99,7 @@ def make_trainer_environment(name: str, requirements: Sequence[str]) -> Path:
     version = importlib.metadata.version("torch")
     links = [torch, torch.parent / "torchgen", torch.parent / "functorch", *torch.parent.glob("torch-*.dist-info")]
     folder = cached_folder(f"trainer-{name}")
-    base = "\n".join([sys.executable, version, *map(str, links), *requirements])
+    base = "\n".join([sys.version, version, *requirements])
     make_cached_environment(
         folder, sys.executable, requirements, base, [], f"installing {' '.join(requirements)} in {folder}",
         lambda command: run_or_refuse(command, name), [link for link in links if link.exists()],
