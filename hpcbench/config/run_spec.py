@@ -125,6 +125,11 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         return self.nodes * self.tasks_per_node
 
     @property
+    def ranks_per_node(self) -> int:
+        """Ranks of a node: a process of a command starts those of its devices itself."""
+        return self.tasks_per_node * (self.devices_per_task if self.workload == "command" else 1)
+
+    @property
     def devices(self) -> int:
         """Devices of the run: the product of all degrees."""
         return self.ranks * self.devices_per_task

@@ -166,7 +166,8 @@ def _arrays_view(plan: SweepPlan, groups: list[JobGroup], plan_forecast: PlanFor
     columns = [
         Column("runs", "runs", lambda group: len(group.run_ids)),
         Column("jobs", "jobs", attrgetter("jobs")),
-        *(Column(name, name, attrgetter(f"shape.{name}")) for name in ("nodes", "ranks")),
+        Column("nodes", "nodes", attrgetter("shape.nodes")),
+        Column("ranks", "ranks", lambda group: group.shape.nodes * plan.runs[group.run_ids[0]].ranks_per_node),
         Column("time_limit_s", "run limit", attrgetter("shape.time_limit_s"), compact_heading="run\nlimit"),
         Column("limit_s", "job limit", attrgetter("limit_s"), compact_heading="job\nlimit"),
         Column("node_hours", "node-h", lambda group: group.node_hours, lambda group: f"{group.node_hours:.2f}"),

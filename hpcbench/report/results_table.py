@@ -196,8 +196,7 @@ _PARAMETER_HEADINGS = {
 def _ranks_cell(row: IdentifiedRow) -> str:
     if row.spec is None:
         return ""
-    # A process of a command starts the ranks of its devices itself.
-    per_node = row.spec.tasks_per_node * (1 if row.spec.model else row.spec.devices_per_task)
+    per_node = row.spec.ranks_per_node
     return str(per_node) if row.spec.nodes == 1 else f"{row.spec.nodes}x{per_node}"
 
 
