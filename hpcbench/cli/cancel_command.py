@@ -13,12 +13,13 @@ import msgspec
 
 from hpcbench.cli.common import (
     cluster_filter_option,
-    complete_runs,
     filter_runs,
     output_options,
     print_json,
     print_message,
     project_relative,
+    run_prefix_option,
+    runs_with_prefix,
     sweep_argument,
     why_nothing,
 )
@@ -48,13 +49,7 @@ from hpcbench.units import format_bytes, parse_quantity, pluralize
 @click.command("cancel")
 @sweep_argument
 @cluster_filter_option
-@click.option(
-    "--run",
-    "prefix",
-    metavar="RUN_ID",
-    shell_complete=complete_runs,
-    help="Only this run; its first digits are enough.",
-)
+@run_prefix_option
 @click.option("--where", metavar="EXPR", help="Only runs whose parameters satisfy the expression.")
 @click.option("--wait", "waits", is_flag=True, help="Stay until they have ended.")
 @output_options
@@ -77,7 +72,8 @@ def cancel_sweep(
             queue = _read_whole_queue(tree, profile) if is_whole else None
             states = run_states(tree, record.run_ids, profile, time.time(), queue=queue)
         surplus = audit_tree(tree, queue, {record.sweep}) if queue is not None else []
-        states = {run_id: state for run_id, state in states.items() if run_id.startswith(prefix or "")}
+        if prefix is not None:
+            states = runs_with_prefix(states, prefix, record.sweep)
         if where is not None:
             states = filter_runs(RunCatalog(tree), states, where, record.sweep)
         outcome = cancel_runs(tree, states, profile)

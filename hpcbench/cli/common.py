@@ -123,6 +123,13 @@ cluster_filter_option = click.option(
     "--cluster", "cluster_name", metavar="NAME", help="Only this cluster.", shell_complete=complete_clusters,
     callback=lambda _context, _parameter, name: Path(name).stem if name and name.endswith(".toml") else name,
 )  # fmt: skip
+run_prefix_option = click.option(
+    "--run",
+    "prefix",
+    metavar="RUN_ID",
+    help="Only this run; its first digits are enough.",
+    shell_complete=complete_runs,
+)
 where_option = click.option(
     "--where", metavar="EXPR",
     help="Only runs that satisfy the expression, for example 'nodes == 4 and strategy != \"single\"'.",
@@ -218,6 +225,15 @@ def filter_runs(catalog: RunCatalog, states: Mapping[str, RunState], where: str,
     chosen = catalog.satisfying(states, where)
     if states and not chosen:
         print_message(f"none of the {pluralize(len(states), 'run')} of {sweep} satisfies --where {where!r}")
+    return chosen
+
+
+def runs_with_prefix(states: Mapping[str, RunState], prefix: str, sweep: str) -> dict[str, RunState]:
+    """The runs of ``sweep`` whose id begins with ``prefix``; a message states that there are none."""
+    chosen = {run_id: state for run_id, state in states.items() if run_id.startswith(prefix)}
+    if states and not chosen:
+        runs = pluralize(len(states), "run")
+        print_message(f"none of the {runs} of {sweep} has an id that begins with --run {printable_text(prefix)!r}")
     return chosen
 
 

@@ -14,6 +14,8 @@ from hpcbench.cli.common import (
     print_json,
     print_message,
     read_options,
+    run_prefix_option,
+    runs_with_prefix,
     sweep_argument,
 )
 from hpcbench.config.cluster_profile import load_cluster
@@ -36,16 +38,18 @@ def results_group() -> None:
 @results_group.command("rm")
 @sweep_argument
 @cluster_filter_option
+@run_prefix_option
 @click.option("--where", metavar="EXPR", help="Only runs whose parameters satisfy the expression.")
 @click.option("--yes", "removes", is_flag=True, help="Remove them. Without this option nothing is changed.")
 @read_options
 def remove_results(
-    *, sweep: str, cluster_name: str | None, where: str | None, removes: bool, results: ResultsTree, as_json: bool
-) -> None:
+    *, sweep: str, cluster_name: str | None, prefix: str | None, where: str | None, removes: bool,
+    results: ResultsTree, as_json: bool,
+) -> None:  # fmt: skip
     """Show the runs of SWEEP that have files, with their size; --yes removes their results, logs and attempts.
 
     submit then measures them anew. Runs that are queued or running, and those that are also in another sweep, are kept.
-    Without --where the record of the sweep is removed, too.
+    Without --run and --where the record of the sweep is removed, too.
     """
     documents = []
     for cluster, record in select_sweeps(results, (sweep,), cluster_name):
@@ -53,11 +57,11 @@ def remove_results(
         with announce_silence(print_message), contextlib.ExitStack() as stack:
             # A tree that may only be read is shown, too.
             lock = stack.enter_context(exclusive_lock(tree.submissions / ".lock")) if removes else None
-            chosen = _removable_runs(tree, record, cluster, where)
+            chosen = _removable_runs(tree, record, cluster, prefix, where)
             size_bytes = sum(folder_size(tree.run_folder(run_id)) for run_id in chosen)
             if lock is not None:
                 _remove_runs(tree, chosen, lock)
-                if where is None and not tree.existing_runs() & {*record.run_ids}:
+                if where is None and prefix is None and not tree.existing_runs() & {*record.run_ids}:
                     tree.sweep_path(record.sweep).unlink(missing_ok=True)
                     tree.sweep_path(record.sweep).with_suffix(".toml").unlink(missing_ok=True)
         outcome = "removed" if removes else "to remove; nothing was changed, --yes removes them"
@@ -68,10 +72,14 @@ def remove_results(
         print_json({"removed": removes, "sweeps": documents})
 
 
-def _removable_runs(tree: ClusterTree, record: SweepRecord, cluster: str, where: str | None) -> list[str]:
+def _removable_runs(
+    tree: ClusterTree, record: SweepRecord, cluster: str, prefix: str | None, where: str | None
+) -> list[str]:
     """Return the runs with files that may be removed; a message counts the others."""
     profile, _ = load_cluster(record.profile)
     states = run_states(tree, record.run_ids, profile, time.time())
+    if prefix is not None:
+        states = runs_with_prefix(states, prefix, record.sweep)
     if where is not None:
         states = filter_runs(RunCatalog(tree), states, where, record.sweep)
     others = select_sweeps(ResultsTree(tree.root.parent), (), cluster)

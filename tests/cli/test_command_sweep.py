@@ -209,7 +209,11 @@ def test_removed_results_are_measured_anew(project: Path) -> None:
     for command in (["results", "rm"], ["status"], ["cancel"]):
         none = hpcbench(*command, "mine", "--where", "repeat == 7", cwd=project)
         assert "none of the 2 runs of mine satisfies --where 'repeat == 7'\n" in none.stderr
-    done = hpcbench("results", "rm", "mine", "--where", "repeat == 1", "--yes", cwd=project)
+    for words in (["results", "rm"], ["cancel"]):
+        none = hpcbench(*words, "mine", "--run", "x7", cwd=project)
+        assert "none of the 2 runs of mine has an id that begins with --run 'x7'\n" in none.stderr
+    (only,) = (result["run_id"] for result in results(project) if result["spec"].get("repeat") == 1)
+    done = hpcbench("results", "rm", "mine", "--run", only[:6], "--yes", cwd=project)
     assert (done.returncode, len(results(project))) == (0, 1), done.stderr
     assert "planned" in hpcbench("status", "mine", "--all", cwd=project).stdout
     again = hpcbench("run", "mine.toml", *options, cwd=project)
