@@ -29,6 +29,7 @@ from hpcbench.config.toml_tables import (
     SingleLineText,
     TomlTable,
     VariableName,
+    possible,
 )
 from hpcbench.errors import did_you_mean
 from hpcbench.units import MAX_COUNT
@@ -75,7 +76,7 @@ class NodeConfig(TomlTable):
 class DeviceConfig(TomlTable):
     """The figures of an accelerator, or of a set of cores, for the oracle and for MFU."""
 
-    memory_bytes: Bytes | None = None
+    memory_bytes: Annotated[Bytes, possible(2**28, 2**45, "B", "80 GB")] | None = None
     memory_bandwidth_bytes_per_s: BytesPerSecond | None = None
     peak_flops_per_s: dict[Precision, FlopsPerSecond] = {}
     """Peak rates of dense arithmetic by precision; without the run's precision MFU is left out. `fp8` and `fp4` price

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import tomli
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -362,11 +363,29 @@ def _number_or_text_schema(example: str) -> WithJsonSchema:
     return WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0}, {"type": "string", "examples": [example]}]})
 
 
+def possible(least: float, most: float, unit: str, example: str) -> AfterValidator:
+    """Return the validator that refuses an amount that no machine has: its unit is missing or a wrong one."""
+
+    def check(value: float) -> float:
+        if not least <= value <= most:
+            side = "less" if value < least else "more"
+            raise ValueError(f"{value:.4g} {unit} is {side} than any machine has: write its unit, such as {example!r}")
+        return value
+
+    return AfterValidator(check)
+
+
 Seconds = Annotated[float, Field(ge=0, le=MAX_TIME_S), _parse_unit("time"), _number_or_text_schema("1.5 us")]
 Minutes = Annotated[float, Field(gt=0, le=MAX_TIME_S / 60), _parse_unit("time", 60.0), _number_or_text_schema("30 min")]
 Bytes = Annotated[float, Field(ge=0), _parse_unit("size"), _number_or_text_schema("94 GiB")]
-BytesPerSecond = Annotated[float, Field(gt=0), _parse_unit("rate"), _number_or_text_schema("200 Gbit/s")]
-FlopsPerSecond = Annotated[float, Field(gt=0), _parse_unit("computing speed"), _number_or_text_schema("312 TFLOP/s")]
+BytesPerSecond = Annotated[
+    float, Field(gt=0), _parse_unit("rate"), possible(1e4, 1e15, "B/s", "200 Gbit/s"),
+    _number_or_text_schema("200 Gbit/s"),
+]  # fmt: skip
+FlopsPerSecond = Annotated[
+    float, Field(gt=0), _parse_unit("computing speed"), possible(1e6, 1e17, "FLOP/s", "312 TFLOP/s"),
+    _number_or_text_schema("312 TFLOP/s"),
+]  # fmt: skip
 
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"

@@ -183,6 +183,18 @@ def test_directives_that_contradict_nothing_are_accepted(values: dict[str, Any])
         ),
         ({"node": {"memory_bytes": 512}}, 'node.memory_bytes = 512 is below 1 GiB: write its unit, such as "512 GiB"'),
         (
+            {"devices": {"a100": {"memory_bytes": 80}}},
+            "80 B is less than any machine has: write its unit, such as '80 GB'",
+        ),
+        (
+            {"devices": {"a100": {"memory_bandwidth_bytes_per_s": "2039 TB/s"}}},
+            "2.039e.15 B/s is more than any machine has: write its unit, such as '200 Gbit/s'",
+        ),
+        (
+            {"devices": {"a100": {"peak_flops_per_s": {"bf16": 312}}}},
+            "312 FLOP/s is less than any machine has: write its unit, such as '312 TFLOP/s'",
+        ),
+        (
             {"node": {"cores": 128, "devices": 4}, "request": {"cpus_per_device": 64}},
             "request.cpus_per_device = 64 takes 256 cores for 4 devices, and node.cores is 128",
         ),
