@@ -173,12 +173,12 @@ def _load_sides(
 
 
 def _split_by_date(frame: polars.DataFrame, since: str) -> tuple[polars.DataFrame, polars.DataFrame]:
-    """Results that were written before, and since, a date in this machine's time zone."""
+    """Results of runs that ended before, and since, a date in this machine's time zone."""
     try:
-        edge_ns = int(datetime.fromisoformat(since).timestamp() * 1e9)
+        edge_s = datetime.fromisoformat(since).timestamp()
     except ValueError:
         raise ConfigError(f"--since {since}: no date", hint="for instance 2026-11-20 or 2026-11-20T18:00") from None
-    if frame["file.mtime_ns"].null_count():
-        raise ConfigError("--since needs results in a tree: those in a bundle bear no date")
-    is_new = polars.col("file.mtime_ns") >= edge_ns
+    if undated := frame["ended_at_s"].null_count():
+        raise ConfigError(f"--since: {undated} of {len(frame)} results have no date")
+    is_new = polars.col("ended_at_s") >= edge_s
     return frame.filter(~is_new), frame.filter(is_new)

@@ -45,7 +45,7 @@ SPEEDUP_COLUMNS = (
 )  # fmt: skip
 SPREAD_COLUMNS = ("metrics.step_time_s.ci95_low", "metrics.step_time_s.ci95_high")
 _MAXIMUM_OVER_LAUNCHES = frozenset({"metrics.peak_memory_bytes", "metrics.peak_reserved_bytes"})
-_NOT_AGGREGATED = frozenset({"warnings", OWN_METRICS, "run_id", "file.mtime_ns", "file.size_bytes"})
+_NOT_AGGREGATED = frozenset({"warnings", OWN_METRICS, "run_id", "ended_at_s", "file.mtime_ns", "file.size_bytes"})
 
 
 def aggregate_launches(frame: pl.DataFrame) -> pl.DataFrame:

@@ -24,12 +24,15 @@ from hpcbench.results.results_tree import RUN_ID_PATTERN, ClusterTree, Collected
 from hpcbench.results.schema import STATUS_BROKEN, FailureRecord, RunMetrics, RunResult, VerificationResult
 
 RESULT_COLUMNS = (
-    "run_id", "config_id", "attempt", "sweep", "cluster", "status", "environment_digest", "warnings", "units", "better",
+    "run_id", "config_id", "attempt", "sweep", "cluster", "status", "ended_at_s", "environment_digest", "warnings",
+    "units", "better",
 )  # fmt: skip
 PROVENANCE_KEYS = ("hpcbench", "hpcbench_commit", "torch", "submission", "environment_key")
 """Keys of a result's provenance that are columns of the frame, as text."""
 FILE_COLUMNS = ("file.mtime_ns", "file.size_bytes")
 """Time at which ``result.json`` was written, and its size: a change of either is a change of the result."""
+_LAST_DATE_S = 2.0**33
+"""A result of the year 2242 has a wrong date."""
 _NESTED_RECORDS: dict[str, type[msgspec.Struct]] = {
     "spec": RunSpec, "metrics": RunMetrics, "verification": VerificationResult, "error": FailureRecord
 }  # fmt: skip
@@ -93,6 +96,7 @@ def results_frame(results: Sequence[RunResult], files: Sequence[tuple[int, int]]
     Raises ``TypeError`` or ``OverflowError`` where a number is beyond 64 bits.
     """
     columns: dict[str, Sequence[Any]] = {name: list(map(attrgetter(name), results)) for name in RESULT_COLUMNS}
+    columns["ended_at_s"] = _ends_s(results, files)
     texts = [[*result.warnings, *doubts_of(result)] for result in results]
     columns["warnings"] = [sorted_json(warnings) if warnings else None for warnings in texts]
     for name in ("units", "better"):
@@ -103,6 +107,14 @@ def results_frame(results: Sequence[RunResult], files: Sequence[tuple[int, int]]
         values = [result.provenance.get(name) for result in results]
         columns[f"provenance.{name}"] = [value if isinstance(value, str) else None for value in values]
     return _make_frame(columns, files, len(results))
+
+
+def _ends_s(results: Sequence[RunResult], files: Sequence[tuple[int, int]] | None) -> list[float | None]:
+    """Return the date of each result (Unix time); the time of its file, which copying may change, where it has none."""
+    ends_s = [result.ended_at_s if 0 < (result.ended_at_s or 0) < _LAST_DATE_S else None for result in results]
+    if files is None:
+        return ends_s
+    return [mtime_ns / 1e9 if end_s is None else end_s for end_s, (mtime_ns, _) in zip(ends_s, files, strict=True)]
 
 
 def _add_record_columns(

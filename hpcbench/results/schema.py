@@ -360,6 +360,9 @@ class RunResult(_ResultRecord, kw_only=True):
     """Name of the cluster's profile."""
     status: str
     """``ok``, ``oom``, ``unsupported``, ``failed``, ``timeout``, ``cancelled``, ``preempted`` or ``skipped``."""
+    ended_at_s: float | None = None
+    """Unix time (s) at which the result was recorded, or at which its job ended without one. Readers take the time of
+    the file where it is absent."""
     spec: RunSpec
     """All parameters of the run."""
     metrics: RunMetrics = msgspec.field(default_factory=RunMetrics)

@@ -373,6 +373,7 @@ def _scheduler_failure_result(tree: ClusterTree, run_id: str, state: RunState, r
         sweep=task.sweep,
         cluster=header.cluster,
         status="failed" if state.state == "lost" else state.state,
+        ended_at_s=state.ended_unix_s or time.time(),
         spec=task.spec,
         error=error,
     )

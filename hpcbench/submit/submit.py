@@ -309,6 +309,7 @@ def _write_skipped_results(plan: SweepPlan, tree: ClusterTree, active: Collectio
                 sweep=plan.sweep.name,
                 cluster=plan.profile.name,
                 status="skipped",
+                ended_at_s=time.time(),
                 spec=spec,
                 error=FailureRecord(type="Stopped", message=reason),
             )

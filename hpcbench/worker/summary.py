@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -193,6 +194,7 @@ def summarize_run(
         sweep=task.sweep,
         cluster=header.cluster,
         status=status,
+        ended_at_s=time.time(),
         spec=task.spec,
         metrics=schema.RunMetrics(),
         provenance=provenance,

@@ -27,7 +27,7 @@ from hpcbench.report.comparison import (
 )
 from hpcbench.report.comparison_view import ComparisonRow, comparison_text_view, junit_xml, rows_from_pairs
 from hpcbench.report.load_results import load_frame
-from hpcbench.results.results_tree import ResultsTree
+from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.results.schema import RunResult
 from tests.report.planted import frame_of, launch, write
 
@@ -225,6 +225,23 @@ def test_option_since_splits_launches_at_a_date(trees: Path) -> None:
     assert (row["launches_base"], row["launches_new"]) == (2, 3)
     with pytest.raises(ConfigError, match="no date"):
         call(trees / "old", "--since", "yesterday")
+
+
+@pytest.mark.parametrize("written", [1.6e9, "an hour", -5.0, 1e300, None])
+def test_the_date_of_a_result_is_its_own_where_it_has_one(trees: Path, tmp_path: Path, written: object) -> None:
+    """A copy has new times of files; impossible dates are those of the files."""
+    tree = ClusterTree(tmp_path / "copy" / "c")
+    for number, path in enumerate(sorted((trees / "old").glob("c/runs/*/*/result.json"))):
+        document = json.loads(path.read_text())
+        copy = tree.result_path(document["run_id"])
+        copy.parent.mkdir(parents=True)
+        copy.write_text(json.dumps({**document, "ended_at_s": written if number < 2 else 1.7e9}))
+        os.utime(copy, (1.65e9,) * 2)
+    frame = load_frame(ResultsTree(tree.root.parent), [])
+    broken = written == "an hour"
+    dates = frame.filter(frame["status"] != "broken").sort("ended_at_s")["ended_at_s"].to_list()
+    early = [] if broken else [1.6e9 if written == 1.6e9 else 1.65e9] * 2
+    assert dates == early + [1.7e9] * 3
 
 
 BAND = """[[band]]

@@ -236,7 +236,7 @@ NEEDED = {
     "energy": "1 configuration ended well, but none has a measured energy",
     "bandwidth": "1 configuration ended well, but none has a measured own.bus_bandwidth",
     "pairs": 'no run has operation = "pairs"',
-    "history": "none of 1 launch has step time and a date in its tree",
+    "history": "none of 1 launch has step time and a date",
 }  # fmt: skip
 
 

@@ -85,8 +85,8 @@ def derive_findings(
         *problem_findings.unfinished_findings(sweeps), *problem_findings.data_quality_findings(rows),
     ]  # fmt: skip
     statuses = Counter(status for row in [*rows, *broken] for status in [row.status] * len(row.run_ids))
-    times = sorted(frame["file.mtime_ns"].drop_nulls().to_list())
-    begin, end = (datetime.fromtimestamp(times[i] // 10**9, timezone.utc) if times else None for i in (0, -1))
+    times = sorted(frame["ended_at_s"].drop_nulls().to_list())
+    begin, end = (datetime.fromtimestamp(int(times[i]), timezone.utc) if times else None for i in (0, -1))
     return Findings(findings, rows, dict(sorted(statuses.items())), begin, end)
 
 

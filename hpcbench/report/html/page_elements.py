@@ -255,19 +255,19 @@ _MAX_ENVIRONMENTS = 8
 def runs_view(frame: pl.DataFrame) -> View:
     """Number, statuses and times of runs by cluster, sweep and environment."""
     keys = ["cluster", "sweep", "environment_digest"]
-    time_ns = pl.col("file.mtime_ns")
+    ended_at_s = pl.col("ended_at_s")
     is_ok = pl.col("status") == STATUS_OK
     groups = frame.group_by(keys, maintain_order=True).agg(
         pl.len().alias("runs"), is_ok.sum().alias("ok"), pl.col("status").filter(~is_ok),
-        time_ns.min().alias("first"), time_ns.max().alias("last"),
+        ended_at_s.min().alias("first"), ended_at_s.max().alias("last"),
     ).sort(keys, nulls_last=True)  # fmt: skip
     table = [
-        [*identity, runs, ok, _status_counts(statuses), _format_time_ns(first), _format_time_ns(last)]
+        [*identity, runs, ok, _status_counts(statuses), _format_time(first), _format_time(last)]
         for *identity, runs, ok, statuses, first, last in groups.iter_rows()
     ]
     names = [*keys, "runs", "ok", "others", "first", "last"]
     headings = {"environment_digest": "environment", "others": "not ok", "first": "first result", "last": "last result"}
-    notes = ["times (UTC) of the result files"] if any(row[6] for row in table) else []
+    notes = ["times (UTC) of the ends of runs"] if any(row[6] for row in table) else []
     columns = plain_columns(names, headings)
     return page_view("runs", "Runs by cluster, sweep and environment", columns, table, notes=notes)
 
@@ -277,10 +277,10 @@ def _status_counts(statuses: Sequence[str]) -> str:
     return ", ".join(f"{count} {printable_excerpt(status)}" for status, count in sorted(Counter(statuses).items()))
 
 
-def _format_time_ns(time_ns: int | None) -> str | None:
-    if time_ns is None:
+def _format_time(time_s: float | None) -> str | None:
+    if time_s is None:
         return None
-    return datetime.fromtimestamp(time_ns // 10**9, timezone.utc).strftime("%Y-%m-%d %H:%M")
+    return datetime.fromtimestamp(time_s, timezone.utc).strftime("%Y-%m-%d %H:%M")
 
 
 def sample_runs(frame: pl.DataFrame) -> list[tuple[str, str]]:

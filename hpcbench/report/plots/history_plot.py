@@ -23,12 +23,12 @@ from hpcbench.report.plots.theme import PlotAxis, make_axis
 from hpcbench.report.table_model import PERCENT_COLUMNS, column_heading, format_value
 from hpcbench.units import pluralize
 
-DATE_COLUMN = "file.mtime_ns"
+DATE_COLUMN = "ended_at_s"
 VERSION_COLUMNS = ("provenance.hpcbench", "provenance.torch", "environment_digest")
 """Columns whose change is marked, the one that explains most first."""
 _KINDS = {"_per_s": "/s", "_per_s_per_device": "/s", "_s": "s", ".median": "s", "_bytes": "B", "_j": "J"}
 _MAX_CHANGES = 12
-_DAY_NS, _HOUR_NS = 86_400 * 10**9, 3_600 * 10**9
+_DAY_S, _HOUR_S = 86_400.0, 3_600.0
 
 
 def history_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
@@ -45,7 +45,7 @@ def history_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
     dated = ended.filter((pl.col(column) > 0) & pl.col(DATE_COLUMN).is_not_null())
     if dated.is_empty():
         what = column_heading(column)
-        raise NothingToDraw(f"none of {pluralize(len(ended), 'launch', 'launches')} has {what} and a date in its tree")
+        raise NothingToDraw(f"none of {pluralize(len(ended), 'launch', 'launches')} has {what} and a date")
     notes: list[str] = []
     if len(dated) < len(ended):
         notes.append(f"not drawn: {pluralize(len(ended) - len(dated), 'launch', 'launches')} without figure or date")
@@ -57,33 +57,33 @@ def history_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
     mixed = rows.group_by("panel", "series").agg(pl.col("config_id").n_unique())["config_id"].max()
     if isinstance(mixed, int) and mixed > 1:
         notes.append(f"a line has up to {mixed} configurations: --by separates them")
-    dates_ns: list[int] = sorted(rows[DATE_COLUMN].to_list())
-    first_ns, last_ns = dates_ns[0], dates_ns[-1]
-    length_ns, unit = (_DAY_NS, "days") if last_ns - first_ns >= 2 * _DAY_NS else (_HOUR_NS, "hours")
-    x = (pl.col(DATE_COLUMN) - first_ns) / length_ns
+    dates_s: list[float] = sorted(rows[DATE_COLUMN].to_list())
+    first_s, last_s = dates_s[0], dates_s[-1]
+    length_s, unit = (_DAY_S, "days") if last_s - first_s >= 2 * _DAY_S else (_HOUR_S, "hours")
+    x = (pl.col(DATE_COLUMN) - first_s) / length_s
     points = line_rows(rows.with_columns(x=x, y=pl.col(column)).sort("panel", "series", "x"), MEASURED)
     changes, texts = _changes(labelled)
-    marks = _change_rows(points, [(date_ns - first_ns) / length_ns for date_ns in changes[:_MAX_CHANGES]])
+    marks = _change_rows(points, [(date_s - first_s) / length_s for date_s in changes[:_MAX_CHANGES]])
     if len(changes) > _MAX_CHANGES:
         notes.append(f"{len(changes) - _MAX_CHANGES} later changes of the environment are not marked")
     unit_text = column_names.own_units(frame).get(column)
     y = _value_axis(column, unit_text, points["y"])
-    span = f"{_date(first_ns)} to {_date(last_ns)}"
+    span = f"{_date(first_s)} to {_date(last_s)}"
     low, high = (format_value(column, value, unit_text) for value in (points["y"].min(), points["y"].max()))
     alt = f"{y.title} of {pluralize(len(points), 'launch', 'launches')}, {span}: {low} to {high}. " + "; ".join(texts)
     return Plot(
         subtitle=", ".join(filter(None, [shared, span])), alt=alt.strip(),
-        drawing=LineChart(PlotAxis(f"{unit} since {_date(first_ns)}"), y, from_zero=False,
+        drawing=LineChart(PlotAxis(f"{unit} since {_date(first_s)}"), y, from_zero=False,
                           legend=legend_title(request.by)),
         frame=pl.concat([points, marks]), notes=["a point is one launch", *texts[:_MAX_CHANGES], *notes],
     )  # fmt: skip
 
 
-def _changes(rows: pl.DataFrame) -> tuple[list[int], list[str]]:
-    """The dates (ns) at which a cluster's next launch had another environment, and what changed."""
+def _changes(rows: pl.DataFrame) -> tuple[list[float], list[str]]:
+    """The dates (Unix time) at which a cluster's next launch had another environment, and what changed."""
     found = []
     for (cluster,), launches in rows.sort(DATE_COLUMN).group_by(["cluster"], maintain_order=True):
-        for (_, *before), (date_ns, *after) in pairwise(launches.select(DATE_COLUMN, *VERSION_COLUMNS).iter_rows()):
+        for (_, *before), (date_s, *after) in pairwise(launches.select(DATE_COLUMN, *VERSION_COLUMNS).iter_rows()):
             different = [
                 f"{name} {printable_name(old)} to {printable_name(new)}"
                 for name, old, new in zip(("hpcbench", "torch", "environment"), before, after, strict=True)
@@ -92,8 +92,8 @@ def _changes(rows: pl.DataFrame) -> tuple[list[int], list[str]]:
             if different:
                 # The digest changes with every version; it explains something where it changes alone.
                 what = ", ".join(different[:-1] or different)
-                found.append((date_ns, f"{_date(date_ns)}, {printable_name(cluster)}: {what}"))
-    return [date_ns for date_ns, _ in sorted(found)], [text for _, text in sorted(found)]
+                found.append((date_s, f"{_date(date_s)}, {printable_name(cluster)}: {what}"))
+    return [date_s for date_s, _ in sorted(found)], [text for _, text in sorted(found)]
 
 
 def _change_rows(points: pl.DataFrame, places: list[float]) -> pl.DataFrame:
@@ -110,5 +110,5 @@ def _value_axis(column: str, unit: str | None, values: pl.Series) -> PlotAxis:
     return make_axis(title, kind, values) if kind or unit is None else PlotAxis(title, unit=unit)
 
 
-def _date(time_ns: int) -> str:
-    return datetime.fromtimestamp(time_ns / 1e9).astimezone().strftime("%Y-%m-%d %H:%M")
+def _date(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s).astimezone().strftime("%Y-%m-%d %H:%M")
