@@ -87,7 +87,7 @@ def _ranking_notes(recommendation: Recommendation, most: int) -> Iterable[str]:
     if capacity is not None:
         yield (
             f"memory: peak of the rank that uses most; capacity {format_bytes(capacity)}; batch to: the largest batch "
-            "per replica that fits"
+            "per replica that fits, where it was searched"
         )
     elif candidates:
         yield "the profile defines no memory: whether these fit is unknown"
