@@ -255,6 +255,9 @@ def test_a_run_that_only_the_scheduler_saw_end_has_its_time(
     for _ in range(2):  # by the scheduler, and by the result that was written then
         states = json.loads(hpcbench("status", "small", "--json", "--state", "failed").stdout)["sweeps"][0]["runs"]
         assert [(run["run_id"], run["elapsed_s"]) for run in states] == [(run_id, 180.0)]
+    result = cluster_tree.read_result(run_id)
+    assert result is not None
+    assert result.ended_at_s == ended_unix_s
 
 
 def test_a_submit_without_an_answer_about_earlier_jobs_counts_them_as_sent(

@@ -176,7 +176,7 @@ def test_submit_leaves_out_what_a_smaller_run_has_stopped(
     assert len(task.stop_groups) == 1
     result = cluster_tree.read_result(large)
     assert result is not None
-    assert (result.status, result.attempt) == ("skipped", 0)
+    assert (result.status, result.attempt, result.ended_at_s is None) == ("skipped", 0, False)
     assert result.error is not None
     assert small in result.error.message
     again = submit(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,10 @@ def summary(ranks: dict[int, RankResult], spec: Any = PAIR, status: str = "ok") 
 
 
 def test_each_step_takes_the_time_of_its_slowest_rank_and_rates_are_global() -> None:
+    began_s = time.time()
     result = summary(two_ranks())
+    assert result.ended_at_s is not None
+    assert began_s <= result.ended_at_s <= time.time()
     assert result.step_times_s == [0.2, 0.5, 0.2]
     metrics = result.metrics
     assert metrics.timed_s == pytest.approx(0.8), "rank 0's whole interval; the sum of the slowest steps is 0.9"
