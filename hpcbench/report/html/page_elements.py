@@ -22,7 +22,7 @@ from hpcbench.errors import ConfigError
 from hpcbench.fileio import escape_control_characters, printable_excerpt
 from hpcbench.report.findings.finding import Finding
 from hpcbench.report.plots.plot_model import Plot, PlotRequest
-from hpcbench.report.plots.plotting import PLOTS, draw_plot, encode_plot, plot_specification
+from hpcbench.report.plots.plotting import PLOTS, draw_plot, plot_specification, svg_of
 from hpcbench.report.results_table import (
     ResultRow,
     own_metric_columns,
@@ -218,8 +218,8 @@ def draw_page_figures(
 
 def make_page_figure(plot: Plot) -> PageFigure:
     """Return ``plot`` for a page. Raises ``ConfigError`` if altair or vl-convert is missing."""
-    image = base64.b64encode(encode_plot(plot, ".svg")).decode()
-    specification = script_json(plot_specification(plot))
+    drawn = plot_specification(plot)
+    image, specification = base64.b64encode(svg_of(drawn)).decode(), script_json(drawn)
     names = list(plot.frame.columns) if plot.frame is not None else []
     rows = [list(map(_plain_value, row.values())) for row in plot.rows]
     notes = [f"the first {_MAX_DATA_ROWS} of {len(rows)} points"] if len(rows) > _MAX_DATA_ROWS else []

@@ -278,18 +278,27 @@ def encode_plot(picture: Plot, ending: str) -> bytes:
     convert = _import_package("vl_convert", "vl-convert-python")
     if ending == ".html":
         # Within a script's text only "<" could end it.
-        data = escape_control_characters(msgspec.json.encode(plot_specification(picture)).decode())
+        specification.pop("$schema")
+        data = escape_control_characters(msgspec.json.encode(specification).decode())
         template = jinja2.Template(_PAGE_TEMPLATE.read_text(encoding="utf-8"), autoescape=True)
         scripts = convert.javascript_bundle()
         page: str = template.render(plot=picture, data=data.replace("<", "\\u003c"), scripts=scripts)
         return page.encode() + b"\n"
-    # Without addresses nothing can be fetched, whatever a specification says.
-    options: dict[str, Any] = {"allowed_base_urls": []}
     if ending == ".svg":
-        return str(convert.vegalite_to_svg(specification, **options)).encode()
+        return svg_of(specification)
     if ending == ".png":
-        return bytes(convert.vegalite_to_png(specification, ppi=_PIXELS_PER_INCH, **options))
-    return bytes(convert.vegalite_to_pdf(specification, **options))
+        return bytes(convert.vegalite_to_png(specification, ppi=_PIXELS_PER_INCH, **_FETCHES_NOTHING))
+    return bytes(convert.vegalite_to_pdf(specification, **_FETCHES_NOTHING))
+
+
+_FETCHES_NOTHING: dict[str, Any] = {"allowed_base_urls": []}
+"""Without addresses nothing can be fetched, whatever a specification says."""
+
+
+def svg_of(specification: dict[str, Any]) -> bytes:
+    """The picture of a Vega-Lite specification. Raises ``ConfigError`` where vl-convert is missing."""
+    convert = _import_package("vl_convert", "vl-convert-python")
+    return str(convert.vegalite_to_svg(specification, **_FETCHES_NOTHING)).encode()
 
 
 _PAGE_TEMPLATE = Path(__file__).with_name("plot.html.j2")
