@@ -23,6 +23,7 @@ from hpcbench.predict.decoder.machines import FittedMachine, fitted_machine, mac
 from hpcbench.predict.decoder.pricing import StepTerms, step_terms
 from hpcbench.predict.decoder.work import step_work
 from hpcbench.strategies.decoder_shapes import named_shape
+from hpcbench.units import format_percent
 
 RECIPES = Path(__file__).parent / "data" / "nvidia_recipes.csv"
 LEARNED_FROM = ("b200", "qwen3_30b_a3b")
@@ -100,7 +101,8 @@ def tables(runs: Sequence[Recipe]) -> list[str]:
     for kind, group in {**kinds, "all": list(runs)}.items():
         worst = max(group, key=lambda run: abs(run.error))
         lines.append(
-            f"| {kind} | {len(group)} | {mean_error(group):.1%} | {worst.error:+.0%} ({worst.model}, {worst.system}) |"
+            f"| {kind} | {len(group)} | {format_percent(mean_error(group), 1)} | "
+            f"{format_percent(worst.error, 0, '+')} ({worst.model}, {worst.system}) |"
         )
     lines += ["", "| system | model | GPUs | precision | tp pp cp ep | measured | predicted | error | products and "
               "kernels | experts' messages | other messages | bubble |", "|---" * 12 + "|"]  # fmt: skip

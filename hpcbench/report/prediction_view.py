@@ -114,7 +114,7 @@ def explanation_view(entry: PredictedConfiguration, explained: Explanation, meas
         notes.append(
             f"measured {format_seconds(median(measured_s))} ({pluralize(len(measured_s), 'launch', 'launches')}): "
             f"{'+' if difference_s >= 0 else '-'}{format_seconds(abs(difference_s))}, "
-            f"{difference_s / prediction.step_time_s:+.1%} of the prediction, that no term explains"
+            f"{format_percent(difference_s / prediction.step_time_s, 1, '+')} of the prediction, that no term explains"
         )
     return View.from_rows(run_label(msgspec.structs.replace(entry.spec, repeat=0)), columns, explained.terms, notes)
 

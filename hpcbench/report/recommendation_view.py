@@ -255,7 +255,7 @@ def model_flops_utilisation(recommendation: LayoutRecommendation, row: RankedLay
 def _view_notes(recommendation: LayoutRecommendation, ranking: LayoutRanking, most: int) -> Iterable[str]:
     yield (
         f"{ranking.examined:,} layouts examined, {ranking.priced:,} priced; memory: that of a process, up to "
-        f"{SAFE_SHARE:.0%} of {recommendation.machine.device.memory_gib:.0f} GiB"
+        f"{format_percent(SAFE_SHARE)} of {recommendation.machine.device.memory_gib:.0f} GiB"
     )
     yield (
         "to best: ratio to the fastest with its 90 % interval; dp tp pp cp ep: degrees of data, tensor, pipeline, "
@@ -275,8 +275,8 @@ def _view_notes(recommendation: LayoutRecommendation, ranking: LayoutRanking, mo
         best = ranking.tight[0]
         memory = format_bytes(int(best.peak_memory_gib * GIB))
         yield (
-            f"{pluralize(len(ranking.tight), 'faster layout')} above {SAFE_SHARE:.0%} of the memory, where an "
-            f"allocator may stall a run: {layout_name(best.layout)}, {_step_text(best)}, {memory}"
+            f"{pluralize(len(ranking.tight), 'faster layout')} above {format_percent(SAFE_SHARE)} of the memory, where "
+            f"an allocator may stall a run: {layout_name(best.layout)}, {_step_text(best)}, {memory}"
         )
     reasons = dict.fromkeys(row.priced_only for row in ranking.layouts[:most] if row.priced_only)
     if reasons:
