@@ -34,7 +34,7 @@ from hpcbench.predict.forecast import PlanForecast, forecast_plan
 from hpcbench.report.plan_view import plan_renderables
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.site.profile_check import check_against_scheduler
-from hpcbench.strategies.check_names import check_names
+from hpcbench.strategies.check_names import check_feasible, check_names
 from hpcbench.submit.batches import planned_calls
 from hpcbench.submit.plan import SweepPlan
 from hpcbench.submit.scheduler import account_error
@@ -91,6 +91,7 @@ def _check_file(path: Path, overrides: Sequence[str]) -> str:
     if not is_profile(data) or path.resolve().parent.name == "sweeps":
         sweep = load_sweep(path, overrides)
         check_names(sweep)
+        check_feasible(sweep)
         for key, text in command_warnings(sweep.command) if sweep.command is not None else ():
             print_message(f"warning: {sweep.source.where(key)}: {text}")
         return f"a sweep of {pluralize(count_points(sweep), 'point')}, valid"

@@ -1,19 +1,21 @@
-"""Validation of the names and options of a sweep against the registry; all errors are reported at once."""
+"""Validation of a sweep against the registry: its names and options, whose errors are reported at once, and whether any
+point can run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.command import Command
 from hpcbench.config.command_table import parameter_hint
 from hpcbench.config.option import Option, toml_literal
-from hpcbench.config.sweep_loader import Sweep, command_settings
+from hpcbench.config.sweep_loader import ExcludedPoint, Sweep, command_settings, count_points, expand_sweep
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
 from hpcbench.strategies.catalog import COLLECTIVES, WORKLOADS, selectable_strategies
 from hpcbench.strategies.decoder_shapes import named_shapes
-from hpcbench.strategies.resolve import WORKLOAD_PARAMETERS
+from hpcbench.strategies.resolve import WORKLOAD_PARAMETERS, InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.workloads.datasets import DATASETS
 from hpcbench.workloads.models import MODELS, check_custom_model, is_custom_model
 
@@ -55,6 +57,32 @@ def check_names(sweep: Sweep, profile: ClusterProfile | None = None) -> None:
                 problems.append(ConfigError(message, where=sweep.where(name), hint=did_you_mean(value, choices)))
     if problems:
         raise ConfigErrors(problems)
+
+
+_POINTS_TRIED = 10_000
+
+
+def check_feasible(sweep: Sweep) -> None:
+    """Raise ``ConfigError`` if no point of ``sweep`` can run, on whatever cluster; a huge sweep is not tried whole."""
+    anywhere = PartitionLimits("every cluster")
+    dropped = []
+    for point in islice(expand_sweep(sweep), _POINTS_TRIED):
+        if isinstance(point, ExcludedPoint):
+            dropped.append(InfeasiblePoint(point.point, point.rule))
+        elif isinstance(resolved := resolve_point(point, anywhere), InfeasiblePoint):
+            dropped.append(resolved)
+        else:
+            return
+    if len(dropped) == count_points(sweep):
+        raise nothing_feasible(sweep, dropped, anywhere.partition)
+
+
+def nothing_feasible(sweep: Sweep, dropped: Sequence[InfeasiblePoint], cluster: str) -> ConfigError:
+    """The error of a sweep whose points are all infeasible on a cluster, with up to ten reasons."""
+    reasons = sorted({point.reason for point in dropped})
+    all_of = "the only point" if len(dropped) == 1 else f"every one of the {len(dropped)} points"
+    message = f"{all_of} of sweep {sweep.name!r} is infeasible on {cluster}"
+    return ConfigError(message, where=str(sweep.source.path), hint="\n  ".join(reasons[:10]))
 
 
 def _workload_problems(sweep: Sweep) -> list[HpcbenchError]:

@@ -34,7 +34,7 @@ from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_BROKEN, STATUS_OK, ResultSummary
 from hpcbench.results.stop_rules import StopGroup, format_stop_reason, is_smaller_run
 from hpcbench.strategies.catalog import get_strategy
-from hpcbench.strategies.check_names import check_names, custom_model_folder
+from hpcbench.strategies.check_names import check_names, custom_model_folder, nothing_feasible
 from hpcbench.strategies.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.submit.each_node import with_each_node
 from hpcbench.submit.job_software import environment_key
@@ -416,13 +416,7 @@ def make_plan(
         else:
             runs.setdefault(run_id(resolved), resolved)
     if not runs:
-        reasons = sorted({point.reason for point in dropped})
-        all_of = "the only point" if len(dropped) == 1 else f"every one of the {len(dropped)} points"
-        raise ConfigError(
-            f"{all_of} of sweep {sweep.name!r} is infeasible on {profile.name}",
-            where=str(sweep.source.path),
-            hint="\n  ".join(reasons[:10]),
-        )
+        raise nothing_feasible(sweep, dropped, profile.name)
     models, datasets = custom_model_folder(sweep, profile), data_folder(None, profile.data_folder)
     return SweepPlan(sweep, profile, runs, dropped, tree, tree.summaries(runs), models, datasets)
 

@@ -307,6 +307,9 @@ def select_sweeps(tree: ResultsTree, names: Sequence[str], cluster: str | None) 
     for name in wanted:
         if name not in records:
             hint = did_you_mean(name, records) if records else "submit or run a sweep first"
+            of_file = {Path(one.sweep_file or "").stem: one.sweep for entry in records.values() for _, one in entry}
+            if name in of_file:
+                hint = f"the file {name}.toml is the sweep {of_file[name]!r}"
             raise ConfigError(f"sweep {name!r} has nothing in {tree.root}", hint=hint)
     return [entry for name in wanted for entry in records[name]]
 

@@ -42,6 +42,11 @@ def test_a_name_that_was_submitted_from_a_file_leads_to_the_command_with_the_fil
     assert hpcbench("plan", "my prog/mine.toml", "--cluster", "local", cwd=project).returncode == 0
     elsewhere = hpcbench("retry", "mine", "--results", str(project / "results"), cwd=project / "my prog")
     assert "hpcbench retry mine.toml --cluster local" in elsewhere.stderr
+    (project / "my prog" / "mine.toml").rename(project / "my prog" / "other.toml")
+    assert hpcbench("run", "my prog/other.toml", cwd=project).returncode == 1
+    shown = hpcbench("table", "other", cwd=project)
+    assert "sweep 'other' has nothing in" in shown.stderr
+    assert "the file other.toml is the sweep 'mine'" in shown.stderr
     never = hpcbench("retry", "mines", cwd=project)
     assert "submitted" not in never.stderr
 

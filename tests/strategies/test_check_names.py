@@ -9,8 +9,8 @@ import pytest
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster_file
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.config.sweep_loader import Sweep, load_sweep
-from hpcbench.errors import ConfigErrors
-from hpcbench.strategies.check_names import check_names, custom_model_folder
+from hpcbench.errors import ConfigError, ConfigErrors
+from hpcbench.strategies.check_names import check_feasible, check_names, custom_model_folder
 from hpcbench.strategies.resolve import PartitionLimits, resolve_point
 
 MODULE = """
@@ -98,3 +98,28 @@ def test_a_custom_model_takes_every_dataset_and_its_own_options(dataset: str) ->
     assert isinstance(resolved, RunSpec)
     assert resolved.model_options == {"x": 1}
     assert resolved.model == "a.b:c"
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (
+            "tp_degree = 3",
+            "the only point of sweep 's' is infeasible on every cluster\n.*ddp has no tp_degree: 3 given",
+        ),
+        ("tasks_per_node = 2\n[grid]\nbatch_size = [8]\ntp_degree = [2, 3]", "every one of the 2 points of sweep 's'"),
+        ("tasks_per_node = 2\n[grid]\ntp_degree = [1, 2]", None),
+        ("nodes = 100", None),
+    ],
+)
+def test_a_sweep_that_can_run_nowhere_is_refused(tmp_path: Path, lines: str, message: str | None) -> None:
+    path = tmp_path / "s.toml"
+    batch = "" if "batch_size" in lines else "batch_size = 8\n"
+    path.write_text(f'name = "s"\n[fixed]\nmodel = "resnet18"\ndataset = "digits"\nstrategy = "ddp"\n{batch}{lines}\n')
+    sweep = load_sweep(path)
+    check_names(sweep)
+    if message is None:
+        check_feasible(sweep)
+    else:
+        with pytest.raises(ConfigError, match=message):
+            check_feasible(sweep)
