@@ -88,7 +88,7 @@ def _check_file(path: Path, overrides: Sequence[str]) -> str:
     data, _ = read_toml(path)
     if not data:
         raise ConfigError("the file is empty", where=str(path))
-    if not is_profile(data) or path.resolve().parent.name == "sweeps":
+    if not is_profile(data, path) or path.resolve().parent.name == "sweeps":
         sweep = load_sweep(path, overrides)
         check_names(sweep)
         check_feasible(sweep)

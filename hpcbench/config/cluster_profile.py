@@ -166,15 +166,16 @@ class ClusterProfile(TomlTable):
             amount = f"{node.memory_bytes:g}"
             place, unit = partition.place("node", "memory_bytes"), f'write its unit, such as "{amount} GiB"'
             raise ValueError(f"{place} = {amount}{where} is below 1 GiB: {unit}")
+        is_used = partition.key is not None or not self.partitions
+        if is_used and request.memory == "node" and not (request.memory_bytes or node.memory_bytes):
+            raise ValueError(f"{partition.place('request', 'memory')} = 'node'{where} needs node.memory_bytes")
         cores, place = node.cores, partition.place("request", "cpus_per_task")
         if cores is not None and request.cpus_per_task is not None and request.cpus_per_task > cores:
             raise ValueError(f"{place} = {request.cpus_per_task}{where} is above node.cores, {cores}")
         taken = (request.cpus_per_device or 0) * (node.devices or 0)
         if cores is not None and taken > cores:
             place, devices = partition.place("request", "cpus_per_device"), f"{taken} cores for {node.devices} devices"
-            raise ValueError(
-                f"{place} = {request.cpus_per_device}{where} takes {devices}, and node.cores is {node.cores}"
-            )
+            raise ValueError(f"{place} = {request.cpus_per_device}{where} takes {devices}, and node.cores is {cores}")
         if node.device_type is not None and self.devices and node.device_type not in self.devices:
             place, devices = partition.place("node", "device_type"), ", ".join(self.devices)
             raise ValueError(f"{place} = {node.device_type!r}{where} is not among the devices: {devices}")
@@ -222,10 +223,12 @@ def _overlay_table(base: _T, overlay: _T | None) -> _T:
     return base.model_copy(update=set_values)
 
 
-def is_profile(data: Mapping[str, Any]) -> bool:
-    """Return whether decoded TOML is a profile: it has keys that no sweep has, and no points of a sweep."""
+def is_profile(data: Mapping[str, Any], path: Path) -> bool:
+    """Whether a TOML file is a profile: it lies in ``clusters`` or has keys that no sweep has, and it has no points."""
+    is_there = "clusters" in [folder.name for folder in path.resolve().parents[:2]]
     own_keys = ClusterProfile.model_fields.keys() - {"name", "description", "model_folder"}
-    return bool(own_keys & data.keys()) and not {"fixed", "grid", "zip", "include", "command"} & data.keys()
+    has_points = not data.keys().isdisjoint({"fixed", "grid", "zip", "include", "command"})
+    return not has_points and (is_there or not own_keys.isdisjoint(data))
 
 
 class UserConfig(TomlTable):

@@ -148,7 +148,7 @@ def load_sweep(path: Path, overrides: Iterable[str] = ()) -> Sweep:
         (3, 5, [2, 2, 2])
     """
     data, source = read_toml(path)
-    if is_profile(data):
+    if is_profile(data, path):
         raise ConfigError("a cluster profile, no sweep", where=str(path), hint=f"plan SWEEP --cluster {path}")
     source.origins = apply_overrides(data, overrides)
     return parse_sweep(data, source)

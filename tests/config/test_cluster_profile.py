@@ -182,6 +182,11 @@ def test_directives_that_contradict_nothing_are_accepted(values: dict[str, Any])
             "node.ranks_per_device = 2 is for scheduler.kind = 'local', this profile's is 'slurm'",
         ),
         ({"node": {"memory_bytes": 512}}, 'node.memory_bytes = 512 is below 1 GiB: write its unit, such as "512 GiB"'),
+        ({"request": {"memory": "node"}}, "request.memory = 'node' needs node.memory_bytes"),
+        (
+            {"request": {"memory": "node"}, "partitions": {"a": {"node": {"memory_bytes": 2**40}}, "b": {}}},
+            "request.memory = 'node' of partition b needs node.memory_bytes",
+        ),
         (
             {"devices": {"a100": {"memory_bytes": 80}}},
             "80 B is less than any machine has: write its unit, such as '80 GB'",

@@ -102,6 +102,10 @@ def test_check_calls_a_file_by_its_folder_and_its_keys(tmp_path: Path) -> None:
     assert (early.returncode, "early.toml: model is missing" in early.stderr) == (2, True)
     profile = hpcbench("check", "mine.toml", cwd=tmp_path)
     assert "mine.toml:3: unknown key 'data_folder' in [node]\n  it belongs at the top of the file" in profile.stderr
+    (tmp_path / "clusters").mkdir()
+    (tmp_path / "clusters" / "mine.toml").write_text('name = "mine"\n[partition.x]\n')
+    misspelt = hpcbench("check", "clusters/mine.toml", cwd=tmp_path)
+    assert "mine.toml:2: unknown key 'partition'\n  did you mean 'partitions'?" in misspelt.stderr
     planned = hpcbench("plan", "mine.toml", "--cluster", "local", cwd=tmp_path)
     assert (planned.returncode, "error: mine.toml: a cluster profile, no sweep" in planned.stderr) == (2, True)
 
