@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 import msgspec
+from rich.console import Group
 
 from hpcbench.cli.common import (
     complete_files,
@@ -32,6 +33,7 @@ from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError
 from hpcbench.fileio import make_folder, printable_text, write_atomic
 from hpcbench.predict.forecast import PlanForecast, forecast_plan
 from hpcbench.report.plan_view import plan_renderables
+from hpcbench.report.table_output import Stripped
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.site.profile_check import check_against_scheduler
 from hpcbench.strategies.check_names import check_feasible, check_names
@@ -119,9 +121,7 @@ def show_plan(sweep: str, cluster_name: str, overrides: tuple[str, ...], results
         print_json(_plan_json(sweep_plan, forecast))
         return
 
-    screen = make_console()
-    for part in plan_renderables(sweep_plan, forecast):
-        screen.print(part)
+    make_console().print(Stripped(Group(*plan_renderables(sweep_plan, forecast))))
     if missing_account := account_error(sweep_plan.profile):
         print_message(str(missing_account))
     print_if_predicted_only(sweep_plan.profile)
