@@ -73,11 +73,17 @@ def project(measured: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(measured, tmp_path / "project", symlinks=True))
 
 
+@pytest.fixture(scope="module")
+def codes(measured: Path) -> dict[str, int]:
+    """The exit code of each command in this process's encoding."""
+    return {command: run(command, measured).returncode for command in [*OF_RESULTS, *OTHERS]}
+
+
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii", "cp437:strict", "utf-16"])
-def test_commands_print_in_any_encoding(project: Path, encoding: str) -> None:
-    for command in [*OF_RESULTS, *OTHERS]:
+def test_commands_print_in_any_encoding(project: Path, codes: dict[str, int], encoding: str) -> None:
+    for command, code in codes.items():
         done = run(command, project, PYTHONIOENCODING=encoding)
-        assert done.returncode == run(command, project).returncode, command
+        assert done.returncode == code, command
         (done.stdout if "--json" not in command else b"").decode(encoding.partition(":")[0])
 
 
