@@ -10,8 +10,11 @@ GPUS ?= 4
 CPUS ?= 0.4
 MEM ?= 3g
 LINK ?= 1gbit
-# A release of SLURM in place of the machine's own, such as 24.11.
+# A release of SLURM in place of the machine's own, such as 24.11; RELEASE is one beside it, in `make test-rest`.
 SLURM ?=
+RELEASE =
+# Targets that run beside those of `make test-rest`, such as CI's test-torch.
+ALSO =
 
 # The storm of `make chaos`.
 MINUTES ?= 20
@@ -21,7 +24,7 @@ SEED ?= 1
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart horovod horovod-if-possible test test-all test-rest test-strategy test-slurm test-cuda test-torch run-cli run-distributed run-docs run-others run-releases run-slurm lint lint-code lint-types format docs \
+.PHONY: help quickstart horovod horovod-if-possible test test-all test-rest test-strategy test-slurm test-cuda test-torch run-cli run-distributed run-docs run-others run-slurm lint lint-code lint-types format docs \
 	reference schemas layers check-layers golden pictures slurm-up slurm-down slurm-status soak faults chaos bench gpu-check gpu-kit gpu-day oracle-score rerun-ddlbench rerun-paradl clean
 
 help: ## list the targets
@@ -83,7 +86,6 @@ test-all: ## make test and make test-rest, with more examples of the property te
 	@$(MAKE) --no-print-directory test-rest
 
 # Two at a time, the longest first and the shortest last: two cores stay busy. Their prerequisites are complete before.
-# ALSO names targets that run beside them: CI's are a second release of SLURM and another release of torch.
 test-rest: horovod-if-possible ## the tests that make test-all adds: full parity, Horovod, a real SLURM, a browser, the site
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line --keep-going run-slurm run-distributed $(ALSO) run-others run-cli run-docs
 
@@ -104,13 +106,10 @@ test-torch: $(VENV)/.test ## hpcbench with another release of torch, such as VER
 	$(BIN)/python -m tests.torch_versions $(VERSION) --python $(PYTHON)
 
 # All tests with the marker are in that folder (tests/conftest.py): the collection of the others costs 17 s of processor.
+# The second release comes after the first: there is one box at a time.
 run-slurm:
 	$(if $(SLURM),SLURMBOX_RELEASE=$(SLURM)) $(PYTEST) tests/slurm --durations 20 -m "slurm and not soak$(if $(SLURM), and releases)" -rs
-
-# There is one box at a time.
-run-releases: run-slurm
-	@[ "$(RELEASE)" ] || { echo "make run-releases RELEASE=24.11: name a release of SLURM"; exit 2; }
-	SLURMBOX_RELEASE=$(RELEASE) $(PYTEST) tests/slurm --durations 20 -m "releases and not soak" -rs
+	$(if $(RELEASE),SLURMBOX_RELEASE=$(RELEASE) $(PYTEST) tests/slurm --durations 20 -m "releases and not soak" -rs)
 
 # Not split further: more processes than cores take as long, and lose time limits.
 run-distributed:
