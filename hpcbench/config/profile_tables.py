@@ -34,6 +34,7 @@ from hpcbench.config.toml_tables import (
 from hpcbench.errors import did_you_mean
 from hpcbench.units import MAX_COUNT
 
+MemoryBytes = Annotated[Bytes, possible(2**28, 2**45, "B", "80 GB")]
 ValueSource = Literal["nominal", "measured"]
 
 
@@ -76,7 +77,7 @@ class NodeConfig(TomlTable):
 class DeviceConfig(TomlTable):
     """The figures of an accelerator, or of a set of cores, for the oracle and for MFU."""
 
-    memory_bytes: Annotated[Bytes, possible(2**28, 2**45, "B", "80 GB")] | None = None
+    memory_bytes: MemoryBytes | None = None
     memory_bandwidth_bytes_per_s: BytesPerSecond | None = None
     peak_flops_per_s: dict[Precision, FlopsPerSecond] = {}
     """Peak rates of dense arithmetic by precision; without the run's precision MFU is left out. `fp8` and `fp4` price
@@ -192,7 +193,7 @@ class ResourceRequest(TomlTable):
     """Command that requests accelerators: sbatch (`job`), srun (`step`; the job then gets whole nodes), or both."""
     memory: Literal["none", "all", "node"] = "none"
     """`none` asks for no memory, `all` is --mem=0, `node` is --mem with the node's memory."""
-    memory_bytes: Bytes | None = None
+    memory_bytes: MemoryBytes | None = None
     """Memory per node to ask for, instead of the node's."""
     cpus_per_task: PositiveInt | None = None
     """CPUs of one rank; the node's, shared among its ranks, when absent."""

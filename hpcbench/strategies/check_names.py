@@ -64,17 +64,16 @@ _POINTS_TRIED = 10_000
 
 def check_feasible(sweep: Sweep) -> None:
     """Raise ``ConfigError`` if no point of ``sweep`` can run, on whatever cluster; a huge sweep is not tried whole."""
-    anywhere = PartitionLimits("every cluster")
     dropped = []
     for point in islice(expand_sweep(sweep), _POINTS_TRIED):
         if isinstance(point, ExcludedPoint):
             dropped.append(InfeasiblePoint(point.point, point.rule))
-        elif isinstance(resolved := resolve_point(point, anywhere), InfeasiblePoint):
+        elif isinstance(resolved := resolve_point(point, PartitionLimits("any")), InfeasiblePoint):
             dropped.append(resolved)
         else:
             return
     if len(dropped) == count_points(sweep):
-        raise nothing_feasible(sweep, dropped, anywhere.partition)
+        raise nothing_feasible(sweep, dropped, "every cluster")
 
 
 def nothing_feasible(sweep: Sweep, dropped: Sequence[InfeasiblePoint], cluster: str) -> ConfigError:

@@ -187,6 +187,7 @@ def test_directives_that_contradict_nothing_are_accepted(values: dict[str, Any])
             {"request": {"memory": "node"}, "partitions": {"a": {"node": {"memory_bytes": 2**40}}, "b": {}}},
             "request.memory = 'node' of partition b needs node.memory_bytes",
         ),
+        ({"request": {"memory_bytes": 64}}, "64 B is less than any machine has: write its unit, such as '80 GB'"),
         (
             {"devices": {"a100": {"memory_bytes": 80}}},
             "80 B is less than any machine has: write its unit, such as '80 GB'",

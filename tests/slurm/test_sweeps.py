@@ -194,6 +194,7 @@ def cpu_time_s(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.releases
 def test_out_of_memory_is_called_so(hpcbench: Command, results: Results, tmp_path: Path) -> None:
     """More than the node's memory cgroup has: the kernel kills the rank, the node stays, the next job runs."""
     path = sweep(tmp_path, "greedy", "steps = 2\ntime_limit_min = 5\n", model="resnet18")
