@@ -56,7 +56,7 @@ from hpcbench.report.recommendation_view import (
 from hpcbench.report.table_model import View
 from hpcbench.report.table_output import PrintedView
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
-from hpcbench.strategies.check_names import custom_model_folder
+from hpcbench.strategies.check_sweep import custom_model_folder
 from hpcbench.strategies.decoder_shapes import named_shapes
 from hpcbench.units import pluralize
 from hpcbench.workloads.datasets import DATASETS

@@ -36,7 +36,7 @@ from hpcbench.report.plan_view import plan_renderables
 from hpcbench.report.table_output import Stripped
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.site.profile_check import check_against_scheduler
-from hpcbench.strategies.check_names import check_feasible, check_names
+from hpcbench.strategies.check_sweep import check_feasible, check_names
 from hpcbench.submit.batches import planned_calls
 from hpcbench.submit.plan import SweepPlan
 from hpcbench.submit.scheduler import account_error

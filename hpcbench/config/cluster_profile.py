@@ -33,7 +33,6 @@ from hpcbench.errors import ConfigError, HpcbenchError, did_you_mean
 from hpcbench.paths import PROJECT_FILE, expand_home, project_folder, resolve_beside, search_folders, user_folder
 
 _T = TypeVar("_T", bound=TomlTable)
-_LEAST_MEMORY_BYTES = 2**30
 
 
 class LoginNodeMatch(TomlTable):
@@ -160,12 +159,8 @@ class ClusterProfile(TomlTable):
         return self
 
     def _check_amounts(self, partition: tables.Partition) -> None:
-        """Raise ``ValueError`` for amounts that no node has: a forgotten unit, or more cores than there are."""
+        """Raise ``ValueError`` for amounts that the partition's nodes do not have."""
         request, node, where = partition.request, partition.node, f" of partition {partition.key}" * bool(partition.key)
-        if node.memory_bytes is not None and node.memory_bytes < _LEAST_MEMORY_BYTES:
-            amount = f"{node.memory_bytes:g}"
-            place, unit = partition.place("node", "memory_bytes"), f'write its unit, such as "{amount} GiB"'
-            raise ValueError(f"{place} = {amount}{where} is below 1 GiB: {unit}")
         is_used = partition.key is not None or not self.partitions
         if is_used and request.memory == "node" and not (request.memory_bytes or node.memory_bytes):
             raise ValueError(f"{partition.place('request', 'memory')} = 'node'{where} needs node.memory_bytes")

@@ -16,11 +16,12 @@ from hpcbench.config import scheduler_kinds as schedulers
 from hpcbench.config.run_spec import max_job_minutes
 from hpcbench.config.scheduler_kinds import SHIPPED_KINDS, SchedulerKind, check_scheduler_kind, scheduler_kind
 from hpcbench.config.toml_tables import (
-    Bytes,
     BytesPerSecond,
     Directives,
     EnvironmentVariables,
     FlopsPerSecond,
+    MemoryBytes,
+    MemoryBytesPerSecond,
     Minutes,
     NonSpaceText,
     PositiveInt,
@@ -29,12 +30,10 @@ from hpcbench.config.toml_tables import (
     SingleLineText,
     TomlTable,
     VariableName,
-    possible,
 )
 from hpcbench.errors import did_you_mean
 from hpcbench.units import MAX_COUNT
 
-MemoryBytes = Annotated[Bytes, possible(2**28, 2**45, "B", "80 GB")]
 ValueSource = Literal["nominal", "measured"]
 
 
@@ -44,7 +43,7 @@ class NodeConfig(TomlTable):
     cores: PositiveInt | None = None
     """CPUs that jobs may use, as the scheduler counts them (threads where it counts those); this machine's for
     `local`. Absent: no limit is checked."""
-    memory_bytes: Bytes | None = None
+    memory_bytes: MemoryBytes | None = None
     """Memory that jobs may use."""
     memory_includes_devices: bool = False
     """The scheduler's memory of a node counts the devices' (Grace Hopper): it is not what the host has."""
@@ -78,7 +77,7 @@ class DeviceConfig(TomlTable):
     """The figures of an accelerator, or of a set of cores, for the oracle and for MFU."""
 
     memory_bytes: MemoryBytes | None = None
-    memory_bandwidth_bytes_per_s: BytesPerSecond | None = None
+    memory_bandwidth_bytes_per_s: MemoryBytesPerSecond | None = None
     peak_flops_per_s: dict[Precision, FlopsPerSecond] = {}
     """Peak rates of dense arithmetic by precision; without the run's precision MFU is left out. `fp8` and `fp4` price
     layouts of decoders in 8 and 4 bit."""

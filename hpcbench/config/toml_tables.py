@@ -363,7 +363,7 @@ def _number_or_text_schema(example: str) -> WithJsonSchema:
     return WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0}, {"type": "string", "examples": [example]}]})
 
 
-def possible(least: float, most: float, unit: str, example: str) -> AfterValidator:
+def _possible(least: float, most: float, unit: str, example: str) -> AfterValidator:
     """Return the validator that refuses an amount that no machine has: its unit is missing or a wrong one."""
 
     def check(value: float) -> float:
@@ -377,13 +377,18 @@ def possible(least: float, most: float, unit: str, example: str) -> AfterValidat
 
 Seconds = Annotated[float, Field(ge=0, le=MAX_TIME_S), _parse_unit("time"), _number_or_text_schema("1.5 us")]
 Minutes = Annotated[float, Field(gt=0, le=MAX_TIME_S / 60), _parse_unit("time", 60.0), _number_or_text_schema("30 min")]
-Bytes = Annotated[float, Field(ge=0), _parse_unit("size"), _number_or_text_schema("94 GiB")]
+MemoryBytes = Annotated[
+    float, _parse_unit("size"), _possible(2**30, 2**47, "B", "80 GB"), _number_or_text_schema("94 GiB")
+]  # fmt: skip
+MemoryBytesPerSecond = Annotated[
+    float, Field(gt=0), _parse_unit("rate"), _possible(1e9, 1e14, "B/s", "2 TB/s"), _number_or_text_schema("2 TB/s")
+]  # fmt: skip
 BytesPerSecond = Annotated[
-    float, Field(gt=0), _parse_unit("rate"), possible(1e4, 1e15, "B/s", "200 Gbit/s"),
+    float, Field(gt=0), _parse_unit("rate"), _possible(1e4, 1e15, "B/s", "200 Gbit/s"),
     _number_or_text_schema("200 Gbit/s"),
 ]  # fmt: skip
 FlopsPerSecond = Annotated[
-    float, Field(gt=0), _parse_unit("computing speed"), possible(1e6, 1e17, "FLOP/s", "312 TFLOP/s"),
+    float, Field(gt=0), _parse_unit("computing speed"), _possible(1e6, 1e17, "FLOP/s", "312 TFLOP/s"),
     _number_or_text_schema("312 TFLOP/s"),
 ]  # fmt: skip
 

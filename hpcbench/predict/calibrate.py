@@ -39,7 +39,7 @@ from hpcbench.predict.strategy_cost import resolve_cost
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_OK
 from hpcbench.strategies.catalog import COLLECTIVES, SINGLE_DEVICE
-from hpcbench.strategies.check_names import custom_model_folder
+from hpcbench.strategies.check_sweep import custom_model_folder
 from hpcbench.strategies.layer_table import LayerTable
 from hpcbench.strategies.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.submit.plan import SweepPlan, available_cores, make_plan

@@ -53,7 +53,7 @@ from hpcbench.predict.strategy_cost import count_operators, find_cost
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.timing_statistics import OPERATOR_S
 from hpcbench.strategies.catalog import STRATEGIES
-from hpcbench.strategies.check_names import custom_model_folder
+from hpcbench.strategies.check_sweep import custom_model_folder
 from hpcbench.strategies.layer_table import LayerTable, LayerTableRequest
 from hpcbench.strategies.resolve import InfeasiblePoint, PartitionLimits, resolve_point, table_exclusion_reason
 from hpcbench.submit.plan import SweepPlan, available_cores

@@ -13,6 +13,8 @@ from hpcbench.results.schema import SCHEMA_VERSION, STATUSES, RunResult, result_
 
 _T = TypeVar("_T")
 _INT64_LIMIT = 2**63
+_LAST_DATE_S = 2.0**33
+"""A result of the year 2242 has a wrong date."""
 _RESULT_DECODER = msgspec.json.Decoder(RunResult)
 _DOCUMENT_DECODER = msgspec.json.Decoder(dict[str, Any])
 
@@ -110,6 +112,11 @@ _NEVER_NEGATIVE = (
     "samples_per_s", "timed_s", "epoch_time_s", "compute_s", "comm_s", "exposed_comm_s", "data_s", "flops_per_s", "mfu",
     "peak_memory_bytes", "peak_reserved_bytes", "time_to_first_step_s", "time_to_accuracy_s", "energy_j",
 )  # fmt: skip
+
+
+def date_of(result: RunResult) -> float | None:
+    """Return the Unix time (s) that a result states; ``None`` if it states none or one that cannot be."""
+    return result.ended_at_s if 0 < (result.ended_at_s or 0) < _LAST_DATE_S else None
 
 
 def doubts_of(result: RunResult) -> list[str]:

@@ -19,7 +19,7 @@ import polars
 
 from hpcbench.config.run_spec import RunSpec, sorted_json
 from hpcbench.fileio import UnsafeFileError, read_error, read_regular_with_stat
-from hpcbench.results.decode import decode_result, decode_result_unbounded, doubts_of
+from hpcbench.results.decode import date_of, decode_result, decode_result_unbounded, doubts_of
 from hpcbench.results.results_tree import RUN_ID_PATTERN, ClusterTree, CollectedResult
 from hpcbench.results.schema import STATUS_BROKEN, FailureRecord, RunMetrics, RunResult, VerificationResult
 
@@ -31,8 +31,6 @@ PROVENANCE_KEYS = ("hpcbench", "hpcbench_commit", "torch", "submission", "enviro
 """Keys of a result's provenance that are columns of the frame, as text."""
 FILE_COLUMNS = ("file.mtime_ns", "file.size_bytes")
 """Time at which ``result.json`` was written, and its size: a change of either is a change of the result."""
-_LAST_DATE_S = 2.0**33
-"""A result of the year 2242 has a wrong date."""
 _NESTED_RECORDS: dict[str, type[msgspec.Struct]] = {
     "spec": RunSpec, "metrics": RunMetrics, "verification": VerificationResult, "error": FailureRecord
 }  # fmt: skip
@@ -111,7 +109,7 @@ def results_frame(results: Sequence[RunResult], files: Sequence[tuple[int, int]]
 
 def _ends_s(results: Sequence[RunResult], files: Sequence[tuple[int, int]] | None) -> list[float | None]:
     """Return the date of each result (Unix time); the time of its file, which copying may change, where it has none."""
-    ends_s = [result.ended_at_s if 0 < (result.ended_at_s or 0) < _LAST_DATE_S else None for result in results]
+    ends_s = [date_of(result) for result in results]
     if files is None:
         return ends_s
     return [mtime_ns / 1e9 if end_s is None else end_s for end_s, (mtime_ns, _) in zip(ends_s, files, strict=True)]

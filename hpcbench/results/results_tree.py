@@ -25,7 +25,7 @@ from hpcbench.fileio import (
     write_error,
 )
 from hpcbench.paths import is_folder, is_visible
-from hpcbench.results.decode import BrokenFileError, decode_result
+from hpcbench.results.decode import BrokenFileError, date_of, decode_result
 from hpcbench.results.schema import STATUS_BROKEN, STATUS_OK, ResultSummary, RunResult, result_document
 
 RUN_ID_PATTERN = re.compile(r"[0-9a-f]{16}")
@@ -142,11 +142,11 @@ class ClusterTree:
             return ResultSummary(STATUS_BROKEN, message=str(broken).replace("\n ", ";"))
         if result is None:
             return None
-        key, error = environment_key(result), result.error
+        key, error, ended_at_s = environment_key(result), result.error, date_of(result)
         if error is None:
-            return ResultSummary(result.status, result.attempt, "", key)
+            return ResultSummary(result.status, result.attempt, "", key, ended_at_s=ended_at_s)
         lacks_software = result.status == "unsupported" and error.lacks_software
-        return ResultSummary(result.status, result.attempt, error.message, key, lacks_software, error.nodes)
+        return ResultSummary(result.status, result.attempt, error.message, key, lacks_software, error.nodes, ended_at_s)
 
     def existing_runs(self) -> set[str]:
         """Return the ids of ``run_ids`` without order, from one listing for every 256th of the runs.

@@ -415,6 +415,8 @@ class ResultSummary(NamedTuple):
     """It is ``unsupported`` because a package or a module was missing."""
     failed_on: str | None = None
     """The nodes of the job that failed and left no reason."""
+    ended_at_s: float | None = None
+    """Unix time (s) of the result, if it states one that can be."""
 
 
 def result_document(result: RunResult) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_BROKEN, STATUS_OK, ResultSummary
 from hpcbench.results.stop_rules import StopGroup, format_stop_reason, is_smaller_run
 from hpcbench.strategies.catalog import get_strategy
-from hpcbench.strategies.check_names import check_names, custom_model_folder, nothing_feasible
+from hpcbench.strategies.check_sweep import check_names, custom_model_folder, nothing_feasible
 from hpcbench.strategies.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.submit.each_node import with_each_node
 from hpcbench.submit.job_software import environment_key

@@ -15,7 +15,6 @@ runs them again."""
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shutil
 import time
@@ -68,7 +67,7 @@ class RunState(msgspec.Struct, frozen=True, gc=False):
     submission: str | None = None
     job_id: str | None = None
     ended_unix_s: float | None = None
-    """The end of its job, if the run left no result itself."""
+    """The date of its result, or the end of its job if it left none; ``None`` if unknown."""
     submitted_run: SubmittedRun | None = None
     nodes: str | None = None
     """The nodes of its job, in the scheduler's notation, if the run failed and left no reason itself."""
@@ -127,7 +126,7 @@ def run_states(
         elif head.status == STATUS_BROKEN:
             states[key] = RunState("lost", f"result.json is broken: {head.message}")
         else:
-            states[key] = RunState(head.status, head.message, nodes=head.failed_on)
+            states[key] = RunState(head.status, head.message, ended_unix_s=head.ended_at_s, nodes=head.failed_on)
     return states | _attempts_at_work(tree, states, heads, profile)
 
 
@@ -351,11 +350,7 @@ def record_scheduler_failures(tree: ClusterTree, states: Mapping[str, RunState],
         is_old = state.ended_unix_s is not None and time.time() - state.ended_unix_s >= RESULT_DELAY_S
         if run_id in again or (is_old and state.state != "lost"):
             with contextlib.suppress(HpcbenchError):
-                result = _scheduler_failure_result(tree, run_id, state, state.submitted_run)
-                if tree.write_result(result) and state.ended_unix_s is not None:
-                    # A result is as old as the end of its run.
-                    with contextlib.suppress(OSError):
-                        os.utime(tree.result_path(run_id), (state.ended_unix_s, state.ended_unix_s))
+                tree.write_result(_scheduler_failure_result(tree, run_id, state, state.submitted_run))
 
 
 def _scheduler_failure_result(tree: ClusterTree, run_id: str, state: RunState, run: SubmittedRun) -> RunResult:

@@ -80,8 +80,7 @@ class SweepWatcher:
         """The state of every run. Failures that only the scheduler reports are recorded."""
         run_ids = dict.fromkeys(run_id for run_ids in self.sweeps.values() for run_id in run_ids)
         states = run_states(self.tree, run_ids, self.profile, time.time(), self.tree.stale())
-        if any(state.ended_unix_s is not None for state in states.values()):
-            record_scheduler_failures(self.tree, states)
+        record_scheduler_failures(self.tree, states)
         return states
 
     def query_again(self, states: dict[str, RunState]) -> dict[str, RunState]:
@@ -94,8 +93,11 @@ class SweepWatcher:
 
     def _with_new_results(self, states: Mapping[str, RunState]) -> dict[str, RunState]:
         summaries = self.tree.summaries([key for key, state in states.items() if state.state in ACTIVE_STATES])
-        done = {key for key, summary in summaries.items() if summary.status == STATUS_OK} - self.tree.stale()
-        return {key: RunState(STATUS_OK) if key in done else state for key, state in states.items()}
+        stale, fresh = self.tree.stale(), dict(states)
+        for key, summary in summaries.items():
+            if summary.status == STATUS_OK and key not in stale:
+                fresh[key] = RunState(STATUS_OK, ended_unix_s=summary.ended_at_s)
+        return fresh
 
     def poll_period_s(self, states: Mapping[str, RunState]) -> float:
         """Pause (s) until the next query, by the schedulers of the runs that are queued or running."""
@@ -241,13 +243,13 @@ class RunCatalog:
         start = attempt.read_start() if attempt else None
         elapsed_s = None
         if start is not None:
-            ended_unix_s = 0.0
-            with contextlib.suppress(OSError):
-                ended_unix_s = self._tree.result_path(run_id).lstat().st_mtime
-            if ended_unix_s < start.started_unix_s:
-                # Without a result only the scheduler can have the time at which a run ended.
-                ended_unix_s = time.time() if state.state in ACTIVE_STATES else state.ended_unix_s or 0.0
-            elapsed_s = ended_unix_s - start.started_unix_s if ended_unix_s >= start.started_unix_s else None
+            ended_unix_s = time.time() if state.state in ACTIVE_STATES else state.ended_unix_s
+            if ended_unix_s is None:
+                # Results of earlier versions state no date.
+                with contextlib.suppress(OSError):
+                    ended_unix_s = self._tree.result_path(run_id).lstat().st_mtime
+            if ended_unix_s is not None and ended_unix_s >= start.started_unix_s:
+                elapsed_s = ended_unix_s - start.started_unix_s
         return RunDetails(spec, elapsed_s, folder_owner(folder) if folder is not None else None)
 
     def satisfying(self, states: Mapping[str, RunState], where: str) -> dict[str, RunState]:

@@ -13,7 +13,7 @@ import tomli
 
 from hpcbench.config.sweep_loader import Sweep
 from hpcbench.errors import ConfigErrors
-from hpcbench.strategies.check_names import check_names
+from hpcbench.strategies.check_sweep import check_names
 from tests.cli.test_cli import hpcbench
 from tests.docs.blocks import blocks
 

@@ -24,7 +24,7 @@ from hpcbench.predict.machine import nominal_machine
 from hpcbench.predict.prediction import Prediction
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import RunMetrics, RunResult, StepTimeStatistics, result_document
-from hpcbench.strategies.check_names import check_names
+from hpcbench.strategies.check_sweep import check_names
 from hpcbench.strategies.resolve import PartitionLimits, resolve_point
 
 SWEEP = """name = "tiny"

@@ -181,7 +181,7 @@ def test_directives_that_contradict_nothing_are_accepted(values: dict[str, Any])
             {"node": {"ranks_per_device": 2}},
             "node.ranks_per_device = 2 is for scheduler.kind = 'local', this profile's is 'slurm'",
         ),
-        ({"node": {"memory_bytes": 512}}, 'node.memory_bytes = 512 is below 1 GiB: write its unit, such as "512 GiB"'),
+        ({"node": {"memory_bytes": 512}}, "512 B is less than any machine has: write its unit, such as '80 GB'"),
         ({"request": {"memory": "node"}}, "request.memory = 'node' needs node.memory_bytes"),
         (
             {"request": {"memory": "node"}, "partitions": {"a": {"node": {"memory_bytes": 2**40}}, "b": {}}},
@@ -194,7 +194,15 @@ def test_directives_that_contradict_nothing_are_accepted(values: dict[str, Any])
         ),
         (
             {"devices": {"a100": {"memory_bandwidth_bytes_per_s": "2039 TB/s"}}},
-            "2.039e.15 B/s is more than any machine has: write its unit, such as '200 Gbit/s'",
+            "2.039e.15 B/s is more than any machine has: write its unit, such as '2 TB/s'",
+        ),
+        (
+            {"devices": {"a100": {"memory_bandwidth_bytes_per_s": 3350}}},
+            "3350 B/s is less than any machine has: write its unit, such as '2 TB/s'",
+        ),
+        (
+            {"links": {"inter_node": {"latency_s": 1e-6, "bandwidth_bytes_per_s": 400}}},
+            "400 B/s is less than any machine has: write its unit, such as '200 Gbit/s'",
         ),
         (
             {"devices": {"a100": {"peak_flops_per_s": {"bf16": 312}}}},

@@ -20,7 +20,7 @@ from hpcbench.config.sweep_file import apply_overrides
 from hpcbench.config.sweep_loader import Sweep, expand_sweep
 from hpcbench.config.toml_tables import parse_toml
 from hpcbench.errors import ConfigErrors, HpcbenchError
-from hpcbench.strategies.check_names import check_names
+from hpcbench.strategies.check_sweep import check_names
 from hpcbench.strategies.resolve import PartitionLimits, resolve_point
 
 SWEEP = """\

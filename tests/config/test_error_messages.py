@@ -14,7 +14,7 @@ from hpcbench.config.expression import Expression
 from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
 from hpcbench.strategies.catalog import selectable_strategies
-from hpcbench.strategies.check_names import check_names
+from hpcbench.strategies.check_sweep import check_names
 from hpcbench.workloads.models import CUSTOM_MODEL_PATTERN
 from tests.cli.test_cli import GOOD, ROOT, hpcbench
 
@@ -131,7 +131,7 @@ def test_a_rule_about_keys_of_a_nested_table_names_the_line_of_the_first(tmp_pat
     ("table", "message"),
     [
         ("node = { devices = 8, device_type = 'MI250X' }", "node.device_type = 'MI250X'"),
-        ("node = { memory_bytes = 512 }", "node.memory_bytes = 512"),
+        ("node = { memory_bytes = 512 }", "node.memory_bytes: 512 B is less"),
         ("request = { cpus_per_device = 64 }", "request.cpus_per_device = 64"),
         ("request = { gpus_on = 'step' }", "request.gpus_on = 'step'"),
         ("request = { drop = ['none'] }", r"request.drop = \['none'\]"),

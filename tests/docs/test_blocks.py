@@ -27,7 +27,7 @@ from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.errors import HpcbenchError
 from hpcbench.report.comparison import load_bands
 from hpcbench.results.results_tree import ResultsTree
-from hpcbench.strategies.check_names import check_names
+from hpcbench.strategies.check_sweep import check_names
 from hpcbench.submit.plan import make_plan
 from hpcbench.submit.submission_record import read_sweep_record
 from hpcbench.submit.submit import write_sweep_record

@@ -19,7 +19,7 @@ from hpcbench.config.cluster_profile import load_cluster_file
 from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.errors import INSTALL_REPORT, INSTALL_WORKER
 from hpcbench.results.timing_statistics import OPERATOR_S
-from hpcbench.strategies.check_names import check_names
+from hpcbench.strategies.check_sweep import check_names
 from tests.docs.blocks import make_targets
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -24,7 +24,7 @@ from hpcbench.predict.prediction import NotPredicted
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import RunMetrics, RunResult
 from hpcbench.results.timing_statistics import step_time_statistics
-from hpcbench.strategies.check_names import check_names
+from hpcbench.strategies.check_sweep import check_names
 from hpcbench.strategies.decoder_shapes import named_shape
 from hpcbench.strategies.resolve import PartitionLimits, resolve_point
 from hpcbench.submit.plan import make_plan

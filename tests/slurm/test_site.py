@@ -80,7 +80,7 @@ def test_check_reports_refusals_of_sbatch(box: Box, here: Here, tmp_path: Path) 
     assert "in normal" not in done.stderr
 
 
-def test_check_names_what_the_live_scheduler_would_refuse(box: Box, here: Here, tmp_path: Path) -> None:
+def test_check_sweep_what_the_live_scheduler_would_refuse(box: Box, here: Here, tmp_path: Path) -> None:
     path = tmp_path / "project" / "clusters" / "wrong.toml"
     path.write_text(
         'name = "wrong"\naccount = "nobody"\n[scheduler]\nmax_array_size = 2000\n[node]\ncores = 9\nmemory_bytes = "9 GiB"\n'

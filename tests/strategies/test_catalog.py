@@ -14,7 +14,7 @@ from hpcbench.config.sweep_loader import Sweep
 from hpcbench.errors import ConfigError, ConfigErrors
 from hpcbench.predict.strategy_cost import Cost, find_cost, resolve_cost
 from hpcbench.strategies.catalog import PROBES, STRATEGIES, get_strategy
-from hpcbench.strategies.check_names import check_names
+from hpcbench.strategies.check_sweep import check_names
 from hpcbench.worker.strategy import Strategy, resolve_runtime
 from hpcbench.worker.verification.reference_pipelines import resolve_reference_trainer
 from hpcbench.workloads.models import MODELS
@@ -38,7 +38,7 @@ def test_unknown_keys_name_the_nearest() -> None:
         get_strategy("dpp")
 
 
-def test_check_names_lists_everything_that_is_wrong(write_sweep: Callable[[str], Sweep]) -> None:
+def test_check_sweep_lists_everything_that_is_wrong(write_sweep: Callable[[str], Sweep]) -> None:
     sweep = write_sweep(
         'name = "s"\n[fixed]\nmodel = "resnet81"\ndataset = "digit"\n[fixed.options]\nstatic_graf = true\n[grid]\nstrategy = ["ddp"]\n'
     )

@@ -17,7 +17,7 @@ import torch
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.config.sweep_loader import load_sweep
-from hpcbench.strategies.check_names import check_names
+from hpcbench.strategies.check_sweep import check_names
 from hpcbench.worker.failure import describe_error
 from hpcbench.worker.models.build import build_meta_model, build_model
 from tests.worker.helpers import make_spec

@@ -10,7 +10,7 @@ from hpcbench.config.cluster_profile import ClusterProfile, load_cluster_file
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.config.sweep_loader import Sweep, load_sweep
 from hpcbench.errors import ConfigError, ConfigErrors
-from hpcbench.strategies.check_names import check_feasible, check_names, custom_model_folder
+from hpcbench.strategies.check_sweep import check_feasible, check_names, custom_model_folder
 from hpcbench.strategies.resolve import PartitionLimits, resolve_point
 
 MODULE = """
