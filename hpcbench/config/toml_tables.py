@@ -368,8 +368,8 @@ def _possible(least: float, most: float, unit: str, example: str) -> AfterValida
 
     def check(value: float) -> float:
         if not least <= value <= most:
-            side = "less" if value < least else "more"
-            raise ValueError(f"{value:.4g} {unit} is {side} than any machine has: write its unit, such as {example!r}")
+            limits = f"{least:.2g} to {most:.2g}"
+            raise ValueError(f"no machine has {value:.4g} {unit} ({limits}): write the unit, such as {example!r}")
         return value
 
     return AfterValidator(check)

@@ -187,7 +187,7 @@ class _StateResolver:
         """The state of a run by its job. ``has_result``: even a broken one."""
         status = self._statuses.get(run_id)
         if run.is_dropped and not run.started_attempt(self._tree):
-            return _make_state(run, "planned", "cancelled before it began")
+            return _make_state(run, "planned", "cancelled before it began, or its result was removed")
         if status is None and run.job_id is None:
             return _make_state(run, "waiting", _waiting_reason(run))
         if status is None:

@@ -181,32 +181,32 @@ def test_directives_that_contradict_nothing_are_accepted(values: dict[str, Any])
             {"node": {"ranks_per_device": 2}},
             "node.ranks_per_device = 2 is for scheduler.kind = 'local', this profile's is 'slurm'",
         ),
-        ({"node": {"memory_bytes": 512}}, "512 B is less than any machine has: write its unit, such as '80 GB'"),
+        ({"node": {"memory_bytes": 512}}, r"no machine has 512 B \(.* to .*\): write the unit, such as '80 GB'"),
         ({"request": {"memory": "node"}}, "request.memory = 'node' needs node.memory_bytes"),
         (
             {"request": {"memory": "node"}, "partitions": {"a": {"node": {"memory_bytes": 2**40}}, "b": {}}},
             "request.memory = 'node' of partition b needs node.memory_bytes",
         ),
-        ({"request": {"memory_bytes": 64}}, "64 B is less than any machine has: write its unit, such as '80 GB'"),
+        ({"request": {"memory_bytes": 64}}, r"no machine has 64 B \(.* to .*\): write the unit, such as '80 GB'"),
         (
             {"devices": {"a100": {"memory_bytes": 80}}},
-            "80 B is less than any machine has: write its unit, such as '80 GB'",
+            r"no machine has 80 B \(.* to .*\): write the unit, such as '80 GB'",
         ),
         (
             {"devices": {"a100": {"memory_bandwidth_bytes_per_s": "2039 TB/s"}}},
-            "2.039e.15 B/s is more than any machine has: write its unit, such as '2 TB/s'",
+            r"no machine has 2.039e.15 B/s \(.* to .*\): write the unit, such as '2 TB/s'",
         ),
         (
             {"devices": {"a100": {"memory_bandwidth_bytes_per_s": 3350}}},
-            "3350 B/s is less than any machine has: write its unit, such as '2 TB/s'",
+            r"no machine has 3350 B/s \(.* to .*\): write the unit, such as '2 TB/s'",
         ),
         (
             {"links": {"inter_node": {"latency_s": 1e-6, "bandwidth_bytes_per_s": 400}}},
-            "400 B/s is less than any machine has: write its unit, such as '200 Gbit/s'",
+            r"no machine has 400 B/s \(.* to .*\): write the unit, such as '200 Gbit/s'",
         ),
         (
             {"devices": {"a100": {"peak_flops_per_s": {"bf16": 312}}}},
-            "312 FLOP/s is less than any machine has: write its unit, such as '312 TFLOP/s'",
+            r"no machine has 312 FLOP/s \(.* to .*\): write the unit, such as '312 TFLOP/s'",
         ),
         (
             {"node": {"cores": 128, "devices": 4}, "request": {"cpus_per_device": 64}},

@@ -131,7 +131,7 @@ def test_a_rule_about_keys_of_a_nested_table_names_the_line_of_the_first(tmp_pat
     ("table", "message"),
     [
         ("node = { devices = 8, device_type = 'MI250X' }", "node.device_type = 'MI250X'"),
-        ("node = { memory_bytes = 512 }", "node.memory_bytes: 512 B is less"),
+        ("node = { memory_bytes = 512 }", "node.memory_bytes: no machine has 512 B"),
         ("request = { cpus_per_device = 64 }", "request.cpus_per_device = 64"),
         ("request = { gpus_on = 'step' }", "request.gpus_on = 'step'"),
         ("request = { drop = ['none'] }", r"request.drop = \['none'\]"),
