@@ -195,7 +195,8 @@ class ResourceRequest(TomlTable):
     memory_bytes: MemoryBytes | None = None
     """Memory per node to ask for, instead of the node's."""
     cpus_per_task: PositiveInt | None = None
-    """CPUs of one rank; the node's, shared among its ranks, when absent."""
+    """CPUs of one rank. When absent: the node's, shared among its devices where jobs may share nodes, else among its
+    ranks."""
     cpus_per_device: PositiveInt | None = None
     """CPUs that come with each accelerator, where the site prescribes a fixed ratio."""
     exclusive: bool = False

@@ -53,13 +53,24 @@ class JobShape:
 
     @property
     def cpus_per_task(self) -> int:
-        """CPUs of one rank: as the profile sets them, else the node's shared among its ranks, at least one."""
-        request, cores = self.partition.request, self.partition.node.cores
+        """CPUs of one rank: as the profile sets them, else its share of the node's, at least one.
+
+        Jobs on shared nodes leave the other devices their CPUs, so that a rank has as many at every scale.
+        """
+        request, node = self.partition.request, self.partition.node
         if request.cpus_per_task:
             return request.cpus_per_task
         if request.cpus_per_device:
             return request.cpus_per_device * self.devices_per_task
-        return max(1, cores // self.tasks_per_node) if cores else 1
+        asks_for_devices = request.gpus != "none" and request.gpus_on != "step"
+        if asks_for_devices and not self.has_whole_nodes and node.devices and self.devices_per_task:
+            return max(1, (node.cores or 1) * self.devices_per_task // node.devices)
+        return max(1, (node.cores or 1) // self.tasks_per_node)
+
+    @property
+    def has_whole_nodes(self) -> bool:
+        """Whether jobs share their nodes with no others."""
+        return self.partition.whole_nodes or self.partition.request.exclusive
 
     @property
     def variables(self) -> dict[str, str]:
@@ -197,9 +208,8 @@ def _rank_wrapper(shape: JobShape) -> list[str]:
 
 def _choose_cpu_bind(shape: JobShape) -> str | None:
     """A map of cores is right on whole nodes with one rank per device; elsewhere the job may have other cores."""
-    binding, partition = shape.profile.binding, shape.partition
-    has_whole_nodes = partition.whole_nodes or partition.request.exclusive
-    if has_whole_nodes and shape.tasks_per_node == partition.node.devices:
+    binding = shape.profile.binding
+    if shape.has_whole_nodes and shape.tasks_per_node == shape.partition.node.devices:
         return binding.whole_node_cpu_bind or binding.cpu_bind
     return binding.cpu_bind
 

@@ -204,6 +204,32 @@ def test_cpus_come_with_the_devices() -> None:
     assert make_job_shape(profile(request={"cpus_per_device": 16}), 1, 2, 2).cpus_per_task == 32
 
 
+@pytest.mark.parametrize(
+    ("request_", "partition", "cpus"),
+    [
+        ({"gpus": "gpus-per-node"}, {"whole_nodes": False}, [16, 16, 16, 32]),
+        ({"gpus": "gres", "gpus_on": "both"}, {"whole_nodes": False}, [16, 16, 16, 32]),
+        ({"gpus": "gpus-per-node"}, {"whole_nodes": True}, [64, 32, 16, 32]),
+        ({"gpus": "gpus-per-node", "exclusive": True}, {"whole_nodes": False}, [64, 32, 16, 32]),
+        ({"gpus": "gres", "gpus_on": "step"}, {"whole_nodes": False}, [64, 32, 16, 32]),
+        ({"gpus": "none"}, {"whole_nodes": False}, [64, 32, 16, 32]),
+        ({"gpus": "gpus-per-node", "cpus_per_task": 3}, {"whole_nodes": False}, [3, 3, 3, 3]),
+    ],
+)
+def test_ranks_leave_other_devices_of_a_shared_node_their_cpus(
+    request_: dict[str, Any], partition: dict[str, Any], cpus: list[int]
+) -> None:
+    """1, 2 and 4 ranks of one device, and 2 ranks of two, on nodes of 64 cores and 4 devices."""
+    made = profile(request=request_, partition=partition)
+    shapes = [(1, 1), (2, 1), (4, 1), (2, 2)]
+    assert [make_job_shape(made, 1, *shape, partition="p").cpus_per_task for shape in shapes] == cpus
+
+
+def test_ranks_on_processors_share_the_nodes_cpus() -> None:
+    made = profile(request={"gpus": "gpus-per-node"}, partition={"whole_nodes": False})
+    assert make_job_shape(made, 1, 2, 0, partition="p").cpus_per_task == 32
+
+
 def test_a_pbs_script_has_pbs_directives() -> None:
     made = profile(
         scheduler={"kind": "pbs"}, launcher="mpirun", account="group1", partition={"name": "rt_HF"},
