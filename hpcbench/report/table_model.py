@@ -236,7 +236,7 @@ class WarningFootnotes:
         self._letters = dict(
             zip((one for one in self._texts if one not in self._shared), ascii_lowercase, strict=False)
         )
-        self._is_cut = any(len({message_pattern(text) for text in row.warnings}) > _MAX_LETTERS_PER_ROW for row in rows)
+        self._is_cut = any(self.marks(row).endswith("+") for row in rows)
 
     def marks(self, row: Any) -> str:
         """``*a,c`` behind a row's status, ``+`` for more than three; an empty text without warnings."""

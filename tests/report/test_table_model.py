@@ -20,3 +20,12 @@ def test_a_shared_warning_leaves_26_letters_to_the_others() -> None:
     footnotes = WarningFootnotes(rows, shared=True)
     assert [footnotes.marks(row) for row in rows[-2:]] == ["*z", "*+"]
     assert footnotes.footnotes()[-1] == "*+: 1 more kinds of warnings: see `hpcbench collect`"
+
+
+def test_only_a_row_with_a_plus_has_a_note_of_it() -> None:
+    kinds = ["slow disk", "hot device", "noise", "drift"]
+    for own, mark, has_note in ((kinds[:3], "*a,b,c", False), (kinds, "*a,b,c,+", True)):
+        rows = [SimpleNamespace(warnings=["busy host", *own]), SimpleNamespace(warnings=["busy host"])]
+        footnotes = WarningFootnotes(rows, shared=True)
+        assert footnotes.marks(rows[0]) == mark
+        assert any(note.startswith("*+: more than 3 kinds") for note in footnotes.footnotes()) == has_note
