@@ -294,7 +294,7 @@ def _parse_job_state(fields: str, other_state: str | None) -> JobStatus | None:
     if word in _ENDED_JOB_STATES:
         with contextlib.suppress(ValueError):
             ended_unix_s = datetime.datetime.fromisoformat(end).timestamp()
-    unexplained = "PENDING: SLURM has not considered it yet" if word == "PENDING" else word
+    unexplained = "PENDING: SLURM has given no reason yet" if word == "PENDING" else word
     reason = unexplained if reason in ("", "None") else f"{word}: {reason}"
     return JobStatus(our_state, reason, name, ended_unix_s, "" if nodes.startswith("None") else nodes)
 

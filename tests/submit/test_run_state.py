@@ -30,7 +30,7 @@ from hpcbench.submit.submit import submit
         ("12_[4-5%2]|PENDING|Resources", dict.fromkeys(("12_4", "12_5"), ("pending", "PENDING: Resources"))),
         (
             "12_[0,3-4,6-10:2]|PENDING|None",
-            {f"12_{task}": ("pending", "PENDING: SLURM has not considered it yet") for task in (0, 3, 4, 6, 8, 10)},
+            {f"12_{task}": ("pending", "PENDING: SLURM has given no reason yet") for task in (0, 3, 4, 6, 8, 10)},
         ),
         ("12_[4-9,...]|PENDING|Resources", {}),
         ("12_[4-]|PENDING|Resources", {}),
